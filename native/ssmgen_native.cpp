@@ -1,6 +1,6 @@
 // Three functions of ssmgen in C++, each with the interface and the results of the one in Python:
-//   Enqueue  ssmgen.enqueue.enqueuing     one launch, as ctypes makes it
-//   Plan     ssmgen.runtime.plan_of       launches in a row on the current stream
+//   Enqueue  ssmgen.launch.enqueue.enqueuing     one launch, as ctypes makes it
+//   Plan     ssmgen.launch.runtime.plan_of       launches in a row on the current stream
 //   Row      ssmgen.calls.fast_path._row  a call like one seen before: compared, its plan found by its pointers, launched
 // It sees inside of torch's tensors, so it is of one release of torch. The GIL guards all that changes, and is let go of in a launch alone.
 #include <Python.h>

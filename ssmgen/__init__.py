@@ -10,14 +10,14 @@ from typing import Any
 __version__ = "0.1.0"
 
 _AROUND = {  # what is no family's
-    "BoundCall": "api",
-    "accelerate": "accelerating",
-    "bind": "api",
-    "explain": "api",
-    "is_warm": "api",
-    "stats": "registry",
-    "supported": "api",
-    "warm": "warming",
+    "BoundCall": "calls.api",
+    "accelerate": "compat.hf.accelerating",
+    "bind": "calls.api",
+    "explain": "calls.api",
+    "is_warm": "calls.api",
+    "stats": "select.registry",
+    "supported": "calls.api",
+    "warm": "compat.warming",
 }
 
 
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from .family import public_names
+    from .spec.family import public_names
 
     if name in _AROUND:
         value = getattr(import_module(f".{_AROUND[name]}", __name__), name)

@@ -1,12 +1,13 @@
 """What editors and type checkers see: the public names, which the package finds when they are first used. A test holds it to them."""
 
 from . import errors as errors
-from .accelerating import accelerate as accelerate
-from .api import BoundCall as BoundCall
-from .api import bind as bind
-from .api import explain as explain
-from .api import is_warm as is_warm
-from .api import supported as supported
+from .calls.api import BoundCall as BoundCall
+from .calls.api import bind as bind
+from .calls.api import explain as explain
+from .calls.api import is_warm as is_warm
+from .calls.api import supported as supported
+from .compat.hf.accelerating import accelerate as accelerate
+from .compat.warming import warm as warm
 from .families.causal_conv1d.call import causal_conv1d as causal_conv1d
 from .families.causal_conv1d_update.call import causal_conv1d_update as causal_conv1d_update
 from .families.chunk_delta_rule.call import chunk_delta_rule as chunk_delta_rule
@@ -48,7 +49,6 @@ from .families.replay_selective_state_update.call import materialize_selective_s
 from .families.replay_selective_state_update.call import replay_selective_state_update as replay_selective_state_update
 from .families.selective_scan.call import selective_scan as selective_scan
 from .families.selective_state_update.call import selective_state_update as selective_state_update
-from .registry import stats as stats
-from .warming import warm as warm
+from .select.registry import stats as stats
 
 __version__: str

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .family import public_names
+from .spec.family import public_names
 
 __all__ = ["functions"]
 

@@ -11,11 +11,12 @@ import torch
 from click.testing import CliRunner
 from family_cases import cases
 
-from ssmgen import cli, runtime
+from ssmgen import cli
 from ssmgen.bench import bench_of, benchmarks, case, engine, report, timing
 from ssmgen.bench.progress import Watch
 from ssmgen.families.linear_attention import TIMED
-from ssmgen.spec import Arch, DType
+from ssmgen.launch import runtime
+from ssmgen.spec.kernel import Arch, DType
 
 SILENT = Watch(lambda line: None)
 MEASURED = Path(__file__).parent / "data" / "bench.json"  # on an H200, some rows of five reports

@@ -13,7 +13,7 @@ from delta_images import images_of, pack
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
 
-from ssmgen.arguments import Arguments, Value
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.engine.chunks.kernels import Counts
 from ssmgen.engine.chunks.problem import CHUNK
@@ -21,8 +21,8 @@ from ssmgen.engine.tiles import maps
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec
 from ssmgen.families.chunk_delta_rule.planning import Options
 from ssmgen.families.chunk_delta_rule.problem import IMAGE, chunks_of
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Layout, Pdl
+from ssmgen.spec.arguments import Arguments, Value
+from ssmgen.spec.kernel import Arch, DType, Index, Layout, Pdl
 
 SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 F64 = torch.float64

@@ -14,13 +14,14 @@ from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.families.combine_splits import call as op
 from ssmgen.families.combine_splits.reference import combine_splits as reference
-from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, KernelSpec
 
 I32, I64 = torch.int32, torch.int64
 INF, NAN = math.inf, math.nan

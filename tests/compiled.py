@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ssmgen.cache.entry import Entry
 from ssmgen.cache.store import shared_cache
-from ssmgen.spec import Arch, KernelSpec
+from ssmgen.spec.kernel import Arch, KernelSpec
 
 
 def compiled(spec: KernelSpec, arch: Arch) -> Entry:

@@ -83,7 +83,7 @@ def one_thread():
 @pytest.fixture
 def one_compile(monkeypatch):
     """For reports, which state how long compilers took: a test's first is real, and stands for the others."""
-    from ssmgen import nvrtc
+    from ssmgen.compile import nvrtc
 
     real, done = nvrtc.compile_cubin, []
 

@@ -15,12 +15,13 @@ from ssu_cases import ulp
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.engine.convolution_calls import ACTIVATIONS
-from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, KernelSpec
 
 SM90 = Arch.parse("sm_90a")
 LAST_AXIS = pytest.mark.parametrize("last", [False, True], ids=["first", "last"])  # whether channels are the contiguous axis

@@ -7,7 +7,7 @@ import sys
 from crew_cases import begin
 
 from ssmgen.cli import main
-from ssmgen.tune import crew
+from ssmgen.tune import sharing as crew
 
 if __name__ == "__main__":
     begun: list[int] = []

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ssmgen import nvrtc, registry
 from ssmgen.cli import main
+from ssmgen.compile import nvrtc
 from ssmgen.families.selective_state_update.spec import SsuProblem
-from ssmgen.models import find_model
-from ssmgen.spec import SM90, DType, Index, KernelSpec, PoolMode
-from ssmgen.tune import cases, crew, model, search
+from ssmgen.select import registry
+from ssmgen.select.models import find_model
+from ssmgen.spec.kernel import SM90, DType, Index, KernelSpec, PoolMode
+from ssmgen.tune import cases, model, search
+from ssmgen.tune import sharing as crew
 
 GPU, OP, SIZES = "Test GPU 7", "selective_state_update", tuple(range(1, 13))
 PROBLEM: SsuProblem = find_model("nemotron-h-8b").problem(DType.BF16, Index.I32, PoolMode.SINGLE)

@@ -14,13 +14,13 @@ from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 
 import ssmgen
-from ssmgen import registry
-from ssmgen.arguments import Arguments
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.families.chunk_delta_rule import planning as op
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
-from ssmgen.render import render
-from ssmgen.spec import Arch
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch
 
 LENGTHS = (0, 1, 63, 64, 65, 130)
 BOUNDS = {BF16: 6e-3, F16: 1.5e-3}  # relative L2 error, random operands

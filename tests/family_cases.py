@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from ssmgen.family import records
+from ssmgen.spec.family import records
 
 CASES = Path(__file__).parent / "cases"
 

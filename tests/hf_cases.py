@@ -13,9 +13,11 @@ import torch
 from hf_models import TINY
 from hf_models import tiny as tiny
 
-from ssmgen.compat import hf, hf_between, hf_layers
-from ssmgen.compat.hf_functions import delta_faults, kda_faults
-from ssmgen.compat.hf_roles import name_in, plain
+from ssmgen.compat import hf
+from ssmgen.compat.hf import between as hf_between
+from ssmgen.compat.hf import layers as hf_layers
+from ssmgen.compat.hf.functions import delta_faults, kda_faults
+from ssmgen.compat.hf.roles import name_in, plain
 
 # What is replaced in each model folder, as it ought to be found.
 CONV = ("causal_conv1d_update", "causal_conv1d_fn")

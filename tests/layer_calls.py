@@ -13,11 +13,11 @@ from ssu_cases import Memory
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
 from ssmgen.calls import operator as calls
-from ssmgen.catalog import OPERATOR_OF
-from ssmgen.spec import Arch, KernelSpec
+from ssmgen.select import catalog, registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, KernelSpec
 
 SM90 = Arch.parse("sm_90a")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -387,7 +387,7 @@ def emulate(call: calls.Call, spec: KernelSpec | None = None, pdl: bool = False)
     """A call's variant, or the one that sm_90a's rules choose, in the emulator."""
     caller, operands = call.caller, call.operands
     problem, size, _, _ = call.problem()
-    spec = spec or registry.select(OPERATOR_OF[type(problem)], problem, size, SM90, pdl)
+    spec = spec or registry.select(catalog.OPERATOR_OF[type(problem)], problem, size, SM90, pdl)
     views = caller.checked(operands, call.options, None)
     for part in spec.kernels:
         takes = {n: operands[n] for n in part.operands()}

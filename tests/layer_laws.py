@@ -17,12 +17,14 @@ from layer_cases import Case
 from torch import Tensor
 
 import ssmgen
-from ssmgen import nvrtc, registry, runtime
 from ssmgen.cache.entry import Entry
-from ssmgen.catalog import OPERATOR_OF
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render
 from ssmgen.errors import CaptureError
-from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec, Problem
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.select.catalog import OPERATOR_OF
+from ssmgen.spec.kernel import Arch, KernelSpec, Problem
 
 DEVICE = "cuda"
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 import ssmgen
-from ssmgen import registry
 from ssmgen.families.chunk_linear_attention import planning as op
 from ssmgen.families.chunk_linear_attention.problem import Rule
-from ssmgen.spec import Arch
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch
 
 __all__ = ["BF16", "BOUNDS", "F16", "F32", "HARD", "NAN", "SM90", "STORED", "error", "same", "starts_of"]
 

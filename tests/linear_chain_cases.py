@@ -14,14 +14,14 @@ from linear_images import decays_of, images_of, operands_of, pack
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
 
-from ssmgen.arguments import Arguments, Value
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.engine.chunks.kernels import Counts
 from ssmgen.engine.tiles import maps
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec
 from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, chunks_of
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Layout, Pdl
+from ssmgen.spec.arguments import Arguments, Value
+from ssmgen.spec.kernel import Arch, DType, Index, Layout, Pdl
 
 __all__ = ["BF16", "BOUND", "F16", "F32", "SM80", "SM90"]
 

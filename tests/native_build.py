@@ -54,8 +54,8 @@ def module() -> ModuleType:
 @pytest.fixture(params=["python", "native"])
 def way(request, monkeypatch) -> Iterator[str]:
     """What calls that come again are made by. None is known from before."""
-    from ssmgen import native
     from ssmgen.calls import fast_path
+    from ssmgen.launch import native
 
     made = module() if request.param == "native" else None
     monkeypatch.setattr(native, "found", lambda: made)

@@ -12,12 +12,13 @@ from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.families.gated_rms_norm import call as op
-from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, KernelSpec
 
 NAN = math.nan
 SM90 = Arch.parse("sm_90a")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ssmgen import emulator
-from ssmgen.arguments import Arguments
+from ssmgen.compile.render import environment
 from ssmgen.emulator import run_source
-from ssmgen.render import environment
-from ssmgen.spec import KernelSpec, Needs, Param
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import KernelSpec, Needs, Param
 
 Run = Callable[..., Tensor]  # as `run`, which emulates
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")

@@ -11,12 +11,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from ssmgen import nvrtc
 from ssmgen.cache import exchange, store
 from ssmgen.cache.layer import Layer
 from ssmgen.cache.remote import SharedStore
 from ssmgen.cache.signing import Signer
 from ssmgen.cache.store import Cache
+from ssmgen.compile import nvrtc
 from ssmgen.settings import Remote
 from tools.fleet.kernels import ARCH, made, spec
 from tools.fleet.stand_in import s3

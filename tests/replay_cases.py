@@ -14,7 +14,7 @@ from torch.nn.functional import silu, softplus
 from varying import vary
 
 import ssmgen
-from ssmgen.accuracy import norm_error
+from ssmgen.engine.accuracy import norm_error
 from ssmgen.families.replay_selective_state_update import planning as op
 
 I32, I64 = torch.int32, torch.int64

@@ -13,7 +13,7 @@ from ssu_cases import F32
 from torch import Tensor
 
 import ssmgen
-from ssmgen.accuracy import norm_error
+from ssmgen.engine.accuracy import norm_error
 
 
 class Run:

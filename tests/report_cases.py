@@ -9,9 +9,9 @@ from unittest import mock
 
 from bench_cases import HEAD
 
-from ssmgen import generate
 from ssmgen.families.selective_state_update.spec import SsuProblem
-from ssmgen.spec import Arch, KernelSpec, Problem
+from ssmgen.spec.kernel import Arch, KernelSpec, Problem
+from ssmgen.variants import generate
 from tools.report import content
 
 ARCHS = [Arch.parse("sm_80"), Arch.parse("sm_90a")]

@@ -13,13 +13,15 @@ from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 
 import ssmgen
-from ssmgen import registry, runtime
-from ssmgen.arguments import Arguments
+from ssmgen.compile.render import render
 from ssmgen.emulator import SMS, EmulatorError, run_source
 from ssmgen.families.chunk_scan import call as op
-from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec, candidates
-from ssmgen.render import render
-from ssmgen.spec import Arch, Pdl
+from ssmgen.families.chunk_scan.rules import candidates
+from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, Pdl
 
 SM90 = Arch.parse("sm_90a")
 NAN = float("nan")

@@ -13,14 +13,14 @@ from ssu_cases import BF16, F16, Memory
 from torch import Tensor
 
 import ssmgen
-from ssmgen import registry
-from ssmgen.arguments import Arguments
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.families.selective_scan import planning as op
 from ssmgen.families.selective_scan.problem import OPERATOR, SelectiveProblem
 from ssmgen.families.selective_scan.spec import SelectiveSpec
-from ssmgen.render import render
-from ssmgen.spec import Arch, changed
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, changed
 
 __all__ = ["BF16", "F16", "F32", "NAN", "SM90", "error", "launched", "same", "starts_of"]
 LENGTHS = (0, 1, 2, 63, 64, 65, 513)

@@ -14,7 +14,8 @@ from hf_cases import built, minimax
 from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 import ssmgen
-from ssmgen.compat import hf, hf_generate
+from ssmgen.compat import hf
+from ssmgen.compat.hf import generate as hf_generate
 from ssmgen.errors import ArgumentError, PatchError
 
 IDS = torch.arange(3, 13).view(2, 5)

@@ -12,7 +12,7 @@ from ssmgen.bench.progress import Watch
 from ssmgen.bench.suite import Suite
 from ssmgen.errors import SsmgenError
 from ssmgen.families.linear_attention import TIMED, bench, bench_peers
-from ssmgen.spec import DType, PoolMode
+from ssmgen.spec.kernel import DType, PoolMode
 
 HEADS, DIM, BATCH = 4, 8, 5
 SLOT = HEADS * DIM * DIM * 4

@@ -13,7 +13,7 @@ from ssmgen.errors import SsmgenError
 from ssmgen.families.combine_splits import bench
 from ssmgen.families.combine_splits.bench import BENCH, Form
 from ssmgen.families.combine_splits.reference import combine_splits as reference
-from ssmgen.spec import DType
+from ssmgen.spec.kernel import DType
 
 pytestmark = pytest.mark.usefixtures("one_compile")
 

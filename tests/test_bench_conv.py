@@ -20,7 +20,7 @@ from ssmgen.families.causal_conv1d.bench import Form
 from ssmgen.families.causal_conv1d.spec import ConvLayout
 from ssmgen.families.causal_conv1d_update import bench as update
 from ssmgen.families.causal_conv1d_update.bench import Innermost
-from ssmgen.spec import DType, Loads
+from ssmgen.spec.kernel import DType, Loads
 
 pytestmark = pytest.mark.usefixtures("one_compile")
 

@@ -11,12 +11,12 @@ from ssmgen.bench import bench_of, engine, report, rows
 from ssmgen.bench.case import GATE
 from ssmgen.bench.layer_case import COPIED, Layer
 from ssmgen.bench.progress import Watch
-from ssmgen.catalog import parse
 from ssmgen.errors import SsmgenError
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.family import public_names
-from ssmgen.models import find_model
-from ssmgen.spec import Arch, DType
+from ssmgen.select.catalog import parse
+from ssmgen.select.models import find_model
+from ssmgen.spec.family import public_names
+from ssmgen.spec.kernel import Arch, DType
 
 pytestmark = pytest.mark.usefixtures("one_compile")
 

@@ -12,7 +12,7 @@ from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
 from ssmgen.families.gated_rms_norm import bench
 from ssmgen.families.gated_rms_norm.bench import BENCH, Form
-from ssmgen.spec import DType
+from ssmgen.spec.kernel import DType
 
 pytestmark = pytest.mark.usefixtures("one_compile")
 

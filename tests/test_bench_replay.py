@@ -12,7 +12,7 @@ from ssmgen.bench.progress import Watch
 from ssmgen.errors import SsmgenError
 from ssmgen.families.replay_selective_state_update import bench
 from ssmgen.families.replay_selective_state_update.spec import History
-from ssmgen.spec import Arch, DType, Loads
+from ssmgen.spec.kernel import Arch, DType, Loads
 
 pytestmark = pytest.mark.usefixtures("one_compile")
 

@@ -18,9 +18,9 @@ from ssmgen.bench import bench_of, benchmarks, case, rows, suite, table, timing
 from ssmgen.bench.formats import load
 from ssmgen.bench.layer_case import Layer
 from ssmgen.bench.progress import Display, Watch
-from ssmgen.catalog import parse
 from ssmgen.errors import ModelError, SsmgenError
-from ssmgen.spec import DType
+from ssmgen.select.catalog import parse
+from ssmgen.spec.kernel import DType
 
 
 class Recording(Watch):

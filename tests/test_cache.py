@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 import ssmgen
-from ssmgen import nvrtc
 from ssmgen.cache import process_lock
 from ssmgen.cache.entry import Entry, cache_key
 from ssmgen.cache.layer import Layer
 from ssmgen.cache.store import Cache
 from ssmgen.cache.trust import distrust
 from ssmgen.cache.upkeep import verify
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render
 from ssmgen.errors import NotBuiltError
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.render import render
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 ARCH = Arch.parse("sm_90a")
 ROOT = Path(ssmgen.__file__).parent.parent
@@ -53,7 +53,7 @@ def run(program: str, directory: Path | None, *, wait: bool = True, **variables:
 GET = """
 from ssmgen.cache.store import shared_cache
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 import hashlib
 entry, hit = shared_cache().get(SlotCopySpec(slot_bytes=16 * 1024, threads=128), Arch.parse("sm_90a"))
 print(hit, hashlib.sha256(entry.cubin).hexdigest())
@@ -208,7 +208,7 @@ def test_eight_processes_race_on_an_empty_cache(tmp_path, sound):
 KILLED = """
 from ssmgen.cache.store import shared_cache
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 print("go", flush=True)
 n = 0
 while True:
@@ -238,7 +238,7 @@ def test_killed_at_any_instant(tmp_path):
 def test_lock_holder_that_hangs_is_not_waited_for_forever(tmp_path, monkeypatch, sound):
     holder = run(
         "import time\nfrom ssmgen.cache.store import shared_cache\nfrom ssmgen.cache.process_lock import process_lock\n"
-        "from ssmgen.families.slot_copy.spec import SlotCopySpec\nfrom ssmgen.spec import Arch\n"
+        "from ssmgen.families.slot_copy.spec import SlotCopySpec\nfrom ssmgen.spec.kernel import Arch\n"
         "key, _ = shared_cache()._key(SlotCopySpec(slot_bytes=16*1024, threads=128), Arch.parse('sm_90a'))\n"
         "with process_lock(key):\n    print('held', flush=True)\n    time.sleep(60)\n",
         tmp_path,

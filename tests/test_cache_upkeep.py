@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ssmgen import nvrtc
 from ssmgen.cache.layer import Layer
 from ssmgen.cache.store import Cache
 from ssmgen.cache.upkeep import collect_garbage, verify
+from ssmgen.compile import nvrtc
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 ARCH = Arch.parse("sm_90a")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import ssmgen
-from ssmgen.build import specs_for
 from ssmgen.calls import planning
 from ssmgen.calls.checks import STORED_DTYPES
 from ssmgen.engine.norm_kernel import NormProblem
-from ssmgen.models import Client, Wanted, find_model
-from ssmgen.spec import Arch, DType, Index, Pdl, Problem
+from ssmgen.select.model_variants import specs_for
+from ssmgen.select.models import Client, Wanted, find_model
+from ssmgen.spec.kernel import Arch, DType, Index, Pdl, Problem
 
 BF16, F32 = torch.bfloat16, torch.float32
 SM90 = Arch.parse("sm_90a")

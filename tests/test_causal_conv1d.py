@@ -25,7 +25,7 @@ from ssmgen.families.causal_conv1d.spec import ConvProblem
 from ssmgen.families.causal_conv1d_update import call as update_op
 from ssmgen.families.causal_conv1d_update import spec as step
 from ssmgen.families.causal_conv1d_update.operands import CHILDREN
-from ssmgen.spec import Arch, KernelSpec, Pdl
+from ssmgen.spec.kernel import Arch, KernelSpec, Pdl
 
 # The reference.
 

@@ -14,14 +14,14 @@ from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHORT, STATEFUL, Upda
 from conv_laws import SM90, assert_matches, emulate, expected, needs_emulator
 from selection import few, kept
 
-from ssmgen import registry
+from ssmgen.compile.render import render, uses_pdl
 from ssmgen.emulator import EmulatorError
 from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem, ConvSpec
 from ssmgen.families.causal_conv1d_update import spec as step
 from ssmgen.families.causal_conv1d_update.spec import Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec
-from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Index, KernelSpec, Loads, Pdl
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, DType, Index, KernelSpec, Loads, Pdl
 
 SM80 = Arch.parse("sm_80")
 

@@ -12,11 +12,11 @@ from conv_laws import SM90, Draw, assert_matches, emulate, emulated, equal, expe
 from ssu_cases import BF16, F16, F32
 from varying import named, vary
 
-from ssmgen import registry
 from ssmgen.families.causal_conv1d import call as op
 from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d.spec import ConvSpec
-from ssmgen.spec import Loads, Pdl
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Loads, Pdl
 
 pytestmark = needs_emulator
 forward = emulated(op)

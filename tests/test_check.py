@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 
 from ssmgen import emulator
-from ssmgen.catalog import SPECS
 from ssmgen.cli import main
+from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
 from ssmgen.engine.recurrences.attention.switches import Form
 from ssmgen.families.causal_conv1d import call as conv
@@ -24,8 +24,8 @@ from ssmgen.families.linear_attention import planning as linear
 from ssmgen.families.linear_attention import trial as linear_trial
 from ssmgen.families.linear_attention.views import Options
 from ssmgen.families.selective_state_update.spec import SsuSpec
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, KernelSpec, parse_spec
+from ssmgen.select.catalog import SPECS
+from ssmgen.spec.kernel import Arch, DType, KernelSpec, parse_spec
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
@@ -212,7 +212,7 @@ def test_check_finds_what_is_wrong_in_convolutions(name, monkeypatch):
     ],
 )
 def test_check_makes_operands_for_any_spec(change):
-    from ssmgen.spec import Index, Loads, PoolMode
+    from ssmgen.spec.kernel import Index, Loads, PoolMode
 
     kinds = {"operand_loads": Loads, "state_loads": Loads, "index": Index, "pool": PoolMode}
     fields = {k: kinds[k](v) if k in kinds else v for k, v in change.items()}

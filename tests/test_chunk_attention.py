@@ -13,12 +13,13 @@ from attention_cases import BF16, F16, F32, FORMS, Sizes, make
 
 import ssmgen
 from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError
-from ssmgen.families.chunk_scan.spec import WITHOUT_DT, Gate, ScanSpec, candidates
-from ssmgen.models import Wanted, asks, find_model
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Loads
+from ssmgen.families.chunk_scan.rules import candidates
+from ssmgen.families.chunk_scan.spec import WITHOUT_DT, Gate, ScanSpec
+from ssmgen.select.models import Wanted, asks, find_model
+from ssmgen.spec.kernel import Arch, DType, Index, Loads
 
 SM90 = Arch.parse("sm_90a")
 SMALL = Sizes()

@@ -15,10 +15,10 @@ from selection import few
 from ssu_cases import BF16, F16, F32, Memory
 
 from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
+from ssmgen.spec.kernel import Arch, DType, Index, Layout, Loads, Pdl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")

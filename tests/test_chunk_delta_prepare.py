@@ -22,7 +22,7 @@ from ssmgen.engine.chunks.problem import CHUNK
 from ssmgen.families.chunk_delta_rule.planning import FAMILY, counts_of
 from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
 from ssmgen.families.chunk_delta_rule.problem import IMAGE, ChunkProblem
-from ssmgen.spec import Arch, Pdl
+from ssmgen.spec.kernel import Arch, Pdl
 
 SM80 = Arch.parse("sm_80")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import ssmgen
 from ssmgen import emulator
+from ssmgen.compile.occupancy import LIMITS
 from ssmgen.emulator.check import check
 from ssmgen.engine.chunks.chain import Backend
 from ssmgen.engine.chunks.problem import CHUNK
@@ -22,10 +23,9 @@ from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.chunk_delta_rule.chain import candidates
 from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
 from ssmgen.families.chunk_delta_rule.problem import OPERATOR, DeltaProblem, Gate
-from ssmgen.models import Role, Wanted, models
-from ssmgen.occupancy import LIMITS
-from ssmgen.registry import select
-from ssmgen.spec import Arch, DType, Index, Layout
+from ssmgen.select.models import Role, Wanted, models
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch, DType, Index, Layout
 
 SMALL = Sizes()
 UNEVEN = Sizes(heads=3, key_heads=3, head_k=48, head_v=16, x=F16)

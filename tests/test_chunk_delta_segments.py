@@ -16,6 +16,7 @@ from selection import few
 
 import ssmgen
 from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.engine.chunks.chain import Backend
@@ -26,10 +27,9 @@ from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
 from ssmgen.families.chunk_delta_rule.segments import JoinSpec
-from ssmgen.models import Role, Wanted, find_model
-from ssmgen.registry import select
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Layout, Pdl
+from ssmgen.select.models import Role, Wanted, find_model
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch, DType, Index, Layout, Pdl
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SMALL, WIDE = Sizes(heads=2, head_k=32, head_v=32), Sizes(heads=1, head_k=64, head_v=64)

@@ -15,11 +15,11 @@ from scan_cases import error, same
 from selection import few
 
 from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, warpgroup_space
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
+from ssmgen.spec.kernel import Arch, DType, Index, Layout, Loads, Pdl
 
 SMALL = {"K": 64, "V": 64}
 LENGTHS = (65, 0, 64, 1, 130)

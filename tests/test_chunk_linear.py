@@ -17,8 +17,8 @@ from ssmgen.emulator.check import check
 from ssmgen.engine.chunks.chain import Backend
 from ssmgen.families.chunk_linear_attention.chain import candidates
 from ssmgen.families.chunk_linear_attention.problem import OPERATOR, LinearPromptProblem, Rule
-from ssmgen.registry import select
-from ssmgen.spec import DType, Index, Layout
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import DType, Index, Layout
 
 SMALL = Case()
 each = pytest.mark.parametrize("case", [replace(SMALL, function=name) for name in FUNCTIONS], ids=FUNCTIONS)

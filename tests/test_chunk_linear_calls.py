@@ -11,14 +11,14 @@ import torch
 from linear_cases import F16, F32, FUNCTIONS, SM90, Case, make, problem_of, public, same, starts_of
 
 import ssmgen
+from ssmgen.compile.occupancy import LIMITS
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.chunk_linear_attention.chain import candidates
 from ssmgen.families.chunk_linear_attention.prepare import PrepareSpec
 from ssmgen.families.chunk_linear_attention.problem import OPERATOR, LinearPromptProblem, Rule, workspace_bytes
-from ssmgen.models import Role, Wanted, models
-from ssmgen.occupancy import LIMITS
-from ssmgen.registry import select
-from ssmgen.spec import Arch
+from ssmgen.select.models import Role, Wanted, models
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch
 
 KDA, RWKV7 = Case(), Case("chunk_rwkv7")  # chunks of 64 tokens and of 32
 each = pytest.mark.parametrize("case", [replace(KDA, function=name) for name in FUNCTIONS], ids=FUNCTIONS)

@@ -17,13 +17,13 @@ from selection import few, kept
 from ssu_cases import Memory
 
 from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError
 from ssmgen.engine.chunks.chain import TILES
 from ssmgen.engine.chunks.kernels import of_problem
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, Rule
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Layout, Loads, Pdl
+from ssmgen.spec.kernel import Arch, DType, Index, Layout, Loads, Pdl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")

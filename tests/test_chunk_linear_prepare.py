@@ -15,15 +15,15 @@ from ssu_cases import BF16, F16, F32
 from torch import Tensor
 
 from ssmgen import emulator
-from ssmgen.arguments import Arguments
 from ssmgen.calls.checks import DTYPES, INDEX
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.chunks.kernels import Counts, of_problem
 from ssmgen.engine.recurrences.attention.problem import Beta, Gate
 from ssmgen.families.chunk_linear_attention.prepare import PrepareSpec
 from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, chunks_of, workspace_bytes
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl
 
 SM80 = Arch.parse("sm_80")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")

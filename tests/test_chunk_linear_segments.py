@@ -15,6 +15,7 @@ from selection import few
 
 import ssmgen
 from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.engine.chunks.chain import Backend
@@ -23,10 +24,9 @@ from ssmgen.engine.chunks.segments import LEAST
 from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
 from ssmgen.families.chunk_linear_attention.problem import OPERATOR, LinearPromptProblem, Rule, workspace_bytes
-from ssmgen.models import Role, Wanted, find_model
-from ssmgen.registry import select
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Layout, Pdl
+from ssmgen.select.models import Role, Wanted, find_model
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch, DType, Index, Layout, Pdl
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SMALL, WIDE = Case(), Case(heads=1, head_k=64, head_v=64)

@@ -11,16 +11,18 @@ from compiled import compiled
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
 
 import ssmgen
-from ssmgen import emulator, inspect
+from ssmgen import emulator
 from ssmgen.cache.store import shared_cache
+from ssmgen.compile.occupancy import LIMITS
+from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem, ScanSpec, candidates, space
-from ssmgen.occupancy import LIMITS
-from ssmgen.registry import select
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl
+from ssmgen.families.chunk_scan.rules import candidates, space
+from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem, ScanSpec
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl
 from ssmgen.tune.model import Candidate, Card
+from ssmgen.variants import inspect
 
 SMALL = Sizes()
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")

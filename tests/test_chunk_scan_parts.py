@@ -15,12 +15,13 @@ from scan_cases import BF16, F32, SM90, Sizes, emulated, make, same, starts_of, 
 
 import ssmgen
 from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.call import FAMILY
-from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem, ScanSpec, space
-from ssmgen.registry import explain, select
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Pdl
+from ssmgen.families.chunk_scan.rules import space
+from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem, ScanSpec
+from ssmgen.select.registry import explain, select
+from ssmgen.spec.kernel import Arch, DType, Index, Pdl
 
 SMALL = Sizes(heads=1)
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")

@@ -18,9 +18,10 @@ from selection import few
 from test_chunk_scan_warpgroups import SMALL, SPECS, variant
 
 import ssmgen
-from ssmgen import emulator, runtime
+from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
+from ssmgen.launch import runtime
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 

@@ -17,12 +17,13 @@ from selection import few
 
 import ssmgen
 from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
-from ssmgen.families.chunk_scan.spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem, ScanSpec, space
+from ssmgen.families.chunk_scan.rules import space
+from ssmgen.families.chunk_scan.spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem, ScanSpec
 from ssmgen.families.chunk_scan.warpgroups import LEAST, WarpgroupScanSpec, warpgroup_space
-from ssmgen.registry import explain, select
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl
+from ssmgen.select.registry import explain, select
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl
 
 SMALL = Sizes(heads=1, headdim=64, d_state=64)
 PART = LEAST * 64  # tokens: with more, a sequence is divided

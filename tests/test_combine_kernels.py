@@ -14,17 +14,17 @@ from compiled import compiled
 from selection import kept
 from test_check import edited
 
-from ssmgen import registry
-from ssmgen.catalog import SPECS
+from ssmgen.compile.nvrtc import compile_cubin
+from ssmgen.compile.render import render, uses_pdl
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.errors import SsmgenError
 from ssmgen.families.combine_splits import spec as kernels
 from ssmgen.families.combine_splits.spec import BOUNDS, MAX_SIZE, CombineProblem, CombineSpec
-from ssmgen.inspect import sass
-from ssmgen.nvrtc import compile_cubin
-from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl, parse_spec
+from ssmgen.select import registry
+from ssmgen.select.catalog import SPECS
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl, parse_spec
+from ssmgen.variants.inspect import sass
 
 ARCHS = [Arch.parse(a) for a in ("sm_80", "sm_90a", "sm_100a", "sm_120")]
 

@@ -11,7 +11,7 @@ from combine_cases import BF16, F16, F32, I32, INF
 import ssmgen
 from ssmgen.compat import flashinfer, vllm
 from ssmgen.errors import ArgumentError
-from ssmgen.spec import Pdl
+from ssmgen.spec.kernel import Pdl
 
 
 def operands(splits: int = 3, *rows: int, d_v: int = 64) -> dict[str, torch.Tensor]:

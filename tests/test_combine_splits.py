@@ -34,10 +34,10 @@ from combine_cases import (
 )
 
 import ssmgen
-from ssmgen import registry
 from ssmgen.families.combine_splits import call as op
 from ssmgen.families.combine_splits import spec as kernels
-from ssmgen.spec import Arch, Pdl
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, Pdl
 
 
 @named(*matrix())

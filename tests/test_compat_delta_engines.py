@@ -38,7 +38,9 @@ from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssmgen import emulator
-from ssmgen.compat import delta_prompts, fla, flashinfer, sglang, sglang_delta, vllm
+from ssmgen.compat import fla, flashinfer, sglang, vllm
+from ssmgen.compat.sglang import delta as sglang_delta
+from ssmgen.compat.shared import delta_prompts
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 # vLLM: by the names that its layers hold.

@@ -31,7 +31,8 @@ from delta_oracles import (
 )
 from engine_calls import pages
 
-from ssmgen.compat import fla, flashinfer, replacing
+from ssmgen.compat import fla, flashinfer
+from ssmgen.compat.shared import replacing
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 # What the packages publish, without annotations.

@@ -10,7 +10,8 @@ from delta_oracles import F32, HK, HV, K, V, assert_refused, close, randn, start
 from fla_cases import CASES, V_FIRST, call_of
 from torch import Tensor
 
-from ssmgen.compat import delta_prompts, fla
+from ssmgen.compat import fla
+from ssmgen.compat.shared import delta_prompts
 from ssmgen.errors import ArgumentError
 
 LENGTHS = (5, 0, 1, 3)

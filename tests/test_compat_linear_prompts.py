@@ -14,7 +14,8 @@ from fla_cases import CASES, V_FIRST, bag, both, call_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssmgen.compat import fla, replacing, sglang, vllm
+from ssmgen.compat import fla, sglang, vllm
+from ssmgen.compat.shared import replacing
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 LENGTHS = (5, 0, 1, 3)

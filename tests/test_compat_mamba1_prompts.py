@@ -15,7 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssmgen import emulator, selective_scan
-from ssmgen.compat import mamba1_prompts, mamba_ssm, sglang_mamba, vllm
+from ssmgen.compat import mamba_ssm, vllm
+from ssmgen.compat.sglang import mamba as sglang_mamba
+from ssmgen.compat.shared import mamba1_prompts
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 # mamba-ssm

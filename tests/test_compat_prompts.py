@@ -34,7 +34,8 @@ from scan_cases import BOUNDS, emulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssmgen import chunk_scan, emulator
-from ssmgen.compat import mamba_prompts, mamba_ssm, sglang, trtllm, vllm
+from ssmgen.compat import mamba_ssm, sglang, trtllm, vllm
+from ssmgen.compat.shared import mamba_prompts
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 # mamba-ssm

@@ -332,7 +332,7 @@ def test_flashinfer_packed():
 
 @pytest.mark.parametrize("enable_pdl", [False, True])
 def test_flashinfer_pdl(enable_pdl, monkeypatch):
-    from ssmgen.compat import flashinfer_replay
+    from ssmgen.compat.flashinfer import replay as flashinfer_replay
 
     seen = {}
     monkeypatch.setattr(flashinfer_replay, "_native", lambda *args, **kwargs: seen.update(kwargs))

@@ -27,7 +27,7 @@ from ssmgen.engine.chunks.parts import Parts, parts_of
 from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_scan import context as scan
 from ssmgen.families.chunk_scan import parts as scan_parts
-from ssmgen.spec import Arch, Pdl
+from ssmgen.spec.kernel import Arch, Pdl
 from tools import context as context_tool
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")

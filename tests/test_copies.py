@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ssmgen import emulator, inspect, nvrtc
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import environment
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.tiles import maps
-from ssmgen.render import environment
-from ssmgen.spec import Arch, KernelSpec, Needs, Param
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, KernelSpec, Needs, Param
+from ssmgen.variants import inspect
 
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 

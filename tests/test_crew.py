@@ -16,16 +16,17 @@ import crew_cases
 import pytest
 from click.testing import CliRunner
 
-from ssmgen import crew, registry
-from ssmgen import tuned as table
-from ssmgen.build import NotKeptError, build_share, built_by_all
+from ssmgen import work_sharing as crew
 from ssmgen.cache.layer import Layer
 from ssmgen.cache.store import Cache
 from ssmgen.cli import main
-from ssmgen.crew import Crew, CrewError, Seat, seat
 from ssmgen.errors import ConfigError
-from ssmgen.spec import SM90
-from ssmgen.tune.crew import take_card
+from ssmgen.select import registry
+from ssmgen.select import tuned as table
+from ssmgen.spec.kernel import SM90
+from ssmgen.tune.sharing import take_card
+from ssmgen.variants.build import NotKeptError, build_share, built_by_all
+from ssmgen.work_sharing import Crew, CrewError, Seat, seat
 
 SCRIPT = str(Path(crew_cases.__file__))
 LEASE = 0.6

@@ -16,15 +16,15 @@ from selection import few
 from test_check import edited
 
 import ssmgen
-from ssmgen.catalog import SPECS
+from ssmgen.compile.render import render, uses_pdl
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
-from ssmgen.engine.layer_norm import LayerGatedNormSpec
+from ssmgen.engine.layers.norm import LayerGatedNormSpec
 from ssmgen.engine.recurrences.attention.problem import Tokens, Update
 from ssmgen.errors import ArgumentError
 from ssmgen.families.delta_layer.spec import DeltaLayerSpec, space
-from ssmgen.render import render, uses_pdl
-from ssmgen.spec import DType, Index, Loads, Pdl, PoolMode, changed, parse_spec
+from ssmgen.select.catalog import SPECS
+from ssmgen.spec.kernel import DType, Index, Loads, Pdl, PoolMode, changed, parse_spec
 
 CASES = [*GDN_TOKENS, *KDA_TOKENS]
 

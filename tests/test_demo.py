@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from ssmgen.bench.progress import Watch
-from ssmgen.compat import hf, hf_found
+from ssmgen.compat import hf
+from ssmgen.compat.hf import found as hf_found
 from tools.demo import DemoError, measure, prompts, run
 from tools.demo.decode import PROMPT, Greedy, prompt
 from tools.demo.measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Way

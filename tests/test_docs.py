@@ -13,8 +13,8 @@ from docs_pages import DOCS, ROOT, blocks, name_of, pages, programs, run, with_e
 import ssmgen
 from ssmgen import errors
 from ssmgen.cli import main
-from ssmgen.family import records
 from ssmgen.settings import VARIABLES
+from ssmgen.spec.family import records
 
 # Commands that pages name, and that are checked as soon as they are there.
 LATER = {("bench", "all"), ("bench", "render"), ("tune",), ("tuned",)}

@@ -9,13 +9,14 @@ import pytest
 import torch
 from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, small_matrix
 
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
-from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec, Param
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, KernelSpec, Param
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 

@@ -9,11 +9,11 @@ from engine_calls import no_call_goes_to_the_engine, sglang_functions, vllm_func
 from engine_cases import FORMS, SHARED, load, operands, padded_with
 from test_fast_path import launched  # noqa: F401
 
-from ssmgen import registry
-from ssmgen.arguments import Arguments
 from ssmgen.calls import planning
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
-from ssmgen.render import render
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
 
 ONE_OF_EACH = [*{(f.arguments, f.relay): f for f in FORMS if "noisy" not in f.id}.values()]  # kind of arguments
 named = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.id)

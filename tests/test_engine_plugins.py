@@ -15,7 +15,8 @@ from engine_signatures import SIGNATURES, VERSIONS
 from engine_stand_ins import answer, importable, modules_of, write
 from engine_stand_ins import found as place_of
 
-from ssmgen.compat import replacing, sglang, vllm
+from ssmgen.compat import sglang, vllm
+from ssmgen.compat.shared import replacing
 from ssmgen.errors import ArgumentError, CaptureError, LaunchError, NotBuiltError, UnsupportedError
 
 PLUGINS = {"vllm": vllm, "sglang": sglang}

@@ -14,12 +14,12 @@ import pytest
 from docs_pages import DOCS, ROOT
 
 from ssmgen.calls.sharding_rules import RULES
-from ssmgen.catalog import SPECS
 from ssmgen.emulator.check import trial_of
 from ssmgen.errors import SsmgenError
-from ssmgen.family import PACKAGE, Family, records
-from ssmgen.models import OPTIONS
-from ssmgen.spec import KernelSpec
+from ssmgen.select.catalog import SPECS
+from ssmgen.select.models import OPTIONS
+from ssmgen.spec.family import PACKAGE, Family, records
+from ssmgen.spec.kernel import KernelSpec
 
 FAMILIES = pytest.mark.parametrize("family", records(), ids=lambda family: family.name)
 
@@ -101,8 +101,8 @@ def test_every_function_has_a_sharding_rule():
 
 def test_records_and_rules_are_read_without_torch():
     program = (
-        "import sys, ssmgen.family, ssmgen.calls.sharding_rules as rules\n"
-        "assert rules.RULES and ssmgen.family.public_names()\n"
+        "import sys, ssmgen.spec.family, ssmgen.calls.sharding_rules as rules\n"
+        "assert rules.RULES and ssmgen.spec.family.public_names()\n"
         "assert not {'torch', 'cuda.bindings', 'jinja2'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -134,7 +134,7 @@ def test_nothing_else_names_a_family():
         module = path.relative_to(package)
         if module.parts[0] not in ALLOWED and (lines := words.findall(path.read_text())):
             found[module.as_posix()] = len(lines)
-    assert not found, "these name families, so often: let them ask the records (ssmgen/family.py)"
+    assert not found, "these name families, so often: let them ask the records (ssmgen/spec/family.py)"
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -29,10 +29,10 @@ from norm_cases import (
 )
 
 import ssmgen
-from ssmgen import registry
 from ssmgen.families.gated_rms_norm import call as op
 from ssmgen.families.gated_rms_norm import spec as kernels
-from ssmgen.spec import Arch, Pdl
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, Pdl
 
 
 @named(*matrix())

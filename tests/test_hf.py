@@ -33,9 +33,9 @@ from selection import kept
 from transformers import CompileConfig
 
 import ssmgen
-from ssmgen import api
+from ssmgen.calls import api
 from ssmgen.compat import hf
-from ssmgen.compat.hf_functions import recording, torch_recurrent_gated_delta_rule
+from ssmgen.compat.hf.functions import recording, torch_recurrent_gated_delta_rule
 from ssmgen.errors import ArgumentError, CaptureError, PatchError
 
 SCANS = {name: next((f for f in functions if "conv" not in f), None) for name, functions in MODELS.items()}

@@ -16,8 +16,10 @@ from hf_cases import MODELS, DecodeStep, built, generate, known, modeling, norm_
 from hf_cases import nothing_stays_patched as nothing_stays_patched
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ssmgen.compat import hf, hf_between, hf_layers
-from ssmgen.compat.hf_functions import recording
+from ssmgen.compat import hf
+from ssmgen.compat.hf import between as hf_between
+from ssmgen.compat.hf import layers as hf_layers
+from ssmgen.compat.hf.functions import recording
 
 # (sums that a step computes with the norm behind them, norms by themselves) of the tiny models
 STEPS = {"mamba": (3, 1), "mamba2": (3, 1), "qwen3_next": (6, 3), "bamba": (6, 1), "lfm2": (6, 3)}

@@ -17,7 +17,10 @@ from hf_cases import CLASSES, MODELS, TINY, built, generate, known, minimax, mod
 from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 import ssmgen
-from ssmgen.compat import hf, hf_copies, hf_found, hf_roles
+from ssmgen.compat import hf
+from ssmgen.compat.hf import copies as hf_copies
+from ssmgen.compat.hf import found as hf_found
+from ssmgen.compat.hf import roles as hf_roles
 from ssmgen.errors import PatchError
 
 

@@ -39,7 +39,7 @@ from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 import ssmgen
 from ssmgen.compat import hf
-from ssmgen.compat.hf_functions import recording
+from ssmgen.compat.hf.functions import recording
 
 TOKENS = 6
 every_kind = pytest.mark.parametrize("name", LAYERS)

@@ -42,8 +42,9 @@ from hf_cases import nothing_stays_patched as nothing_stays_patched
 from selection import kept
 from transformers import CompileConfig
 
-from ssmgen import api
-from ssmgen.compat import hf, hf_layers
+from ssmgen.calls import api
+from ssmgen.compat import hf
+from ssmgen.compat.hf import layers as hf_layers
 from ssmgen.errors import CaptureError, CompileError
 
 TOKENS = 6

@@ -31,8 +31,9 @@ from hf_cases import (
 from hf_cases import nothing_stays_patched as nothing_stays_patched
 from selection import kept
 
-from ssmgen.compat import hf, hf_prompts
-from ssmgen.compat.hf_functions import recording
+from ssmgen.compat import hf
+from ssmgen.compat.hf import prompts as hf_prompts
+from ssmgen.compat.hf.functions import recording
 from ssmgen.errors import UnsupportedError
 
 PADDED = ("111111111 001111111 010110111 000000011 000000000", "11111 01011 00011 00000 00111")  # rows of a prompt and of one behind it

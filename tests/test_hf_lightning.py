@@ -14,9 +14,9 @@ from hf_cases import minimax as tiny
 from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 import ssmgen
-from ssmgen import api
+from ssmgen.calls import api
 from ssmgen.compat import hf
-from ssmgen.compat.hf_functions import recording
+from ssmgen.compat.hf.functions import recording
 from ssmgen.errors import PatchError
 
 LABEL, LAYERS, TOKENS = "minimax.MiniMaxLightningAttention", 2, 6

@@ -12,8 +12,9 @@ pytest.importorskip("transformers", minversion="5.15", reason="needs transformer
 from hf_cases import MODELS, NORMS, assert_close, built, gated_norms, generate, known, modeling, norm_label, of_prompts
 from hf_cases import nothing_stays_patched as nothing_stays_patched
 
-from ssmgen.compat import hf, hf_norms
-from ssmgen.compat.hf_functions import recording
+from ssmgen.compat import hf
+from ssmgen.compat.hf import norms as hf_norms
+from ssmgen.compat.hf.functions import recording
 
 MORE = {"falcon_h1": {"mamba_rms_norm": True}}
 every_kind = pytest.mark.parametrize("name", NORMS)

@@ -17,8 +17,8 @@ from hf_cases import MODELS, assert_same, built, generate, modeling, replaced, s
 from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 from ssmgen.compat import hf
-from ssmgen.compat.hf_functions import FUNCTIONS, unknown_parameters
-from ssmgen.compat.hf_lightning import CLASSES
+from ssmgen.compat.hf.functions import FUNCTIONS, unknown_parameters
+from ssmgen.compat.hf.lightning import CLASSES
 from ssmgen.errors import PatchError
 
 ROOT = Path(__file__).parent.parent

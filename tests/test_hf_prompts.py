@@ -36,9 +36,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ssmgen
 from ssmgen.compat import hf
-from ssmgen.compat import hf_functions as functions
+from ssmgen.compat.hf import functions
 from ssmgen.errors import ArgumentError
-from ssmgen.spec import Pdl
+from ssmgen.spec.kernel import Pdl
 
 every_kind = pytest.mark.parametrize("name", PROMPTED)
 THOROUGH = ("jamba", "bamba", "qwen3_next")  # one with a Mamba, one with a Mamba-2, one with a delta rule

@@ -13,7 +13,8 @@ pytest.importorskip("transformers", minversion="5.15", reason="needs transformer
 
 from hf_cases import nothing_stays_patched as nothing_stays_patched
 
-from ssmgen.compat import hf, hf_remote, mamba_ssm
+from ssmgen.compat import hf, mamba_ssm
+from ssmgen.compat.hf import remote as hf_remote
 from ssmgen.errors import PatchError
 
 # A decode step: a convolution, which its layer keeps; a state update under another name; and a delta rule of its own.

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 import ssmgen
-from ssmgen import highlight, inspect
 from ssmgen.cache.store import shared_cache
-from ssmgen.render import render
-from ssmgen.spec import Arch
+from ssmgen.cli import highlight
+from ssmgen.compile.render import render
+from ssmgen.spec.kernel import Arch
+from ssmgen.variants import inspect
 
 ROOT = Path(ssmgen.__file__).parent.parent
 SM90 = Arch.parse("sm_90a")

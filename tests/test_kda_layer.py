@@ -17,17 +17,17 @@ from selection import few
 from test_check import edited
 
 import ssmgen
-from ssmgen import registry
-from ssmgen.catalog import SPECS
+from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
-from ssmgen.engine.layer_norm import LayerGatedNormSpec
+from ssmgen.engine.layers.norm import LayerGatedNormSpec
 from ssmgen.engine.recurrences.attention.problem import Gate, Layout
 from ssmgen.errors import ArgumentError
 from ssmgen.families.delta_layer import spec as kernels
 from ssmgen.families.delta_layer.spec import DeltaLayerSpec
-from ssmgen.models import find_model
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Loads, changed, parse_spec
+from ssmgen.select import registry
+from ssmgen.select.catalog import SPECS
+from ssmgen.select.models import find_model
+from ssmgen.spec.kernel import Arch, DType, Loads, changed, parse_spec
 
 # The same bits as the separate operators.
 

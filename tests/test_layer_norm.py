@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, silu
 
 import ssmgen
-from ssmgen import registry
-from ssmgen.arguments import Arguments
 from ssmgen.compat import mamba_ssm, vllm
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.gated_rms_norm import centred as op
 from ssmgen.families.gated_rms_norm import spec as kernels
-from ssmgen.render import render
-from ssmgen.spec import DType, Pdl
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import DType, Pdl
 
 # dtypes; rows, groups, size; options. `mean`: of x, whose spread is 1. A bias is like the weight
 CASES: dict[str, dict[str, Any]] = {

@@ -10,12 +10,12 @@ from la_cases import BF16, F16, F32, GDN, I32, RAW, Call, Case, assert_matches, 
 from norm_cases import needs_emulator
 from test_linear_attention import SM80, SM90, emulate, equal
 
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError
 from ssmgen.engine.recurrences.attention.problem import LinearAttentionProblem
 from ssmgen.engine.rows import across_warps
 from ssmgen.families.linear_attention.spec import LinearAttentionSpec, candidates, space
-from ssmgen.render import render
-from ssmgen.spec import DType, Index, Layout, Loads
+from ssmgen.spec.kernel import DType, Index, Layout, Loads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,16 +13,17 @@ from la_cases import BF16, F16, F32, GDN, I32, RAW, RULES, Call, Case, assert_ma
 from selection import kept
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
 from ssmgen.engine.recurrences.attention.reference import reference as reference
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, PoolMode
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, DType, Index, PoolMode
 
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")

@@ -16,14 +16,14 @@ from test_linear_attention import PROBLEM, SM80, SM90, bad, emulate, emulated, e
 from varying import named
 
 import ssmgen
-from ssmgen import registry
-from ssmgen.arguments import Arguments
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.recurrences.attention.problem import Tokens
 from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.render import render
-from ssmgen.spec import DType, Index
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import DType, Index
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BY_NAME = {c.id: c for c in cases()}

@@ -15,18 +15,18 @@ from selection import few
 from test_check import edited
 
 import ssmgen
-from ssmgen import registry
-from ssmgen.catalog import SPECS
+from ssmgen.compile.render import render, uses_pdl
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
-from ssmgen.engine.layer_norm import LayerGatedNormSpec
+from ssmgen.engine.layers.norm import LayerGatedNormSpec
 from ssmgen.engine.norm import LayerNorm
 from ssmgen.engine.rows import axes
 from ssmgen.errors import ArgumentError
 from ssmgen.families.mamba2_layer import spec as kernels
 from ssmgen.families.mamba2_layer.spec import Mamba2LayerProblem, Mamba2LayerSpec
-from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, changed, parse_spec
+from ssmgen.select import registry
+from ssmgen.select.catalog import SPECS
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl, PoolMode, changed, parse_spec
 
 # The same bits as the separate operators.
 

@@ -10,15 +10,15 @@ import torch
 
 import ssmgen
 from ssmgen.calls.checks import DTYPES
-from ssmgen.catalog import OPERATOR_OF
 from ssmgen.engine.recurrences.attention.problem import Gate, Layout, Ring
 from ssmgen.errors import ModelError
 from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem
 from ssmgen.families.causal_conv1d_update.spec import StateLayout
 from ssmgen.families.linear_attention.models import LinearAttention
 from ssmgen.families.selective_state_update.models import Mamba
-from ssmgen.models import find_model, models
-from ssmgen.spec import DType, Index, PoolMode
+from ssmgen.select.catalog import OPERATOR_OF
+from ssmgen.select.models import find_model, models
+from ssmgen.spec.kernel import DType, Index, PoolMode
 
 BF16, F32 = torch.bfloat16, torch.float32
 LINEAR = [m for m in models().values() if isinstance(m, LinearAttention)]

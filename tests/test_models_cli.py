@@ -13,8 +13,8 @@ import ssmgen
 from ssmgen.cli import main
 from ssmgen.cli.options import CARDS, ArchType, problems_of
 from ssmgen.errors import CompilerMissingError, ModelError, NotBuiltError
-from ssmgen.models import Ask, Client, Wanted, ask_for, find_model
-from ssmgen.spec import Arch, DType, Layout
+from ssmgen.select.models import Ask, Client, Wanted, ask_for, find_model
+from ssmgen.spec.kernel import Arch, DType, Layout
 
 
 def ran(*args: str, code: int = 0) -> str:
@@ -82,9 +82,9 @@ class PrefillAsk(Ask):
 
 
 def test_a_family_joins_by_what_it_asks(monkeypatch):
-    known = ssmgen.models.asks()
-    monkeypatch.setattr("ssmgen.models.asks", lambda: known | {"prefill": PrefillAsk()})
-    monkeypatch.setattr("ssmgen.cli.options.asks", ssmgen.models.asks)
+    known = ssmgen.select.models.asks()
+    monkeypatch.setattr("ssmgen.select.models.asks", lambda: known | {"prefill": PrefillAsk()})
+    monkeypatch.setattr("ssmgen.cli.options.asks", ssmgen.select.models.asks)
     given = {"states": (), "io": "f16", "indices": (), "pools": (), "no_update": False, "tokens": None, "intermediates": False}
     given |= {"layout": None, "ring": None, "layers": False, "replay": None, "window": None}
     rank = ("prefill", "nemotron-h-8b", 64, DType.F16, Layout.VK)
@@ -217,8 +217,9 @@ def test_generate_refuses_a_checkout_of_others(tmp_path):
 
 
 def test_a_kernel_that_is_not_built_names_the_models_line(own_cache, monkeypatch):
-    from ssmgen.build import entry_of, options_for, specs_for
     from ssmgen.cache.store import Cache
+    from ssmgen.launch.runtime import entry_of
+    from ssmgen.select.model_variants import options_for, specs_for
 
     arch = Arch.parse("sm_90a")
     spec = specs_for(find_model("qwen3.5-397b-a17b").divided(4).problems(), arch, (True,))[0]
@@ -227,7 +228,7 @@ def test_a_kernel_that_is_not_built_names_the_models_line(own_cache, monkeypatch
         entry_of(spec, arch, Cache(own_cache))
     line = str(error.value).rpartition("ssmgen build ")[2]
     assert str(spec) in {v["spec"] for v in foretold(*line.split())}
-    assert options_for(ssmgen.catalog.parse("slot_copy:slot_bytes=4096"), arch) == ""
+    assert options_for(ssmgen.select.catalog.parse("slot_copy:slot_bytes=4096"), arch) == ""
 
 
 def test_commands_say_what_they_read():

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import ssmgen
-from ssmgen.compat import delta_prompts, sglang_delta, vllm
+from ssmgen.compat import vllm
+from ssmgen.compat.sglang import delta as sglang_delta
+from ssmgen.compat.shared import delta_prompts
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
-from ssmgen.models import Role, Wanted, find_model
-from ssmgen.spec import DType, Index
+from ssmgen.select.models import Role, Wanted, find_model
+from ssmgen.spec.kernel import DType, Index
 
 BF16, F32 = torch.bfloat16, torch.float32
 

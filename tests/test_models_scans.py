@@ -11,14 +11,14 @@ import torch
 from compiled import compiled
 
 import ssmgen
-from ssmgen.build import specs_for
 from ssmgen.compat import sglang, vllm
-from ssmgen.compat.hf_functions import mamba2_chunk_scan, recording
+from ssmgen.compat.hf.functions import mamba2_chunk_scan, recording
 from ssmgen.families.chunk_scan.warpgroups import may_stay
 from ssmgen.families.selective_state_update.models import Mamba
-from ssmgen.models import Role, Wanted, asks, find_model, models
-from ssmgen.registry import select
-from ssmgen.spec import Arch, DType, Index
+from ssmgen.select.model_variants import specs_for
+from ssmgen.select.models import Role, Wanted, asks, find_model, models
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch, DType, Index
 
 BF16, F32 = torch.bfloat16, torch.float32
 SM90 = Arch.parse("sm_90a")
@@ -35,7 +35,7 @@ def scanned(model: Mamba, monkeypatch: pytest.MonkeyPatch) -> tuple[list, Callab
     def record(*args, **kwargs):
         posed_by.append(ssmgen.chunk_scan.build(*args, **kwargs).problem()[0])
 
-    monkeypatch.setattr("ssmgen.compat.mamba_prompts.chunk_scan", record)
+    monkeypatch.setattr("ssmgen.compat.shared.mamba_prompts.chunk_scan", record)
     before, starts, weights = torch.zeros(2, H, P, N), torch.tensor([0, 2, 4]).int(), {"D": bf16(H), "dt_bias": bf16(H)}
     row = (bf16(1, 4, H, P), bf16(1, 4, H), torch.zeros(H), bf16(1, 4, 1, N), bf16(1, 4, 1, N))
     x, dt, A, B, C = row

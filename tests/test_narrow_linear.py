@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
 from ssmgen.calls.checks import NARROW
 from ssmgen.emulator import run
 from ssmgen.emulator.check import check, trial_of
@@ -18,7 +17,9 @@ from ssmgen.engine.narrow_reference import narrowed, widened
 from ssmgen.engine.recurrences.attention.problem import Delta, Gate, LinearAttentionProblem, Tokens
 from ssmgen.errors import ArgumentError
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.spec import Arch, DType, Index, Layout, Loads, Narrow, PoolMode, Update
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, DType, Index, Layout, Loads, Narrow, PoolMode, Update
 
 SM90 = Arch.parse("sm_90a")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")

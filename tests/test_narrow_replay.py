@@ -11,8 +11,7 @@ from narrow_cases import RINGED, assert_rounded_once, bits, caught_up, ringed, r
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
 from ssmgen.calls import planning
 from ssmgen.calls.checks import NARROW
 from ssmgen.compat.flashinfer import checkpointing_ssu
@@ -22,7 +21,9 @@ from ssmgen.engine.narrow_reference import widened
 from ssmgen.errors import ArgumentError
 from ssmgen.families.replay_selective_state_update.problem import History, ReplayProblem
 from ssmgen.families.replay_selective_state_update.spec import space
-from ssmgen.spec import Arch, DType, Index, Loads, Narrow
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Narrow
 
 SM90 = Arch.parse("sm_90a")
 H, P, N, _, R, T, SLOTS = RINGED

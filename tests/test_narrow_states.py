@@ -10,19 +10,20 @@ from narrow_cases import E4M3, F32, I8, I16, WRITTEN, Call, Case, assert_matches
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
 from ssmgen.calls.checks import NARROW
-from ssmgen.catalog import parse
+from ssmgen.compile.render import environment, render
 from ssmgen.emulator import run_source
 from ssmgen.engine.narrow_reference import narrowed, rounded_narrow, widened
 from ssmgen.errors import ArgumentError
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
-from ssmgen.models import Wanted, find_model
-from ssmgen.needs import Needs
-from ssmgen.render import environment, render
-from ssmgen.spec import Arch, KernelSpec, Narrow, Param
+from ssmgen.select import registry
+from ssmgen.select.catalog import parse
+from ssmgen.select.models import Wanted, find_model
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, KernelSpec, Narrow, Param
+from ssmgen.spec.needs import Needs
 
 SM90 = Arch.parse("sm_90a")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")

@@ -18,9 +18,10 @@ from test_ops import Loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssmgen
-from ssmgen import bug_report, native
 from ssmgen.calls import fast_path
+from ssmgen.cli import bug_report
 from ssmgen.errors import ArgumentError, ConfigError
+from ssmgen.launch import native
 
 
 class Calls:

@@ -14,8 +14,8 @@ from norm_cases import F32, GDN, MAMBA, SM90, assert_matches, emulate, expected,
 from selection import kept
 from test_check import edited
 
-from ssmgen import registry
-from ssmgen.catalog import SPECS
+from ssmgen.compile.nvrtc import compile_cubin
+from ssmgen.compile.render import render, uses_pdl
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.engine.norm import Activation
@@ -23,10 +23,10 @@ from ssmgen.engine.norm_kernel import NormProblem
 from ssmgen.errors import SsmgenError
 from ssmgen.families.gated_rms_norm import spec as kernels
 from ssmgen.families.gated_rms_norm.spec import MAX_SIZE, NormSpec
-from ssmgen.inspect import sass
-from ssmgen.nvrtc import compile_cubin
-from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Loads, Pdl, parse_spec
+from ssmgen.select import registry
+from ssmgen.select.catalog import SPECS
+from ssmgen.spec.kernel import Arch, DType, Loads, Pdl, parse_spec
+from ssmgen.variants.inspect import sass
 
 ARCHS = [Arch.parse(a) for a in ("sm_80", "sm_90a", "sm_100a", "sm_120")]
 

@@ -8,7 +8,7 @@ from norm_cases import BF16, F16, F32, NAN
 
 import ssmgen
 from ssmgen.errors import ArgumentError
-from ssmgen.spec import Pdl
+from ssmgen.spec.kernel import Pdl
 
 
 def operands(*shape: int, dtype: torch.dtype = F32) -> dict[str, torch.Tensor]:

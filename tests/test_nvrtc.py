@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from ssmgen import inspect, nvrtc
+from ssmgen.compile import nvrtc
+from ssmgen.compile.nvrtc import Resources, compile_cubin, compile_ptx, listing, parse_resources
+from ssmgen.compile.render import render
 from ssmgen.errors import CompileError
 from ssmgen.families.selective_state_update.spec import SsuSpec
-from ssmgen.nvrtc import Resources, compile_cubin, compile_ptx, listing, parse_resources
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Pdl
+from ssmgen.spec.kernel import Arch, DType, Index, Pdl
+from ssmgen.variants import inspect
 
 SPEC = SsuSpec(
     d_state=128, headdim=64, nheads=8, ngroups=2, state=DType.BF16, D=DType.BF16, dt_bias=DType.F32, index=Index.I32, lanes=16, vec=8

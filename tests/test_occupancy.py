@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ssmgen.compile.occupancy import LIMITS, occupancy, sm_limits
 from ssmgen.errors import UnknownArchError
-from ssmgen.occupancy import LIMITS, occupancy, sm_limits
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 # (architecture, threads, registers, shared bytes) -> (blocks, limit), as CUDA 13's cuda_occupancy.h computes it, with all of the L1
 # that may be shared memory set aside for that.

@@ -24,7 +24,7 @@ from test_selective_state_update_tokens import emulate as emulate_tokens
 import ssmgen
 from ssmgen import emulator
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 SM90 = Arch.parse("sm_90a")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")

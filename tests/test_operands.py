@@ -12,9 +12,9 @@ import torch
 
 import ssmgen
 from ssmgen.calls import checks
-from ssmgen.family import records
-from ssmgen.operands import Operand, Table, Types, table
-from ssmgen.spec import DType, Index, Narrow
+from ssmgen.spec.family import records
+from ssmgen.spec.kernel import DType, Index, Narrow
+from ssmgen.spec.operands import Operand, Table, Types, table
 from tools import guide
 
 FAMILIES = Path(ssmgen.__file__).parent / "families"

@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 import ssmgen
-from ssmgen import defaults, generate
 from ssmgen.cli import main
+from ssmgen.compile.render import render
 from ssmgen.errors import DriftError
-from ssmgen.render import render
-from ssmgen.spec import SM90, flat
+from ssmgen.spec.kernel import SM90, flat
+from ssmgen.variants import defaults, generate
 
 ROOT = Path(ssmgen.__file__).parent.parent
 
@@ -37,7 +37,7 @@ def test_import_touches_neither_cuda_nor_the_file_system(tmp_path):
         "import sys\nbefore = set(sys.modules)\nimport ssmgen\n"
         "loaded = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
         "assert not loaded & {'torch', 'cuda', 'jinja2', 'click'}, loaded\n"
-        "import ssmgen.api, torch\nassert not torch.cuda.is_initialized()\n"
+        "import ssmgen.calls.api, torch\nassert not torch.cuda.is_initialized()\n"
         "from ssmgen import selective_state_update as f\nassert callable(f) and callable(ssmgen.selective_state_update)\n"
     )
     env = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}

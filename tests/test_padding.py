@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
 from ssmgen.calls import planning
 from ssmgen.compat import flashinfer
 from ssmgen.errors import ArgumentError
-from ssmgen.spec import Arch
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch
 
 SM90 = Arch.parse("sm_90a")
 SLOTS, HEADS, K, V, KEPT = 6, 2, 32, 16, 9.0

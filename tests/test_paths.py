@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import ssmgen
-from ssmgen import generate
-from ssmgen.lock import LOCK
-from ssmgen.paths import cover, lines_of
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
+from ssmgen.variants import generate
+from ssmgen.variants.lock import LOCK
+from ssmgen.variants.paths import cover, lines_of
 
 GENERATED = Path(ssmgen.__file__).parents[1] / "generated"
 MOST = 90  # texts that a reviewer may be asked to look at

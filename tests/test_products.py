@@ -8,10 +8,10 @@ import pytest
 import torch
 from product_cases import COMMIT, FENCE, LANDED, NO_FENCE, SYNC, WAIT, close, emulated, product_of, random, run, with_library
 
-from ssmgen import nvrtc
+from ssmgen.compile import nvrtc
 from ssmgen.emulator import EmulatorError
 from ssmgen.errors import CompileError
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 
 @emulated

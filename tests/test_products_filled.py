@@ -7,9 +7,9 @@ import torch
 from product_cases import NO_FENCE, Run, close, emulated, numbers_of, random, run, with_library
 from torch import Tensor
 
-from ssmgen import nvrtc
+from ssmgen.compile import nvrtc
 from ssmgen.emulator import EmulatorError
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 # out = the sum of three products a b of 64 rows and columns, through two buffers.
 FILLED = """

@@ -7,9 +7,9 @@ import torch
 from product_cases import NO_FENCE, Run, close, emulated, random, run, with_library
 from torch import Tensor
 
-from ssmgen import nvrtc
+from ssmgen.compile import nvrtc
 from ssmgen.emulator import EmulatorError
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 # out = a b^T of 64 rows and columns, b a lower triangle, in panels of whose rows above the diagonal nothing is copied: they are cleared.
 PANELS = """

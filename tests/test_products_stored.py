@@ -7,9 +7,9 @@ import torch
 from product_cases import FENCE, NO_FENCE, SYNC, Run, close, close_twice, emulated, product_of, random, run, with_library
 from torch import Tensor
 
-from ssmgen import nvrtc
+from ssmgen.compile import nvrtc
 from ssmgen.emulator import EmulatorError
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 # out = a^T, 8 rows and columns, of f32.
 TURN = """

@@ -7,15 +7,15 @@ from itertools import pairwise
 
 import pytest
 
-from ssmgen import registry
 from ssmgen.bench import benchmarks
-from ssmgen.build import default_problems, specs_for
-from ssmgen.catalog import OPERATOR_OF
 from ssmgen.engine.recurrences.attention.problem import Layout, Ring
 from ssmgen.errors import UnsupportedError
 from ssmgen.families.selective_state_update.spec import OPERATOR, SsuProblem
-from ssmgen.models import find_model, models
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode
+from ssmgen.select import registry
+from ssmgen.select.catalog import OPERATOR_OF
+from ssmgen.select.model_variants import default_problems, specs_for
+from ssmgen.select.models import find_model, models
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl, PoolMode
 from ssmgen.tune.cases import users
 
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")

@@ -13,12 +13,12 @@ from itertools import pairwise
 import jinja2
 import pytest
 
-from ssmgen import render as rendering
+from ssmgen.compile import render as rendering
+from ssmgen.compile.render import render, uses_pdl
 from ssmgen.errors import SpecError
 from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl, PoolMode
 
 SM90 = Arch.parse("sm_90a")
 FULL = SsuSpec(
@@ -90,8 +90,9 @@ def indentation(line: str) -> int:
 
 def test_same_in_another_process_and_environment():
     program = (
-        "from ssmgen.catalog import SPECS\nfrom ssmgen.spec import Arch, parse_spec\nfrom ssmgen.render import render\n"
-        f"import sys; sys.stdout.write(render(parse_spec({str(FULL)!r}, SPECS), Arch.parse('sm_90a')))"
+        "import sys\nfrom ssmgen.compile.render import render\nfrom ssmgen.select.catalog import SPECS\n"
+        "from ssmgen.spec.kernel import Arch, parse_spec\n"
+        f"sys.stdout.write(render(parse_spec({str(FULL)!r}, SPECS), Arch.parse('sm_90a')))"
     )
     root = str(rendering.templates_dir().parent)
     env = {"PYTHONPATH": root, "PYTHONHASHSEED": "77", "TZ": "Asia/Tokyo", "HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}

@@ -33,7 +33,7 @@ from replay_runs import Run
 from varying import named, vary
 
 import ssmgen
-from ssmgen.accuracy import norm_error
+from ssmgen.engine.accuracy import norm_error
 from ssmgen.engine.stochastic_reference import stored
 from ssmgen.errors import ArgumentError
 from ssmgen.families.replay_selective_state_update.spec import ReplayProblem

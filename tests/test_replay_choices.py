@@ -9,10 +9,10 @@ import pytest
 from compiled import compiled
 from test_replay_kernels import BF, F32, NOISE, RUNG, SM80, SM90
 
-from ssmgen import registry
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update.spec import ReplayProblem, ReplaySpec
-from ssmgen.spec import Arch, DType, Index
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, DType, Index
 
 # Machine code of what the rules choose, at the shapes of models: (heads, headdim, d_state, groups).
 

@@ -12,7 +12,7 @@ import torch
 from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make, same
 
 from ssmgen import emulator
-from ssmgen.arguments import Arguments
+from ssmgen.compile.render import render, uses_pdl
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.emulator import check as checking
 from ssmgen.emulator.check import Outcome, check
@@ -20,8 +20,8 @@ from ssmgen.errors import SsmgenError
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.families.replay_selective_state_update.spec import History, Part, ReplaySpec
-from ssmgen.render import render, uses_pdl
-from ssmgen.spec import Arch, DType, Index, Loads, Narrow, Pdl
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Narrow, Pdl
 
 SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")

@@ -9,12 +9,12 @@ import torch
 from click.testing import CliRunner
 
 import ssmgen
-from ssmgen import generate
 from ssmgen.cli import main
 from ssmgen.families.replay_selective_state_update.defaults import DEFAULTS
 from ssmgen.families.replay_selective_state_update.spec import OPERATOR, History, Part
-from ssmgen.models import find_model, models
-from ssmgen.spec import DType, Index, Narrow
+from ssmgen.select.models import find_model, models
+from ssmgen.spec.kernel import DType, Index, Narrow
+from ssmgen.variants import generate
 
 BF16 = torch.bfloat16
 
@@ -58,7 +58,7 @@ def ran(*args: str, code: int = 0) -> str:
 
 def test_build_of_replays(own_cache, monkeypatch):
     """What would be built; that it compiles is for the kernels' own tests."""
-    from ssmgen import build
+    from ssmgen.variants import build
 
     asked = []
     monkeypatch.setattr(build, "build", lambda work, *args, **how: asked.extend(spec for spec, _ in work) or [])

@@ -11,11 +11,11 @@ from replay_runs import Run
 from varying import named
 
 import ssmgen
-from ssmgen import registry
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update.spec import History, ReplayProblem
-from ssmgen.spec import Arch, DType, Index
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, DType, Index
 
 SMALL = replace(STEP, id="small", batch=3)
 PACKED = replace(STEP, id="packed", lengths=(3, 0, 4))

@@ -13,15 +13,15 @@ import pytest
 from click.testing import CliRunner
 from report_cases import ARCHS, benchmark, few_variants
 
-from ssmgen import inspect
-from ssmgen import tuned as table
 from ssmgen.cache.store import shared_cache
-from ssmgen.catalog import SPECS
 from ssmgen.engine.rows import RowSpec
 from ssmgen.families.linear_attention import spec as linear_attention
 from ssmgen.families.selective_state_update.spec import SsuProblem, SsuSpec
-from ssmgen.registry import select
-from ssmgen.spec import Arch, DType, Index, entries, parse_spec
+from ssmgen.select import tuned as table
+from ssmgen.select.catalog import SPECS
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch, DType, Index, entries, parse_spec
+from ssmgen.variants import inspect
 from tools.report import ReportError, benchmarks, content, write
 from tools.report.__main__ import report as report_command
 from tools.report.colours import as_html

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 import ssmgen
-from ssmgen import Ring, emulator, registry
-from ssmgen.arguments import Arguments
+from ssmgen import Ring, emulator
 from ssmgen.errors import ArgumentError
 from ssmgen.families.linear_attention import planning as op
-from ssmgen.spec import Arch, DType
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, DType
 
 SM90 = Arch.parse("sm_90a")
 F32, BF16 = torch.float32, torch.bfloat16

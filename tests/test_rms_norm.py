@@ -10,14 +10,14 @@ import torch
 from norm_cases import BF16, F16, F32, SM90, needs_emulator
 
 import ssmgen
-from ssmgen import registry
-from ssmgen.arguments import Arguments
+from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.errors import ArgumentError
 from ssmgen.families.gated_rms_norm import plain as op
 from ssmgen.families.gated_rms_norm import spec as kernels
-from ssmgen.render import render
-from ssmgen.spec import DType, Pdl
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import DType, Pdl
 
 # x, residual, residual_out, weight and out; rows, size; options
 CASES: dict[str, dict[str, Any]] = {

@@ -12,15 +12,16 @@ import pytest
 import torch
 from ssu_cases import BF16, Case, assert_matches, expected, make_call
 
-from ssmgen import emulator, enqueue, runtime
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
 from ssmgen.calls import fast_path, planning
-from ssmgen.enqueue import LaunchConfig
 from ssmgen.errors import LaunchError
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import SsuSpec
-from ssmgen.registry import select
-from ssmgen.spec import Arch, DType, Index
+from ssmgen.launch import enqueue, runtime
+from ssmgen.launch.enqueue import LaunchConfig
+from ssmgen.select.registry import select
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, DType, Index
 
 SM90 = Arch.parse("sm_90a")
 SPEC = SsuSpec(d_state=16, headdim=64, tied=False, dt_limit=True, index=Index.I32, D=DType.F32, lanes=4, vec=4, tile=64, threads=64)

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from ssmgen import enqueue, nvrtc
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render
 from ssmgen.emulator.check import trial_of
 from ssmgen.errors import SpecError
-from ssmgen.render import render
-from ssmgen.spec import MAP_BYTES
+from ssmgen.launch import enqueue
+from ssmgen.spec.kernel import MAP_BYTES
 from tools.sanitize import __main__ as program
 from tools.sanitize import images, replay, reports
 from tools.sanitize.cases import TOKENS, chosen, edited

@@ -17,9 +17,9 @@ from ssmgen.emulator.check import check
 from ssmgen.errors import SpecError
 from ssmgen.families.selective_scan.problem import OPERATOR, Order, SelectiveProblem
 from ssmgen.families.selective_scan.roles import RolesSpec, roles_space
-from ssmgen.families.selective_scan.spec import space
-from ssmgen.registry import select
-from ssmgen.spec import Arch, DType, Index, Loads, changed, flat
+from ssmgen.families.selective_scan.rules import space
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, changed, flat
 
 SMALL = Sizes()
 EXACT = replace(SMALL, x=F32)

@@ -20,10 +20,11 @@ from ssmgen.errors import ArgumentError, SpecError
 from ssmgen.families.selective_scan.problem import OPERATOR, Order, SelectiveProblem
 from ssmgen.families.selective_scan.problem import asked as segments_asked
 from ssmgen.families.selective_scan.roles import RolesSpec
-from ssmgen.families.selective_scan.spec import EXPONENTIAL, TURNS, SelectiveSpec, candidates, space
-from ssmgen.models import Wanted, asks, find_model, models
-from ssmgen.registry import select
-from ssmgen.spec import Arch, DType, Index, Loads, parse_spec
+from ssmgen.families.selective_scan.rules import candidates, space
+from ssmgen.families.selective_scan.spec import EXPONENTIAL, TURNS, SelectiveSpec
+from ssmgen.select.models import Wanted, asks, find_model, models
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, parse_spec
 
 SMALL = Sizes()
 EXACT = replace(SMALL, x=F32)

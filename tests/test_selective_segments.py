@@ -16,8 +16,8 @@ from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, SpecError
 from ssmgen.families.selective_scan.problem import CUT, LEAST, MOST, OPERATOR, SelectiveProblem
-from ssmgen.registry import select
-from ssmgen.spec import Arch, Index
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Arch, Index
 
 SMALL = Sizes(dim=8)
 EXACT = replace(SMALL, x=F32)

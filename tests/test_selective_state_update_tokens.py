@@ -13,16 +13,17 @@ from ssu_cases import BF16, F16, F32
 from ssu_token_cases import Call, Case, assert_matches, expected, make_call, matrix
 
 import ssmgen
-from ssmgen import emulator, registry
-from ssmgen.arguments import Arguments
-from ssmgen.catalog import OPERATOR_OF
+from ssmgen import emulator
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.stochastic_reference import stored
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
-from ssmgen.render import render
-from ssmgen.spec import Arch
+from ssmgen.select import registry
+from ssmgen.select.catalog import OPERATOR_OF
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch
 
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ssmgen import emulator, generate
-from ssmgen.render import render
-from ssmgen.spec import Arch
+from ssmgen import emulator
+from ssmgen.compile.render import render
+from ssmgen.spec.kernel import Arch
+from ssmgen.variants import generate
 
 SM90 = Arch.parse("sm_90a")
 # (template's folder, name): what is not mended yet. None may come to it.

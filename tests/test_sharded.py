@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ssmgen
-from ssmgen import api
+from ssmgen.calls import api
 from ssmgen.calls.sharding_rules import RULES
 from ssmgen.errors import ArgumentError
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssmgen.catalog import OLD_NAMES, OPERATORS, SPECS, name_of, parse
+from ssmgen.compile.render import render
 from ssmgen.errors import SpecError
 from ssmgen.families.selective_state_update.spec import SsuProblem, SsuSpec, space
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.render import render
-from ssmgen.spec import Arch, DType, Index, Loads, Pdl, PoolMode, changed, entries, flat, made, parse_spec, text_of
+from ssmgen.select.catalog import OLD_NAMES, OPERATORS, SPECS, name_of, parse
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl, PoolMode, changed, entries, flat, made, parse_spec, text_of
 
 SPEC = SsuSpec(d_state=128, headdim=64, nheads=8, ngroups=2, state=DType.BF16, lanes=16, vec=8)
 SM90 = Arch.parse("sm_90a")

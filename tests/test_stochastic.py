@@ -8,11 +8,11 @@ from ssu_cases import BF16, F16, F32, ulp
 from torch import Tensor
 
 from ssmgen import emulator
-from ssmgen.arguments import Arguments
+from ssmgen.compile.render import environment
 from ssmgen.emulator import run_source
 from ssmgen.engine.stochastic_reference import philox, rounded
-from ssmgen.render import environment
-from ssmgen.spec import KernelSpec, Needs, Param
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import KernelSpec, Needs, Param
 
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SEEDS = [0, 42, 123456, 2**31 - 1, -1, 0x0123456789ABCDEF]

@@ -12,17 +12,20 @@ import torch
 from click.testing import CliRunner
 from selection import kept
 
-from ssmgen import registry, render, runtime
-from ssmgen import tuned as table
-from ssmgen.build import build, default_problems, specs_for
 from ssmgen.cache.store import Cache
-from ssmgen.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.cli import main
+from ssmgen.compile import render
 from ssmgen.errors import SsmgenError
 from ssmgen.families.selective_state_update.spec import SsuProblem
-from ssmgen.models import find_model
-from ssmgen.spec import SM90, Arch, DType, Index, Loads, Pdl, PoolMode
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.select import tuned as table
+from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
+from ssmgen.select.model_variants import default_problems, specs_for
+from ssmgen.select.models import find_model
+from ssmgen.spec.kernel import SM90, Arch, DType, Index, Loads, Pdl, PoolMode
 from ssmgen.tune import cases, model, search
+from ssmgen.variants.build import build
 
 GPU, OP = "Test GPU 7", "selective_state_update"
 PROBLEM = find_model("nemotron-h-8b").problem(DType.BF16, Index.I32, PoolMode.SINGLE)

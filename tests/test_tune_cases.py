@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from ssmgen import registry
-from ssmgen import tuned as table
 from ssmgen.bench import case as bench_case
-from ssmgen.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.errors import SsmgenError
-from ssmgen.models import find_model
-from ssmgen.spec import SM90, DType, Index, Pdl, PoolMode
+from ssmgen.select import registry
+from ssmgen.select import tuned as table
+from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
+from ssmgen.select.models import find_model
+from ssmgen.spec.kernel import SM90, DType, Index, Pdl, PoolMode
 from ssmgen.tune import cases, model
 from ssmgen.tune.command import TUNED
 

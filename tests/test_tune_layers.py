@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from test_tune import GPU, home, row, ship
 
-from ssmgen import registry
-from ssmgen import tuned as table
 from ssmgen.bench import case as bench_case
-from ssmgen.catalog import OPERATOR_OF, OPERATORS
-from ssmgen.models import find_model
-from ssmgen.spec import SM90, DType, Index, changed
+from ssmgen.select import registry
+from ssmgen.select import tuned as table
+from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
+from ssmgen.select.models import find_model
+from ssmgen.spec.kernel import SM90, DType, Index, changed
 from ssmgen.tune import cases, search
 
 __all__ = ["home"]  # a fixture of all tests here

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 from test_tune import GPU, RULE, home, row, ship
 
-from ssmgen import registry
-from ssmgen import tuned as table
-from ssmgen.build import default_problems
-from ssmgen.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.cli import main
-from ssmgen.spec import Arch
+from ssmgen.select import registry
+from ssmgen.select import tuned as table
+from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
+from ssmgen.select.model_variants import default_problems
+from ssmgen.spec.kernel import Arch
 from ssmgen.tune import search
 from ssmgen.tune.losses import loss
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from docs_pages import ROOT
 
-from ssmgen.family import records
+from ssmgen.spec.family import records
 
 if sys.version_info >= (3, 11):
     import tomllib

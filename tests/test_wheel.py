@@ -29,12 +29,13 @@ def test_wheel_holds_the_templates_and_builds_kernels_from_another_directory(tmp
     assert (
         templates
         and templates <= names
-        and {"ssmgen/models.toml", "ssmgen/emulator/emulator.hpp", "ssmgen/emulator/machine.cpp", "ssmgen/bench/page.html.j2"} <= names
+        and {"ssmgen/select/models.toml", "ssmgen/emulator/emulator.hpp"} <= names
+        and {"ssmgen/emulator/machine.cpp", "ssmgen/bench/page.html.j2"} <= names
     )
     assert {n.partition("/")[0] for n in names} == {"ssmgen", f"ssmgen-{ssmgen.__version__}.dist-info"}
     program = (
-        "import sys, ssmgen, ssmgen.render\n"
-        f"assert ssmgen.__file__.startswith({str(site)!r}) and str(ssmgen.render.templates_dir()).endswith('_templates')\n"
+        "import sys, ssmgen, ssmgen.compile.render\n"
+        f"assert ssmgen.__file__.startswith({str(site)!r}) and str(ssmgen.compile.render.templates_dir()).endswith('_templates')\n"
         "sys.argv[1:] = ['build', '--model', 'mamba2-130m', '--op', 'selective_state_update', '--arch', 'sm_80', '--json']\n"
         "from ssmgen.cli import main; main()\n"
     )

@@ -10,8 +10,8 @@ import argparse
 import torch
 from torch import Tensor
 
-from ssmgen.accuracy import norm_error
 from ssmgen.calls.checks import NARROW
+from ssmgen.engine.accuracy import norm_error
 from ssmgen.engine.recurrences.mamba.reference import reference as reference
 
 DECAYS = (0.9, 0.99, 0.999, 0.9999)  # per token, of a head each

@@ -10,7 +10,7 @@ import importlib
 import re
 from pathlib import Path
 
-from ssmgen.operands import Table
+from ssmgen.spec.operands import Table
 from tools.new_family.scaffold import FILES
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from ..family import Family, records
+from ..spec.family import Family, records
 
 if TYPE_CHECKING:
     from .engine import Bench

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from ..models import Model, find_model
-from ..spec import DType
+from ..select.models import Model, find_model
+from ..spec.kernel import DType
 from .schema import COUNT, FLAG, PART, TEXT, Kind, list_of
 
 Option = Callable[[Any], Any]

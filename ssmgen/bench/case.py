@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api
-from ..accuracy import norm_error
+from ..calls import api
 from ..calls.checks import NARROW
 from ..calls.operator import call_of
+from ..engine.accuracy import norm_error
 from ..engine.narrow_reference import widened
 from ..errors import SsmgenError
-from ..spec import SM90, Arch
+from ..spec.kernel import SM90, Arch
 from .timing import Launch
 
 COLD = 640e6  # bytes that inputs rotate over: ten times the L2 cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ..engine.window import MAX_WIDTH
-from ..spec import DType
+from ..spec.kernel import DType
 from . import axes
 
 WIDTH = axes.one("--width", click.IntRange(2, MAX_WIDTH), 4, head=True)

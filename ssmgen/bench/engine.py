@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from .. import api, nvrtc, runtime
+from ..calls import api
+from ..compile import nvrtc
+from ..compile.render import render
 from ..errors import SsmgenError
-from ..models import Model
-from ..render import render
-from ..spec import Arch, KernelSpec
+from ..launch import runtime
+from ..select.models import Model
+from ..spec.kernel import Arch, KernelSpec
 from . import report as reports
 from . import schema, timing
 from .axes import At, Axis

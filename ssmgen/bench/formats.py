@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..cache.files import FileError, plain, plain_values, read_json
 from ..errors import SsmgenError, bullets
-from ..files import FileError, plain, plain_values, read_json
 from .rows import flat
 from .schema import faults_of, is_suite
 from .suite import Suite, rows_and_failures, stitched

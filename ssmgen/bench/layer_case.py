@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ssmgen
 
-from ..accuracy import norm_error
-from ..models import Role, operators_of
+from ..engine.accuracy import norm_error
+from ..select.models import Role, operators_of
 from .axes import At
 from .case import COLD, EXACT, GATE, HOST_BATCH, MAX_SETS, Call, Case, drawn, kept, normal_pool, slots_of, some_of
 from .timing import Launch

@@ -11,8 +11,8 @@ import click
 
 from ..engine.short_conv import MAX_TOKENS
 from ..errors import SsmgenError
-from ..models import Model, find_model
-from ..spec import DType, must
+from ..select.models import Model, find_model
+from ..spec.kernel import DType, must
 from . import axes
 from .axes import At, Axis, share_of
 from .engine import Bench, Peer

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __version__, api, nvrtc
+from .. import __version__
+from ..calls import api
+from ..compile import nvrtc
 from ..errors import SsmgenError
-from ..family import records
+from ..spec.family import records
 from . import timing
 from .progress import Watch
 from .rows import point_of

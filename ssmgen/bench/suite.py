@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..models import find_model
+from ..select.models import find_model
 from . import bench_of, benchmarks
 from . import report as reports
 from .progress import PRINTING, Watch

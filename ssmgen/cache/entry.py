@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ..nvrtc import Resources
-from ..spec import Arch
+from ..compile.nvrtc import Resources
+from ..spec.kernel import Arch
 
 SCHEMA = 1
 MAGIC = b"SSMGEN1\n"

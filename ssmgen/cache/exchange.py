@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice, repeat
 
 from ..errors import CacheError, RemoteError, SsmgenError
-from ..spec import Arch
+from ..spec.kernel import Arch
 from .entry import Entry
 from .layer import Layer
 from .remote import ALL, CLAIM_SECONDS, SharedStore, claim_path, index_path, object_path

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CacheError
-from ..spec import Arch
+from ..spec.kernel import Arch
 from .entry import MAX_BYTES, SCHEMA, Entry
 from .trust import doubt, open_directory, opened, publish, read_file, sentence
 

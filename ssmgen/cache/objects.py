@@ -12,9 +12,9 @@ import warnings
 from pathlib import Path
 
 from .. import settings
+from ..compile.nvrtc import Resources
 from ..errors import CacheError
-from ..nvrtc import Resources
-from ..spec import Arch
+from ..spec.kernel import Arch
 from .entry import Entry, cache_key
 from .layer import Layer
 from .upkeep import objects

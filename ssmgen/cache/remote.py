@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from ..errors import RemoteError
 from ..settings import Remote
-from ..spec import Arch
+from ..spec.kernel import Arch
 from .entry import SCHEMA, Entry
 from .signing import MAX_INDEX_BYTES, UNSIGNED, Index, Listed, Signer
 from .transport import Fsspec, Transport

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .. import nvrtc, settings
+from .. import settings
+from ..compile import nvrtc
+from ..compile.render import render
 from ..errors import CacheError, NotBuiltError
-from ..render import render
-from ..spec import Arch, KernelSpec
+from ..spec.kernel import Arch, KernelSpec
 from .entry import MAX_HEADER_BYTES, Entry, cache_key
 from .layer import Layer
 from .process_lock import process_lock

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .. import runtime
 from ..errors import ArgumentError
-from ..operands import Table, Types
-from ..spec import SM90, DType, Index, Narrow
+from ..launch import runtime
+from ..spec.kernel import SM90, DType, Index, Narrow
+from ..spec.operands import Table, Types
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 # Of states whose rows have scales.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..family import parts
+from ..spec.family import parts
 from .context import Context
 
 RULES: dict[str, Context] = parts("context")

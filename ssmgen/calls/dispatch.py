@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from ..operands import Table
+from ..spec.operands import Table
 from .fast_path import FastPath
 from .operator import Call, on_card
 from .planning import Caller, Family

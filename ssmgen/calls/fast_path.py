@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import native, runtime
+from ..launch import native, runtime
 from .planning import is_memory, nothing, resolving
 
 if TYPE_CHECKING:

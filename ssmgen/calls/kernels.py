@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import registry, runtime
-from ..spec import SM90, Arch
+from ..launch import runtime
+from ..select import registry
+from ..spec.kernel import SM90, Arch
 from .fast_path import Table
 from .operator import Call
 from .planning import grid_of

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .. import runtime
-from ..spec import KernelSpec
+from ..launch import runtime
+from ..spec.kernel import KernelSpec
 from . import checks, sharded
 from .checks import in_memory
 from .fast_path import FastPath

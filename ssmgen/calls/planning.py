@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import registry, runtime
-from ..arguments import Value
 from ..errors import ArgumentError, SsmgenError
-from ..spec import SM90, KernelSpec
+from ..launch import runtime
+from ..select import registry
+from ..spec.arguments import Value
+from ..spec.kernel import SM90, KernelSpec
 from . import checks, fakes
 from .naming import spoken
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError
-from ..family import records
+from ..spec.family import records
 
 MOST = torch.finfo(torch.float32).max  # kernels take numbers as f32
 I64 = 2**63

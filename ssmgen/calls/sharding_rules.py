@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..family import parts
+from ..spec.family import parts
 from .sharding import Rule
 
 RULES: dict[str, Rule] = parts("sharding")

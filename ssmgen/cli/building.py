@@ -15,16 +15,17 @@ from typing import Any, NoReturn
 
 import click
 
-from .. import __version__, crew
-from .. import tuned as table
-from ..build import Built
+from .. import __version__
+from .. import work_sharing as crew
+from ..cache.files import FileError
 from ..cache.store import Cache, shared_cache
 from ..cache.trust import distrust
-from ..crew import LEASE, LEASE_HELP, Crew, Seat
 from ..errors import ModelError
-from ..files import FileError
-from ..models import Client
-from ..spec import Arch, KernelSpec
+from ..select import tuned as table
+from ..select.models import Client
+from ..spec.kernel import Arch, KernelSpec
+from ..variants.build import Built
+from ..work_sharing import LEASE, LEASE_HELP, Crew, Seat
 from . import reporting
 from .options import (
     BUILT,
@@ -62,10 +63,10 @@ def build(
 
     The directory written by --out can be shipped, and named in SSMGEN_CACHE_PATH. Processes that torchrun started share the work.
     """
-    from ..build import build as run
-    from ..build import specs_for
-    from ..inspect import resolve
-    from ..models import models
+    from ..select.model_variants import specs_for
+    from ..select.models import models
+    from ..variants.build import build as run
+    from ..variants.inspect import resolve
 
     if sum(map(bool, (model, everything, specs))) != 1:
         raise click.UsageError("give one of --model, --all and --spec")
@@ -117,7 +118,7 @@ def build(
 
 def _built_by_crew(seat: Seat, asked: reporting.Work, cache: Cache, jobs: int | None, max_spill: int, lease: float, as_json: bool) -> int:
     """This process's share of a build, and, if it is the one that publishes, what the command prints; the exit code of all."""
-    from ..build import build_share, built_by_all
+    from ..variants.build import build_share, built_by_all
 
     work = list(asked)
     names = "\n".join(f"{spec} {arch}" for spec, arch in work)
@@ -184,7 +185,7 @@ def _interrupted(kept: int | None, count: int, cache: Cache) -> NoReturn:
 @json_option
 def models(as_json: bool) -> None:
     """List the models whose shapes are known."""
-    from ..models import models as known
+    from ..select.models import models as known
 
     if as_json:
         told = ("function", "conv_channels", "layer_function")
@@ -206,7 +207,7 @@ def models(as_json: bool) -> None:
 @json_option
 def env(as_json: bool) -> None:
     """Print what matters for a bug report."""
-    from ..bug_report import describe
+    from .bug_report import describe
 
     facts = describe()
     click.echo(json.dumps(facts, indent=1) if as_json else "\n".join(f"{k:18} {v}" for k, v in facts.items()))
@@ -223,7 +224,7 @@ def generate(check: bool, any_compiler: bool, root: Path) -> None:
 
     The lock has resources under one NVRTC 12 and one NVRTC 13: where sources changed, run it under both.
     """
-    from .. import generate as generated
+    from ..variants import generate as generated
 
     if any_compiler and not check:
         raise click.UsageError("--any-compiler goes with --check")

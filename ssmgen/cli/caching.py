@@ -19,7 +19,7 @@ from ..cache.signing import Signer
 from ..cache.store import shared_cache
 from ..cache.upkeep import collect_garbage, objects, verify
 from ..errors import CacheError
-from ..spec import Arch
+from ..spec.kernel import Arch
 from .building import prepared
 from .options import EXIT_FAILURE, ArchType, Folder, json_option
 

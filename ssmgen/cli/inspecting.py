@@ -12,8 +12,8 @@ import click
 
 from ..bench import benchmarks
 from ..cache.store import shared_cache
-from ..catalog import OPERATOR_OF
-from ..spec import Arch
+from ..select.catalog import OPERATOR_OF
+from ..spec.kernel import Arch
 from .options import EXIT_FAILURE, arch_option, device_arch_option, json_option, pdl_choices, problems_of, wanted_of, with_model
 
 
@@ -21,7 +21,7 @@ from .options import EXIT_FAILURE, arch_option, device_arch_option, json_option,
 @json_option
 def list_variants(as_json: bool) -> None:
     """List the default variants and those in the cache."""
-    from ..generate import default_variants
+    from ..variants.generate import default_variants
 
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for spec, arch in default_variants():
@@ -47,7 +47,7 @@ def list_variants(as_json: bool) -> None:
 @json_option
 def show(spec: str, form: str, archs: list[Arch], as_json: bool) -> None:
     """Print a variant, given by its text, its name or a part of it."""
-    from .. import inspect
+    from ..variants import inspect
 
     cache = shared_cache()
     found = inspect.resolve(spec, cache)
@@ -63,7 +63,7 @@ def _print_code(text: str, form: str) -> None:
     if not sys.stdout.isatty():
         click.echo(text)
         return
-    from .. import highlight
+    from . import highlight
 
     shown = highlight.for_terminal(text, form) if highlight.wanted() else text
     if text.count("\n") < shutil.get_terminal_size().lines:
@@ -81,7 +81,7 @@ def _print_code(text: str, form: str) -> None:
 @arch_option
 def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
     """Compare two variants. Exits with 1 when they differ."""
-    from .. import inspect
+    from ..variants import inspect
 
     cache = shared_cache()
     specs = [inspect.resolve(text, cache) for text in (a, b)]
@@ -99,7 +99,7 @@ def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
 def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
     """Run variants on this CPU, in the emulator, against the float64 reference. Needs g++ and no GPU."""
     from ..emulator.check import check as run
-    from ..inspect import resolve
+    from ..variants.inspect import resolve
 
     failed = 0
     for spec in [resolve(text, shared_cache()) for text in specs]:  # all names first: a wrong one should not cost the others' time
@@ -128,8 +128,9 @@ def explain(
 
     For an operator over prompts, --tokens is their length: 2048 if it is not given.
     """
-    from .. import registry, runtime
-    from ..models import ask_for, find_model
+    from ..launch import runtime
+    from ..select import registry
+    from ..select.models import ask_for, find_model
 
     if not model:
         raise click.UsageError("give --model")

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from ..catalog import OPERATORS
 from ..errors import SsmgenError
-from ..family import public_names
-from ..models import OPTIONS, Ask, Client, Wanted, asks, find_model
-from ..spec import Arch, DType, Index, Layout, Narrow, PoolMode, Problem, Ring, stored_type
+from ..select.catalog import OPERATORS
+from ..select.models import OPTIONS, Ask, Client, Wanted, asks, find_model
+from ..spec.family import public_names
+from ..spec.kernel import Arch, DType, Index, Layout, Narrow, PoolMode, Problem, Ring, stored_type
 
 BUILT = [*asks(), *(name for name in OPERATORS if name in public_names() and name not in asks())]
 SWITCHES: dict[str, Ask] = {ask.switch: ask for ask in asks().values() if ask.switch}  # by the option that asks for them

@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
-from ..build import Built
-from ..catalog import OPERATOR_OF
-from ..models import Client, asks
-from ..spec import Arch, KernelSpec, Problem
+from ..select.catalog import OPERATOR_OF
+from ..select.models import Client, asks
+from ..spec.kernel import Arch, KernelSpec, Problem
+from ..variants.build import Built
 from .options import EXIT_FAILURE
 
 Work = Mapping[tuple[KernelSpec, Arch], str]  # the operator that each variant is for

@@ -14,7 +14,7 @@ from ..calls.checks import oddity
 from ..errors import ArgumentError
 from ..families.causal_conv1d.call import causal_conv1d as _native
 from ..families.causal_conv1d_update.call import causal_conv1d_update as _native_update
-from .operands import takes as _takes
+from .shared.operands import takes as _takes
 
 
 def _check_activation(activation: str | None) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..families.selective_state_update.call import selective_state_update as _native
-from . import engine_norms as _norms
-from . import mamba1_prompts as _mamba1
-from . import mamba_prompts as _prompts
-from .operands import takes as _takes
+from .shared import engine_norms as _norms
+from .shared import mamba1_prompts as _mamba1
+from .shared import mamba_prompts as _prompts
+from .shared.operands import takes as _takes
 
 
 def selective_state_update(

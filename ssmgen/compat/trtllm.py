@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 from ..families.replay_selective_state_update.call import replay_selective_state_update as _native
-from . import mamba_prompts as _prompts
-from .operands import takes as _takes
+from .shared import mamba_prompts as _prompts
+from .shared.operands import takes as _takes
 
 NAME = "tensorrt_llm's replay_selective_state_update"
 RENAMED = {"old_dt_proc": "old_dt", "old_cumAdt": "old_dA_cumsum"}  # what the second of them was called before

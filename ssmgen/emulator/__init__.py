@@ -20,11 +20,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..arguments import Packed
 from ..cache import objects
+from ..compile.render import render, uses_pdl
 from ..errors import SsmgenError
-from ..render import render, uses_pdl
-from ..spec import Arch, KernelSpec
+from ..spec.arguments import Packed
+from ..spec.kernel import Arch, KernelSpec
 
 HERE = Path(__file__).parent
 WORDS = ("emulator.hpp", "machine.hpp")

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..accuracy import norm_error
-from ..arguments import Arguments
 from ..calls.checks import STATES
+from ..engine.accuracy import norm_error
 from ..engine.narrow_reference import widened
 from ..engine.trial import TOLERANCE, Trial
 from ..errors import SsmgenError, TrialError
-from ..family import parts, records
-from ..spec import Arch, DType, KernelSpec
+from ..spec.arguments import Arguments
+from ..spec.family import parts, records
+from ..spec.kernel import Arch, DType, KernelSpec
 from . import run
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..calls import checks
 from ..calls.scalars import one_of
-from ..operands import Table
+from ..spec.operands import Table
 
 ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
 ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)

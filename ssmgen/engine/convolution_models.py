@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..models import Ask, Client, Model, Wanted
+from ..select.models import Ask, Client, Model, Wanted
 
 
 class ConvolutionAsk(Ask):

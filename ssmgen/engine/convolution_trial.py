@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 
 from ..calls.checks import TORCH_DTYPES
-from ..spec import DType, Loads
+from ..spec.kernel import DType, Loads
 from .trial import wide
 
 

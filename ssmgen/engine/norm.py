@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..spec import BARE, DType, Loads, Part, must
+from ..spec.kernel import BARE, DType, Loads, Part, must
 
 
 class Activation(Enum):

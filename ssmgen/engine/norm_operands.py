@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..operands import Operand, table
+from ..spec.operands import Operand, table
 
 _STRIDES = "row group?grouped"
 OPERANDS = table(

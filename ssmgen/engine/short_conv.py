@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..spec import LATER, DType, Index, Loads, Part, must
+from ..spec.kernel import LATER, DType, Index, Loads, Part, must
 from .window import MAX_WIDTH, Saved, StateLayout
 
 CHANNELS = 4  # neighbouring ones that a thread convolves

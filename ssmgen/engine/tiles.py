@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..arguments import Tiles
+from ..spec.arguments import Tiles
 
 COLUMNS = 64  # of a row of 128 bytes in shared memory
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from ..arguments import Value
 from ..calls.checks import NARROW, STORED_DTYPES, TORCH_DTYPES
 from ..calls.planning import Caller
 from ..errors import TrialError
-from ..spec import DType, Index, KernelSpec, Narrow
+from ..spec.arguments import Value
+from ..spec.kernel import DType, Index, KernelSpec, Narrow
 
 INTEGERS = {Index.I32: torch.int32, Index.I64: torch.int64}
 # Norm error that one rounding to the dtype, and f32 arithmetic, leave; with scales, of rows of normal values.

@@ -12,9 +12,9 @@ from ..bench import bench_of
 from ..bench.case import Case as BenchCase
 from ..calls.operator import Call, call_of
 from ..errors import SsmgenError
-from ..family import parts
-from ..models import Model, find_model, models
-from ..spec import DType
+from ..select.models import Model, find_model, models
+from ..spec.family import parts
+from ..spec.kernel import DType
 
 BATCHES = (1, 8, 64, 256)
 

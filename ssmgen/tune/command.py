@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
-from .. import tuned as table
-from ..catalog import parse
-from ..crew import LEASE, LEASE_HELP, Crew, seat
 from ..errors import SsmgenError
-from ..family import records
-from ..spec import flat, text_of
+from ..select import tuned as table
+from ..select.catalog import parse
+from ..spec.family import records
+from ..spec.kernel import flat, text_of
+from ..work_sharing import LEASE, LEASE_HELP, Crew, seat
 from .losses import loss, ruled
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def tune(
     Processes that torchrun started, one for each card, share the cases.
     """
     from .cases import cases, used
-    from .crew import take_card
     from .search import Bench
     from .search import tune as run
+    from .sharing import take_card
 
     if here := seat():
         take_card(here)
@@ -107,7 +107,7 @@ def tune(
 
 def _tuned_by_crew(crew: Crew, bench: Bench, path: Path, as_json: bool, **share: Any) -> int:
     """This process's share, and, if it is the one that publishes, what the command prints; the exit code of all."""
-    from .crew import hold_card, tune_share, tuned_by_all
+    from .sharing import hold_card, tune_share, tuned_by_all
 
     with crew:
         hold_card(crew)

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from ..bench import bench_of
-from ..models import Model
+from ..select.models import Model
 from .cases import Case, case_of, states_of, users
 
 _FORMS: dict[str, dict[str, Any]] = {

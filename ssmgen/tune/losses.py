@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from .. import registry
-from ..catalog import parse
 from ..errors import SpecError
-from ..spec import Arch, KernelSpec
-from ..tuned import Row, problem_of
+from ..select import registry
+from ..select.catalog import parse
+from ..select.tuned import Row, problem_of
+from ..spec.kernel import Arch, KernelSpec
 
 
 def ruled(row: Row) -> KernelSpec:

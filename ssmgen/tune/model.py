@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ..occupancy import occupancy
-from ..spec import Arch, KernelSpec
+from ..compile.occupancy import occupancy
+from ..spec.kernel import Arch, KernelSpec
 
 LATENCY_US = 0.9  # from a load to its use, under load; an H200's
 REGISTERS = 64  # of a thread, before ptxas has said

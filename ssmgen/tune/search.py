@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import nvrtc, registry, runtime
-from .. import tuned as table
 from ..bench import timing
-from ..build import build
 from ..cache.store import shared_cache
 from ..calls.operator import Call
-from ..catalog import OPERATOR_OF, OPERATORS
+from ..compile import nvrtc
+from ..compile.render import code_digest
 from ..errors import SsmgenError
-from ..render import code_digest
-from ..spec import KernelSpec, Pdl, flat, text_of
+from ..launch import runtime
+from ..select import registry
+from ..select import tuned as table
+from ..select.catalog import OPERATOR_OF, OPERATORS
+from ..spec.kernel import KernelSpec, Pdl, flat, text_of
+from ..variants.build import build
 from . import model
 from .cases import Case
 

@@ -26,14 +26,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ssmgen import nvrtc
 from ssmgen.cache.entry import Entry, cache_key
 from ssmgen.cache.layer import Layer
 from ssmgen.cache.store import Cache
 from ssmgen.cache.upkeep import collect_garbage, verify
+from ssmgen.compile import nvrtc
+from ssmgen.compile.nvrtc import Compiled, Resources
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.nvrtc import Compiled, Resources
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 ARCH = Arch.parse("sm_90a")
 BUILD = "CL-1 V12.9.86"

@@ -28,11 +28,11 @@ from fuzz_drop_ins import drop_ins
 from torch import Tensor
 
 import ssmgen
-from ssmgen import registry
-from ssmgen.api import OPERATOR_OF
-from ssmgen.arguments import Arguments as Packed
+from ssmgen.calls.api import OPERATOR_OF
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.spec import Arch
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments as Packed
+from ssmgen.spec.kernel import Arch
 
 SM90 = Arch.parse("sm_90a")
 

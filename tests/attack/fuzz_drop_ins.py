@@ -32,7 +32,8 @@ from fuzz_calls import (
 )
 from torch import Tensor
 
-from ssmgen.compat import causal_conv1d, fla, flashinfer, mamba_ssm, sglang, sglang_delta, trtllm, vllm
+from ssmgen.compat import causal_conv1d, fla, flashinfer, mamba_ssm, sglang, trtllm, vllm
+from ssmgen.compat.sglang import delta as sglang_delta
 
 
 def _theirs(module: Any, name: str, given: Arguments, written: str = "", id: str = "") -> Form:

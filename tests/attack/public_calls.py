@@ -11,7 +11,7 @@ from family_cases import cases
 from torch import Tensor
 
 import ssmgen
-from ssmgen.api import FUNCTIONS
+from ssmgen.calls.api import FUNCTIONS
 
 B, H, P, N, T = 2, 2, 8, 32, 2  # sequences, heads, rows, d_state (or K), tokens
 SLOTS = 3

@@ -21,7 +21,7 @@ from ssmgen import cli
 from ssmgen.bench import formats, table
 from ssmgen.bench.formats import BenchFileError, load
 from ssmgen.bench.html import as_html
-from ssmgen.files import plain
+from ssmgen.cache.files import plain
 
 SOUND = json.loads(MEASURED.read_text())
 # What terminals act on, and readers are misled by: C0 but for line breaks, DEL, C1, marks that reorder or hide text, line separators.

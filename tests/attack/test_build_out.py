@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import ssmgen
 from ssmgen.cache.layer import Layer
 from ssmgen.cli import main
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 ROOT = Path(ssmgen.__file__).parent.parent
 SPEC = "slot_copy:slot_bytes=4096"
@@ -59,7 +59,7 @@ def nothing_compiles(monkeypatch):
     def compiled(*args):
         raise AssertionError("compiled for a directory that takes nothing")
 
-    monkeypatch.setattr("ssmgen.nvrtc.compile_cubin", compiled)
+    monkeypatch.setattr("ssmgen.compile.nvrtc.compile_cubin", compiled)
 
 
 def test_a_directory_that_everyone_may_write_to(tmp_path, nothing_compiles):

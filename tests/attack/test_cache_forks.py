@@ -13,7 +13,7 @@ from cache_attacks import ARCH, forked, in_child, result_of, spec, use_fake_comp
 
 from ssmgen.cache.process_lock import lock_dir, process_lock, sweep
 from ssmgen.cache.store import Cache
-from ssmgen.forks import whole
+from ssmgen.compile.forks import whole
 
 
 def test_child_compiles_what_a_thread_of_its_parent_was_compiling(tmp_path):

@@ -13,10 +13,11 @@ from cache_attacks import ARCH, NOBODY, got, in_child, public_directory, spec, u
 from click.testing import CliRunner
 
 import ssmgen
-from ssmgen import settings, tuned
+from ssmgen import settings
 from ssmgen.cache.store import Cache, shared_cache
 from ssmgen.cli import main
 from ssmgen.errors import SsmgenError
+from ssmgen.select import tuned
 
 COMMANDS = ["env", "cache path", "cache ls", "cache verify", "list"]
 VARIABLES = ("SSMGEN_CACHE_DIR", "SSMGEN_CACHE_PATH", "SSMGEN_COMPILE", "XDG_CACHE_HOME", "HOME")

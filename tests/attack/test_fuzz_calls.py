@@ -13,7 +13,7 @@ import torch
 from fuzz import forms
 
 import ssmgen
-from ssmgen.api import FUNCTIONS
+from ssmgen.calls.api import FUNCTIONS
 
 
 @pytest.mark.parametrize("seed", range(4))

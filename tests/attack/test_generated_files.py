@@ -11,12 +11,14 @@ import pytest
 from click.testing import CliRunner
 from mangling import mangled
 
-from ssmgen import files, generate, nvrtc
+from ssmgen.cache import files
 from ssmgen.cli import main
+from ssmgen.compile import nvrtc
+from ssmgen.compile.nvrtc import Resources
 from ssmgen.errors import DriftError, SsmgenError
-from ssmgen.generate import ForeignFilesError
-from ssmgen.lock import LOCK, Lock, LockError
-from ssmgen.nvrtc import Resources
+from ssmgen.variants import generate
+from ssmgen.variants.generate import ForeignFilesError
+from ssmgen.variants.lock import LOCK, Lock, LockError
 
 OTHER = "CL-1 V99.9.9"  # a compiler that is not at hand
 

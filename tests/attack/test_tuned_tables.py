@@ -12,15 +12,16 @@ from dataclasses import asdict
 import pytest
 from click.testing import CliRunner
 
-from ssmgen import files, registry
-from ssmgen import tuned as table
-from ssmgen.build import specs_for
-from ssmgen.catalog import OPERATORS
+from ssmgen.cache import files
 from ssmgen.cli import main
 from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.models import find_model
-from ssmgen.spec import SM90, DType, Index, Pdl, PoolMode
+from ssmgen.select import registry
+from ssmgen.select import tuned as table
+from ssmgen.select.catalog import OPERATORS
+from ssmgen.select.model_variants import specs_for
+from ssmgen.select.models import find_model
+from ssmgen.spec.kernel import SM90, DType, Index, Pdl, PoolMode
 
 GPU, OP = "Test GPU 7", "selective_state_update"
 PROBLEM = find_model("nemotron-h-8b").problem(DType.BF16, Index.I32, PoolMode.SINGLE)

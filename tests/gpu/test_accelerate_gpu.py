@@ -12,8 +12,8 @@ pytest.importorskip("transformers", minversion="5.15", reason="needs transformer
 from hf_cases import TINY, built
 
 import ssmgen
-from ssmgen import runtime
 from ssmgen.compat import hf
+from ssmgen.launch import runtime
 
 pytestmark = pytest.mark.gpu
 

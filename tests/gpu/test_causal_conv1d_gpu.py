@@ -18,11 +18,13 @@ from ssu_cases import BF16, F16, F32
 from varying import named
 
 import ssmgen
-from ssmgen import emulator, registry, runtime
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
 from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d_update import spec as step
-from ssmgen.spec import Arch, KernelSpec
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, KernelSpec
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,12 @@ from test_selective_state_update import after_a_producer, needs_pdl
 from varying import named
 
 import ssmgen
-from ssmgen import nvrtc, registry, runtime
 from ssmgen.cache.entry import Entry
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render
 from ssmgen.errors import ArgumentError, CaptureError
-from ssmgen.render import render
+from ssmgen.launch import runtime
+from ssmgen.select import registry
 
 pytestmark = pytest.mark.gpu
 

@@ -14,10 +14,10 @@ from scan_cases import bits
 from ssu_cases import BF16, F32, Memory
 
 import ssmgen
-from ssmgen import runtime
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
-from ssmgen.spec import Arch
+from ssmgen.launch import runtime
+from ssmgen.spec.kernel import Arch
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,8 @@ from ssu_cases import BF16, F16, F32
 import ssmgen
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, warpgroup_space
 from ssmgen.families.chunk_delta_rule.problem import OPERATOR, DeltaProblem
-from ssmgen.registry import select
-from ssmgen.spec import Pdl
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Pdl
 
 pytestmark = [
     pytest.mark.gpu,

@@ -31,10 +31,10 @@ from scan_cases import bits
 from ssu_cases import Memory
 
 import ssmgen
-from ssmgen import runtime
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem
-from ssmgen.spec import Arch
+from ssmgen.launch import runtime
+from ssmgen.spec.kernel import Arch
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from scan_cases import F32, SM90, Sizes, make, same, starts_of
 
 from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem
 from ssmgen.families.chunk_scan.warpgroups import WarpgroupScanSpec
-from ssmgen.registry import select
+from ssmgen.select.registry import select
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,8 +17,8 @@ from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, error, exact, make, 
 import ssmgen
 from ssmgen.families.chunk_scan.spec import OPERATOR, ScanProblem
 from ssmgen.families.chunk_scan.warpgroups import WarpgroupScanSpec, warpgroup_space
-from ssmgen.registry import select
-from ssmgen.spec import Pdl
+from ssmgen.select.registry import select
+from ssmgen.spec.kernel import Pdl
 
 pytestmark = [
     pytest.mark.gpu,

@@ -38,15 +38,17 @@ from combine_cases import (
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import nvrtc, registry, runtime
 from ssmgen.bench.timing import host_us
 from ssmgen.cache.entry import Entry
 from ssmgen.compat import flashinfer, vllm
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.families.combine_splits import call as op
 from ssmgen.families.combine_splits import spec as kernels
-from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec, Pdl
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, KernelSpec, Pdl
 
 pytestmark = pytest.mark.gpu
 

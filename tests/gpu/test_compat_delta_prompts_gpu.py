@@ -14,7 +14,8 @@ from scan_cases import error, same
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ssmgen.compat import fla, flashinfer, sglang, sglang_delta, vllm
+from ssmgen.compat import fla, flashinfer, sglang, vllm
+from ssmgen.compat.sglang import delta as sglang_delta
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,8 @@ from scan_cases import error, same
 from selective_cases import BOUNDS
 from torch import Tensor
 
-from ssmgen.compat import mamba_ssm, sglang_mamba, vllm
+from ssmgen.compat import mamba_ssm, vllm
+from ssmgen.compat.sglang import mamba as sglang_mamba
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import crew_cases
 import pytest
 import torch
 
-from ssmgen import tuned as table
+from ssmgen.select import tuned as table
 
 SCRIPT = str(Path(__file__).parents[1] / "crew_cards.py")
 CASES = ["tune", "selective_state_update", "--model", "nemotron-h-8b", "--batch", "1", "--batch", "64", "--budget", "100s", "--lease", "3"]

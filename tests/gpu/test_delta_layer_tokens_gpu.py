@@ -23,7 +23,7 @@ from layer_laws import (
 )
 from test_selective_state_update import needs_pdl
 
-from ssmgen.catalog import OPERATOR_OF, OPERATORS
+from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
 
 pytestmark = pytest.mark.gpu
 

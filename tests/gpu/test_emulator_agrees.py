@@ -7,9 +7,10 @@ import torch
 from ssu_cases import BF16, F16, F32, Case, make_call
 
 import ssmgen
-from ssmgen import emulator, runtime
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
 from ssmgen.families.selective_state_update import planning as op
+from ssmgen.launch import runtime
+from ssmgen.spec.arguments import Arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not emulator.available(), reason="needs g++")]
 

@@ -16,7 +16,7 @@ from test_compat_engines_steps import TABLE, draft_call
 from test_ops import Loaded
 from torch_conv import randn
 
-from ssmgen import runtime
+from ssmgen.launch import runtime
 
 pytestmark = pytest.mark.gpu
 

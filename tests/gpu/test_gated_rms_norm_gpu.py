@@ -16,14 +16,16 @@ from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, Call, assert_matc
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import nvrtc, registry, runtime
 from ssmgen.bench.timing import host_us
 from ssmgen.cache.entry import Entry
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.families.gated_rms_norm import call as op
 from ssmgen.families.gated_rms_norm import spec as kernels
-from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec, Pdl
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, KernelSpec, Pdl
 
 pytestmark = pytest.mark.gpu
 

@@ -27,9 +27,9 @@ from hf_cases import (
     states_of,
 )
 
-from ssmgen import runtime
 from ssmgen.calls import fast_path
 from ssmgen.compat import hf
+from ssmgen.launch import runtime
 
 pytestmark = pytest.mark.gpu
 

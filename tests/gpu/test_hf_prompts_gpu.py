@@ -28,8 +28,8 @@ from hf_cases import (
 )
 
 import ssmgen
-from ssmgen import runtime
 from ssmgen.compat import hf
+from ssmgen.launch import runtime
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,9 @@ import torch
 from ssu_cases import BF16, Case, assert_matches, expected, make_call
 
 import ssmgen
-from ssmgen import registry, runtime
 from ssmgen.errors import ArgumentError, CaptureError, LaunchError
+from ssmgen.launch import runtime
+from ssmgen.select import registry
 
 pytestmark = pytest.mark.gpu
 each_way = pytest.mark.usefixtures("way")  # of making calls that come again
@@ -227,7 +228,7 @@ def test_torch_compile_and_opcheck():
 def test_fork_before_cuda_is_used():
     """A child that forks after the import, as a data loader's does, can use the card."""
     program = (
-        "import os, torch, ssmgen, ssmgen.api\n"
+        "import os, torch, ssmgen, ssmgen.calls.api\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
         "    s = torch.zeros(1, 2, 8, 16, device='cuda'); x = torch.ones(1, 2, 8, device='cuda')\n"

@@ -12,14 +12,17 @@ from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, asse
 from test_selective_state_update import after_a_producer, needs_pdl
 
 import ssmgen
-from ssmgen import emulator, nvrtc, registry, runtime
-from ssmgen.arguments import Arguments
+from ssmgen import emulator
 from ssmgen.cache.entry import Entry
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.render import render
-from ssmgen.spec import Arch
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ from la_cases import assert_matches, expected, make_call
 from la_trees import DRAWS, LAWS, Draw, cases
 from varying import named
 
-from ssmgen import runtime
 from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.spec import space
+from ssmgen.launch import runtime
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -7,11 +7,12 @@ import torch
 from narrow_cases import WRITTEN, Call, assert_matches, assert_rounded_once, bits, caught_up, matrix, ringed, ringed_tokens
 
 import ssmgen
-from ssmgen import registry, runtime
 from ssmgen.calls.checks import NARROW
 from ssmgen.compat.flashinfer import checkpointing_ssu
 from ssmgen.engine.narrow_reference import narrowed, widened
-from ssmgen.spec import Arch
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch
 
 pytestmark = pytest.mark.gpu
 

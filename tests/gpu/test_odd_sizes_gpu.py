@@ -13,8 +13,8 @@ import ssu_token_cases
 import torch
 
 import ssmgen
-from ssmgen import runtime
-from ssmgen.spec import Arch
+from ssmgen.launch import runtime
+from ssmgen.spec.kernel import Arch
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ from test_products_stored import PEERS, RING, TWICE, is_turned, run_peers, run_r
 from test_products_tf32 import PRODUCT, run_tf32
 from torch import Tensor
 
-from ssmgen import runtime
-from ssmgen.arguments import Arguments
-from ssmgen.nvrtc import compile_cubin
-from ssmgen.spec import Arch
+from ssmgen.compile.nvrtc import compile_cubin
+from ssmgen.launch import runtime
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch
 
 SM90 = Arch.parse("sm_90a")
 pytestmark = [

@@ -15,10 +15,12 @@ from test_selective_state_update import after_a_producer, needs_pdl
 from torch import Tensor
 
 import ssmgen
-from ssmgen import nvrtc, registry, runtime
 from ssmgen.cache.entry import Entry
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render
 from ssmgen.families.replay_selective_state_update import planning as op
-from ssmgen.render import render
+from ssmgen.launch import runtime
+from ssmgen.select import registry
 
 pytestmark = [pytest.mark.gpu, needs_pdl]
 

@@ -35,11 +35,12 @@ from replay_runs import Run
 from varying import named, vary
 
 import ssmgen
-from ssmgen import registry, runtime
 from ssmgen.errors import CaptureError
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update import spec as family
-from ssmgen.spec import Arch, KernelSpec
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, KernelSpec
 
 pytestmark = pytest.mark.gpu
 

@@ -13,10 +13,11 @@ from scan_cases import bits
 from selective_cases import BF16, F16, F32, Sizes, make, same, starts_of
 
 import ssmgen
-from ssmgen import registry, runtime
 from ssmgen.families.selective_scan.problem import OPERATOR, SelectiveProblem
 from ssmgen.families.selective_scan.roles import RolesSpec
-from ssmgen.spec import Arch, changed, flat
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, changed, flat
 
 pytestmark = pytest.mark.gpu
 

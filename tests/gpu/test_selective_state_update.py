@@ -11,13 +11,15 @@ import torch
 from ssu_cases import BF16, F16, F32, Case, assert_matches, expected, make_call, matrix
 
 import ssmgen
-from ssmgen import nvrtc, registry, runtime
 from ssmgen.cache.entry import Entry
 from ssmgen.compat.mamba_ssm import selective_state_update as mamba_signature
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update import spec as family
-from ssmgen.render import render
-from ssmgen.spec import Pdl
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Pdl
 
 pytestmark = pytest.mark.gpu
 

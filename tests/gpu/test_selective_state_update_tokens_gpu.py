@@ -12,9 +12,9 @@ from ssu_token_cases import Case, assert_matches, expected, make_call, matrix
 from torch import Tensor
 
 import ssmgen
-from ssmgen import runtime
-from ssmgen.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.engine.stochastic_reference import philox, stored
+from ssmgen.launch import runtime
+from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
 
 pytestmark = pytest.mark.gpu
 

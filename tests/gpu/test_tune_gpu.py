@@ -11,16 +11,17 @@ import pytest
 import torch
 
 import ssmgen
-from ssmgen import registry, runtime
-from ssmgen import tuned as table
 from ssmgen.bench import case as bench_case
-from ssmgen.build import build
 from ssmgen.cache.store import Cache
-from ssmgen.catalog import parse
 from ssmgen.errors import SsmgenError
 from ssmgen.families.combine_splits import tuning
-from ssmgen.spec import Arch
+from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.select import tuned as table
+from ssmgen.select.catalog import parse
+from ssmgen.spec.kernel import Arch
 from ssmgen.tune import cases, search
+from ssmgen.variants.build import build
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmgen.compat.hf_roles import name_in
+from ssmgen.compat.hf.roles import name_in
 
 PROMPT = 8  # tokens
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ssmgen import __version__, nvrtc
+from ssmgen import __version__
 from ssmgen.bench.progress import PRINTING, Watch
+from ssmgen.compile import nvrtc
 from ssmgen.errors import bullets
 
 from . import DemoError

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from ssmgen.crew import Crew, seat
+from ssmgen.work_sharing import Crew, seat
 
 from .processes import ROOT
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 
 from ssmgen.cache.entry import Entry, cache_key
+from ssmgen.compile.nvrtc import Resources
 from ssmgen.families.slot_copy.spec import SlotCopySpec
-from ssmgen.nvrtc import Resources
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 ARCH = Arch.parse("sm_90a")
 BUILD, OPTIONS = "CL-1 V12.9.86", ("--std=c++17",)

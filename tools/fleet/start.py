@@ -11,9 +11,9 @@ import sys
 import time
 import warnings
 
-from ssmgen import nvrtc
 from ssmgen.cache import store
-from ssmgen.nvrtc import Compiled
+from ssmgen.compile import nvrtc
+from ssmgen.compile.nvrtc import Compiled
 
 from .kernels import ARCH, BUILD, OPTIONS, made, spec
 

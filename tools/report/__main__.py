@@ -10,7 +10,7 @@ import click
 from ssmgen.cache.store import shared_cache
 from ssmgen.cli import Command
 from ssmgen.cli.options import arch_option
-from ssmgen.spec import Arch
+from ssmgen.spec.kernel import Arch
 
 from .write import write
 

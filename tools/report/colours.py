@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pygments.formatters import HtmlFormatter
 
-from ssmgen.highlight import coloured
+from ssmgen.cli.highlight import coloured
 
 
 def as_html(text: str, form: str) -> str:

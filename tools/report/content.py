@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ssmgen import inspect, nvrtc, registry
-from ssmgen import tuned as table
-from ssmgen.build import Built, build, problems_by_models
 from ssmgen.cache.entry import Entry
 from ssmgen.cache.store import Cache
-from ssmgen.catalog import OPERATOR_OF, OPERATORS, SPECS, parse
-from ssmgen.defaults import words
+from ssmgen.compile import nvrtc
 from ssmgen.errors import SpecError, UnknownArchError
-from ssmgen.generate import default_variants
-from ssmgen.spec import SM90, Arch, DType, KernelSpec, Problem, entries
+from ssmgen.select import registry
+from ssmgen.select import tuned as table
+from ssmgen.select.catalog import OPERATOR_OF, OPERATORS, SPECS, parse
+from ssmgen.select.model_variants import problems_by_models
+from ssmgen.spec.kernel import SM90, Arch, DType, KernelSpec, Problem, entries
+from ssmgen.variants import inspect
+from ssmgen.variants.build import Built, build
+from ssmgen.variants.defaults import words
+from ssmgen.variants.generate import default_variants
 
 from . import ReportError
 from .benchmarks import Timing

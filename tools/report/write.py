@@ -10,9 +10,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ssmgen import __version__, inspect, nvrtc
+from ssmgen import __version__
 from ssmgen.cache.store import Cache
-from ssmgen.spec import Arch
+from ssmgen.compile import nvrtc
+from ssmgen.spec.kernel import Arch
+from ssmgen.variants import inspect
 
 from . import ReportError, benchmarks, colours, content
 from .content import Family, Variant

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ssmgen.defaults import Default, named
 from ssmgen.errors import SpecError
-from ssmgen.family import parts
-from ssmgen.spec import Arch, Index, KernelSpec, Narrow, changed, text_of
+from ssmgen.spec.family import parts
+from ssmgen.spec.kernel import Arch, Index, KernelSpec, Narrow, changed, text_of
+from ssmgen.variants.defaults import Default, named
 
 from .edits import EDITS
 

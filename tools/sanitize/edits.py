@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssmgen.render import render
-from ssmgen.spec import Arch, KernelSpec
+from ssmgen.compile.render import render
+from ssmgen.spec.kernel import Arch, KernelSpec
 
 ARRIVE = '  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0]{};" ::"r"(barrier_at(barriers, i)){} : "memory");'
 EXPECT = '  asm volatile("mbarrier.{}.shared::cta.b64 {}[%0], %1;" ::"r"(barrier_at(barriers, i)), "r"(bytes) : "memory");'

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmgen import nvrtc
-from ssmgen.arguments import Tiles
+from ssmgen.compile import nvrtc
+from ssmgen.compile.render import render, uses_pdl
 from ssmgen.emulator.check import trial_of
-from ssmgen.render import render, uses_pdl
+from ssmgen.spec.arguments import Tiles
 
 from .cases import Case
 from .edits import EDITS

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ssmgen.arguments import Arguments, Tiles, Value
-from ssmgen.catalog import parse
-from ssmgen.enqueue import LaunchConfig, enqueuing
-from ssmgen.spec import MAP_BYTES
+from ssmgen.launch.enqueue import LaunchConfig, enqueuing
+from ssmgen.select.catalog import parse
+from ssmgen.spec.arguments import Arguments, Tiles, Value
+from ssmgen.spec.kernel import MAP_BYTES
 
 DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 UINT16, SWIZZLE_128, L2_256 = 1, 3, 3  # CUtensorMapDataType, -Swizzle, -L2promotion

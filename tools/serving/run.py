@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssmgen.compat.replacing import REPLACED
+from ssmgen.compat.shared.replacing import REPLACED
 
 from .compare import Compared, compared
 from .engines import Engine, EngineError

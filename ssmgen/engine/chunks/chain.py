@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, changed, made, must, text_of
+from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, changed, made, must, text_of
 from . import warpgroups
 from .kernels import ChunkKernel, Counts, released
 from .problem import Divided, Stated

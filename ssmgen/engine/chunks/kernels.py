@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
-from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import SM90, Arch, KernelSpec, Param, Pdl, Problem, must
+from ...compile.occupancy import LIMITS, SHARED_RESERVED
+from ...spec.kernel import SM90, Arch, KernelSpec, Param, Pdl, Problem, must
 from .problem import Chunked
 
 WORDS = {"images": "workspace"}  # what calls say for what kernels name by its contents

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...calls.context import Asked, Ends
 from ...calls.kernels import Kernels
-from ...spec import Pdl
+from ...spec.kernel import Pdl
 from .problem import CHUNK
 from .segments import LEAST
 from .warpgroups import ROWS, SMS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...spec import DType, Index, must
+from ...spec.kernel import DType, Index, must
 
 CHUNK = 64  # tokens, of sequences that are cut into segments; part of the result's bits
 INTEGERS = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}

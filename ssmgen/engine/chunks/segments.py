@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ...calls.scalars import integer
-from ...spec import Arch, Needs, Pdl, must
+from ...spec.kernel import Arch, Needs, Pdl, must
 from .kernels import ChunkKernel, Counts
 from .problem import CHUNK, Divided, cut_from
 from .warpgroups import ROWS, SMS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from ...spec import Arch, KernelSpec, Pdl
+from ...spec.kernel import Arch, KernelSpec, Pdl
 
 ROWS = 64  # of a state, that a warpgroup holds
 SMS = 132  # of an H100 or H200

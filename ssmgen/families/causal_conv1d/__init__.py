@@ -1,6 +1,6 @@
 """causal_conv1d: the short convolution over prompts."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="causal_conv1d",

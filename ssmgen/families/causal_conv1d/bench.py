@@ -31,7 +31,7 @@ from ...bench.convolutions import DTYPE, WIDTH
 from ...bench.engine import Bench
 from ...bench.prompts import PROMPT, prompt_sets
 from ...calls.checks import TORCH_DTYPES
-from ...models import Model
+from ...select.models import Model
 from .spec import ConvLayout
 
 SHAPES = [(1, 1536, 2048), (16, 1536, 2048), (4, 4096, 4096), (1, 8192, 8192), (1, 2048, 131072), (2, 12288, 16384)]

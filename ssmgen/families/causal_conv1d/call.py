@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
@@ -18,7 +17,8 @@ from ...calls.prompts import WRITTEN_WORDS
 from ...engine.convolution_calls import ACTIVATION, ACTIVATIONS, Options, check_convolution, check_strides, taps_are_runs
 from ...engine.new_tensors import new_like
 from ...engine.window import MAX_WIDTH
-from ...spec import Loads
+from ...spec.arguments import divisor
+from ...spec.kernel import Loads
 from .operands import OPERANDS
 from .reference import causal_conv1d as reference
 from .spec import OPERATOR, ConvLayout, ConvProblem, ConvSpec

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ...defaults import Default, words
-from ...models import find_model
-from ...spec import DType, Index, Loads
+from ...select.models import find_model
+from ...spec.kernel import DType, Index, Loads
+from ...variants.defaults import Default, words
 from .spec import ConvLayout, ConvProblem
 
 STATES: dict[str, Any] = {"seq_idx": True, "initial": True, "final": True}

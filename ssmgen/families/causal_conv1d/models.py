@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...engine.convolution_models import ConvolutionAsk
-from ...models import Client, Model, Role, Wanted
-from ...spec import Index
+from ...select.models import Client, Model, Role, Wanted
+from ...spec.kernel import Index
 from .spec import OPERATOR, ConvLayout, ConvProblem
 
 PROMPT = 2048  # tokens of a sequence, where nothing is said

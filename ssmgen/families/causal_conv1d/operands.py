@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...operands import Operand, Types, table
+from ...spec.operands import Operand, Types, table
 
 _STATES = "sequences dim tap"
 _STRIDES = "slot:64 dim tap"

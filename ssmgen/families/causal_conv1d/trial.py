@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...engine.convolution_trial import taps
 from ...engine.trial import Trial, boundaries, cycled, ordered, slot_indices, trial, wide
-from ...spec import Index, Loads
+from ...spec.kernel import Index, Loads
 from .call import CALLER, Options
 from .spec import ConvLayout, ConvSpec
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from ...bench.prompts import PROMPT
-from ...models import Model
+from ...select.models import Model
 from ...tune.cases import Case, case_of
 from .bench import BENCH, SHAPES
 from .spec import ConvLayout

@@ -41,8 +41,8 @@ from ...bench.case import (
 from ...bench.convolutions import DTYPE, WIDTH
 from ...bench.engine import Bench
 from ...calls.checks import TORCH_DTYPES
-from ...models import Model
-from ...spec import must
+from ...select.models import Model
+from ...spec.kernel import must
 
 MAX_SETS = 2048  # slots are small: fewer would stay in the cache
 CHECKED = 8  # rows that the gate looks at

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
@@ -17,7 +16,8 @@ from ...calls.planning import Family
 from ...engine.convolution_calls import ACTIVATION, ACTIVATIONS, Options, check_convolution, check_strides, taps_are_runs
 from ...engine.new_tensors import new_like
 from ...engine.window import MAX_WIDTH
-from ...spec import Index, Loads
+from ...spec.arguments import divisor
+from ...spec.kernel import Index, Loads
 from .operands import CHILDREN, OPERANDS
 from .reference import causal_conv1d_update as reference
 from .spec import MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of

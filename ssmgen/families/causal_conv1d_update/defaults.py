@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ...defaults import Default, words
 from ...engine.window import Saved, StateLayout
-from ...models import find_model
-from ...spec import Index, Loads
+from ...select.models import find_model
+from ...spec.kernel import Index, Loads
+from ...variants.defaults import Default, words
 from .spec import Advance, Tokens, UpdateProblem
 
 ROLL: dict[str, Any] = {"advance": Advance.ROLL, "position": Index.I32, "index": Index.I32}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...operands import Operand, Types, table
+from ...spec.operands import Operand, Types, table
 
 CHILDREN = ("first_children", "next_siblings", "parents_out")  # a draft tree, the other way
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from ...engine.window import MAX_WIDTH, Saved, StateLayout
-from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d_update"

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...engine.convolution_calls import Options
 from ...engine.convolution_trial import taps
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, runs, slot_indices, trial, wide
-from ...spec import Index, Loads
+from ...spec.kernel import Index, Loads
 from .call import CALLER
 from .operands import CHILDREN
 from .spec import MAX_TOKENS, Advance, Saved, StateLayout, Tokens, UpdateSpec

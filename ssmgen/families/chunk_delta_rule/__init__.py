@@ -1,6 +1,6 @@
 """chunk_delta_rule: the gated delta rule and DeltaNet over prompts, in chunks of tokens on the tensor cores."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 PART = "it is one of a call's kernels, and is checked with the last of them: give that one's spec"
 PARTS = [f"chunk_delta_rule_{kind}{role}" for role in ("lead", "sums", "ends") for kind in ("", "warpgroup_")]

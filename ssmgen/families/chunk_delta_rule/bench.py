@@ -30,7 +30,7 @@ from ...bench.axes import At
 from ...bench.case import Case, Launch, keeping
 from ...bench.engine import Bench
 from ...bench.prompts import HEADS, HOST_TOKENS, PROMPT, ends, moving, prompt_sets, sequences_of, some_heads
-from ...models import Model
+from ...select.models import Model
 from .segments import workspace_for
 
 SHAPES = [

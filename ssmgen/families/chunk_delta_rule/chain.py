@@ -23,7 +23,7 @@ from ...engine.chunks.kernels import edge_of, of_problem
 from ...engine.chunks.problem import CHUNK
 from ...engine.chunks.segments import why_not
 from ...engine.recurrences.attention.problem import Beta
-from ...spec import NAMED, SM90, Arch, DType, KernelSpec, Loads, Needs, Pdl
+from ...spec.kernel import NAMED, SM90, Arch, DType, KernelSpec, Loads, Needs, Pdl
 from .prepare import PrepareSpec
 from .problem import COEFFICIENTS, MAX_SIZE, OPERATOR, PANEL_BYTES, PANELS, SIZE, ChunkProblem, DeltaProblem, Gate
 from .segments import JoinSpec

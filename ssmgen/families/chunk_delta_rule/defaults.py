@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...defaults import Default
 from ...engine.recurrences.attention.problem import Beta
-from ...spec import DType, Index, Layout, Loads
+from ...spec.kernel import DType, Index, Layout, Loads
+from ...variants.defaults import Default
 from .problem import DeltaProblem, Gate
 
 GATED: dict[str, Any] = {"head_k": 128, "head_v": 128, "gate": Gate.LOG, "g": DType.F32, "l2norm": True}

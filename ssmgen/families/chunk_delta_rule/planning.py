@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
@@ -20,8 +19,9 @@ from ...engine.chunks.segments import asked
 from ...engine.chunks.views import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
 from ...engine.recurrences.attention.problem import Beta
 from ...engine.tiles import maps
-from ...operands import plain
-from ...spec import Layout, Loads
+from ...spec.arguments import Value
+from ...spec.kernel import Layout, Loads
+from ...spec.operands import plain
 from .problem import OPERATOR, DeltaProblem, Gate, chunks_of
 from .reference import chunk_delta_rule as reference
 from .segments import workspace_for

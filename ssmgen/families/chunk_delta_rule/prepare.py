@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...arguments import divisor
 from ...engine.chunks.kernels import Counts
 from ...engine.chunks.problem import CHUNK
 from ...engine.recurrences.attention.problem import Beta
-from ...spec import Arch, Needs, Param, Pdl, must
+from ...spec.arguments import divisor
+from ...spec.kernel import Arch, Needs, Param, Pdl, must
 from .problem import Gate
 from .spec import DeltaSpec
 

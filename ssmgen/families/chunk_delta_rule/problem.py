@@ -7,7 +7,7 @@ from enum import Enum
 
 from ...engine.chunks.problem import CHUNK, INTEGERS, Chunked, Divided, Stated
 from ...engine.recurrences.attention.problem import Beta
-from ...spec import LATER, DType, Index, Layout, Loads, Problem, must
+from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
 
 OPERATOR = "chunk_delta_rule"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from ...engine.chunks.kernels import ChunkKernel
 from ...engine.chunks.problem import CHUNK
-from ...spec import Pdl
+from ...spec.kernel import Pdl
 from .problem import COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, Gate
 
 

@@ -9,7 +9,7 @@ from ...calls.checks import TORCH_DTYPES
 from ...engine.chunks.problem import CHUNK, cut_from
 from ...engine.chunks.views import WRITTEN
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, slot_indices, trial
-from ...spec import DType, Index, Layout, Loads
+from ...spec.kernel import DType, Index, Layout, Loads
 from .chain import ChainSpec
 from .planning import CALLERS, NAMES, Options
 from .problem import OPERATOR, Gate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...bench.prompts import PROMPT
-from ...models import Model
+from ...select.models import Model
 from ...tune.cases import Case, case_of
 from .bench import BENCH, SHAPES, Form
 

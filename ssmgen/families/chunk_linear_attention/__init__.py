@@ -1,6 +1,6 @@
 """chunk_linear_attention: KDA, GLA and others whose state decays per key channel, over prompts, in chunks of tokens on the tensor cores."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 _FUNCTIONS = ("chunk_kda", "chunk_gla", "chunk_gdn2", "chunk_comba", "chunk_rwkv7", "chunk_dplr_delta_rule")
 

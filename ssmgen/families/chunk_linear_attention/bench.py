@@ -31,7 +31,7 @@ from ...bench.axes import At
 from ...bench.case import Case, Launch, keeping
 from ...bench.engine import Bench
 from ...bench.prompts import HEADS, HOST_TOKENS, PROMPT, moving, prompt_sets, sequences_of, some_heads
-from ...models import Model
+from ...select.models import Model
 from .problem import Rule
 from .segments import workspace_for
 

@@ -26,7 +26,7 @@ from ...engine.chunks.kernels import edge_of, of_problem
 from ...engine.chunks.segments import why_not
 from ...engine.chunks.warpgroups import ROWS
 from ...engine.recurrences.attention.problem import Beta, Gate
-from ...spec import NAMED, SM90, Arch, KernelSpec, Loads, Needs, Pdl, must
+from ...spec.kernel import NAMED, SM90, Arch, KernelSpec, Loads, Needs, Pdl, must
 from .prepare import PrepareSpec
 from .problem import MAX_SIZE, OPERATOR, PANELS, SIZE, ImageProblem, LinearPromptProblem, Rule
 from .segments import FEWEST, JoinSpec

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...defaults import Default
 from ...engine.recurrences.attention.problem import Beta, Gate
-from ...spec import DType, Index, Layout, Loads
+from ...spec.kernel import DType, Index, Layout, Loads
+from ...variants.defaults import Default
 from .problem import LinearPromptProblem, Rule
 
 KDA: dict[str, Any] = {"head_k": 128, "head_v": 128, "gk": DType.F32, "beta": DType.BF16, "l2norm": True}

@@ -9,8 +9,8 @@ from typing import Any
 from ...engine.chunks.segments import LEAST, by_rule
 from ...engine.recurrences.attention.model import AttentionModel
 from ...engine.recurrences.attention.problem import Beta
-from ...models import Ask, Client, Model, Role, Wanted
-from ...spec import DType, Index
+from ...select.models import Ask, Client, Model, Role, Wanted
+from ...spec.kernel import DType, Index
 from .problem import OPERATOR, LinearPromptProblem, Rule
 from .segments import FEWEST
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
@@ -20,8 +19,9 @@ from ...engine.chunks.kernels import Counts
 from ...engine.chunks.views import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
 from ...engine.recurrences.attention.problem import Beta, Gate
 from ...engine.tiles import maps
-from ...operands import plain
-from ...spec import Layout, Loads
+from ...spec.arguments import Value
+from ...spec.kernel import Layout, Loads
+from ...spec.operands import plain
 from .operands import ALIKE, CHANNELS, FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN
 from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of
 from .reference import chunk_linear_attention as reference

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from ...arguments import divisor
 from ...engine.chunks.kernels import Counts
 from ...engine.recurrences.attention.problem import Beta, Gate
-from ...spec import Arch, Loads, Needs, Param, Pdl
+from ...spec.arguments import divisor
+from ...spec.kernel import Arch, Loads, Needs, Param, Pdl
 from .problem import ROWS, Rule
 from .spec import LinearSpec
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...engine.chunks.problem import INTEGERS, Chunked, Divided, Stated
 from ...engine.recurrences.attention.problem import Beta, Gate
-from ...spec import LATER, DType, Index, Layout, Loads, Problem, must
+from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
 
 OPERATOR = "chunk_linear_attention"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are

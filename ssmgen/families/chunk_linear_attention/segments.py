@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...engine.chunks.segments import Join, asked, joining
-from ...spec import LATER
+from ...spec.kernel import LATER
 from .problem import LinearPromptProblem, Rule, workspace_bytes
 from .spec import LinearSpec
 

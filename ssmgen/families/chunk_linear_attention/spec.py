@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...engine.chunks.kernels import ChunkKernel
-from ...spec import Pdl
+from ...spec.kernel import Pdl
 from .problem import BLOCK, BLOCK_BYTES, PANELS, ROWS, ImageProblem, Rule
 
 

@@ -10,7 +10,7 @@ from ...engine.chunks.problem import cut_from
 from ...engine.chunks.views import WRITTEN
 from ...engine.recurrences.attention.problem import Gate
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, slot_indices, trial
-from ...spec import DType, Index, Layout, Loads
+from ...spec.kernel import DType, Index, Layout, Loads
 from .chain import ChainSpec
 from .operands import ALIKE
 from .planning import CALLERS, NAMES, Options

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...bench.prompts import PROMPT
-from ...models import Model
+from ...select.models import Model
 from ...tune.cases import Case, case_of
 from .bench import BENCH, CASES, Form
 

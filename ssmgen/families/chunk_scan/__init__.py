@@ -1,11 +1,11 @@
 """chunk_scan: Mamba-2 (SSD) over prompts, in chunks of tokens on the tensor cores."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="chunk_scan",
     kernels=(
-        Kernels("spec:ScanSpec", "spec:ScanProblem"),
+        Kernels("spec:ScanSpec", "spec:ScanProblem", rules="rules"),
         Kernels("warpgroups:WarpgroupScanSpec"),
         Kernels("ends:EndsSpec", unchecked="it is no call's kernel, but made for those of several ranks"),
     ),

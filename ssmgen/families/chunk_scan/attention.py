@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...arguments import Value
 from ...calls.dispatch import callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
 from ...calls.prompts import WRITTEN_WORDS
-from ...operands import Table, plain
+from ...spec.arguments import Value
+from ...spec.operands import Table, plain
 from . import call as scan
 from .call import SEGMENTS, Options
 from .spec import ATTENTION, OPERATOR, ScanProblem, ScanSpec

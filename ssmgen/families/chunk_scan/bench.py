@@ -31,7 +31,7 @@ from ...bench.axes import At
 from ...bench.case import GATE, Case, Launch, keeping
 from ...bench.engine import Bench
 from ...bench.prompts import HEADS, HOST_TOKENS, PROMPT, ends, moving, prompt_sets, sequences_of, some_heads
-from ...models import Model
+from ...select.models import Model
 
 SHAPES = [(128, 8, 1, 2048), (128, 8, 1, 8192), (128, 8, 16, 2048), (16, 1, 1, 8192), (24, 1, 1, 8192)]
 PEER_CHUNK = 256

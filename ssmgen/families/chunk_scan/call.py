@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
@@ -18,8 +17,9 @@ from ...calls.planning import Family
 from ...calls.prompts import STATES, WRITTEN_WORDS
 from ...engine.chunks.segments import SEGMENTS
 from ...engine.tiles import maps
-from ...operands import plain
-from ...spec import Loads
+from ...spec.arguments import Value
+from ...spec.kernel import Loads
+from ...spec.operands import plain
 from .reference import chunk_scan as reference
 from .spec import CHUNK, OPERATOR, Gate, ScanProblem, ScanSpec
 from .warpgroups import many_short

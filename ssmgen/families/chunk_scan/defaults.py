@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...defaults import Default
-from ...spec import DType, Index, Loads
+from ...spec.kernel import DType, Index, Loads
+from ...variants.defaults import Default
 from .spec import WITHOUT_DT, Gate, ScanProblem
 
 MAMBA2: dict[str, Any] = {"headdim": 64, "d_state": 128, "D": DType.BF16, "dt_bias": DType.BF16}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from ...spec import Arch, Index, Loads, Pdl, must
+from ...spec.kernel import Arch, Index, Loads, Pdl, must
 from .spec import CHUNK, ScanProblem, ScanSpec
 from .warpgroups import WarpgroupScanSpec
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...engine.recurrences.attention.model import AttentionModel
 from ...engine.recurrences.mamba.model import MambaModel
-from ...models import Ask, Client, Model, Role, Wanted
-from ...spec import DType, Index
+from ...select.models import Ask, Client, Model, Role, Wanted
+from ...spec.kernel import DType, Index
 from .spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem
 from .warpgroups import may_stay
 

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slot_indices, trial
-from ...spec import DType, Index, Loads
+from ...spec.kernel import DType, Index, Loads
 from .attention import CALLERS
 from .call import CALLER, Options
 from .spec import CHUNK, Gate, ScanSpec

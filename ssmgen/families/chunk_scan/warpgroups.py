@@ -24,8 +24,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, ClassVar
 
-from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import LATER, Arch, Loads, Needs, Param, Pdl, must
+from ...compile.occupancy import LIMITS, SHARED_RESERVED
+from ...spec.kernel import LATER, Arch, Loads, Needs, Param, Pdl, must
 from .spec import CHUNK, SMS, ScanProblem, ScanSpec
 
 ROWS = 64  # of a state, that a warpgroup holds

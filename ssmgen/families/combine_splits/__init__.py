@@ -1,6 +1,6 @@
 """combine_splits: what split-KV attention leaves, merged."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="combine_splits",

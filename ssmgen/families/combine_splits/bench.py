@@ -30,7 +30,7 @@ from ...bench.case import GATE, HOT, Call, Case, Launch, keeping
 from ...bench.engine import Bench
 from ...bench.prompts import prompt_sets
 from ...calls.checks import TORCH_DTYPES
-from ...spec import DType
+from ...spec.kernel import DType
 
 SHAPES = [(16, 2), (16, 64), (128, 2), (128, 16), (128, 64), (1024, 8), (1024, 32), (16384, 2), (16384, 8), (16384, 32)]
 HEADS = 128

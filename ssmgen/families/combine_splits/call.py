@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
 from ...calls.scalars import one_of
-from ...spec import Loads
+from ...spec.arguments import divisor
+from ...spec.kernel import Loads
 from .operands import OPERANDS
 from .reference import combine_splits as reference
 from .spec import AXES, OPERATOR, CombineProblem, CombineSpec, bound_of

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ...defaults import Default
-from ...spec import DType, Index, Loads
+from ...spec.kernel import DType, Index, Loads
+from ...variants.defaults import Default
 from .spec import MAX_SIZE, CombineProblem
 
 MLA = CombineProblem(d_v=512, max_splits=160, axes=2, num_splits=Index.I32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...operands import Operand, Types, table
+from ...spec.operands import Operand, Types, table
 
 _ROWS = "outer middle?three inner?apart"
 _SPLITS = "split?!pair outer?!indexed middle?three inner?apart"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, ordered, trial
-from ...spec import DType, Loads
+from ...spec.kernel import DType, Loads
 from .call import CALLER, Options
 from .spec import CombineSpec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from ...models import Model
-from ...spec import DType
+from ...select.models import Model
+from ...spec.kernel import DType
 from ...tune.cases import Case, case_of
 from .bench import BENCH, SHAPES, Form
 

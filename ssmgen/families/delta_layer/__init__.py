@@ -1,6 +1,6 @@
 """gdn_layer, kda_layer: the decode step of a whole layer of gated DeltaNet or of Kimi delta attention, between its projections."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="delta_layer",

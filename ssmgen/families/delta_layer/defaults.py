@@ -3,10 +3,10 @@
 
 from typing import Any
 
-from ...defaults import Default, layer
 from ...engine.window import Saved, StateLayout
-from ...models import find_model
-from ...spec import DType, Index, Layout, Loads, changed
+from ...select.models import find_model
+from ...spec.kernel import DType, Index, Layout, Loads, changed
+from ...variants.defaults import Default, layer
 
 QWEN, KIMI, KIMI_K3 = "qwen3.5-397b-a17b", "kimi-linear-48b-a3b", "kimi-k3"
 CHANNELS = (StateLayout.CHANNELS, 3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...engine.layer_models import LayerAsk
-from ...models import SEVERAL, Client, Model, Wanted
+from ...engine.layers.models import LayerAsk
+from ...select.models import SEVERAL, Client, Model, Wanted
 from .problem import DeltaLayerProblem
 
 OPTIONS = SEVERAL | {"layout"}

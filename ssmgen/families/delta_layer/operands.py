@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from ...engine.layer_operands import TOKEN, control, convolution
-from ...operands import Operand, Table, table
+from ...engine.layers.operands import TOKEN, control, convolution
+from ...spec.operands import Operand, Table, table
 
 _HEADS = f"{TOKEN} head"
 

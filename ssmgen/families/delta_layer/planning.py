@@ -12,10 +12,10 @@ from ...calls import checks
 from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
-from ...engine import layer_views
+from ...engine.layers import views as layer_views
 from ...engine.norm_calls import ACTIVATIONS
 from ...engine.recurrences.attention.problem import Beta, Gate, Tokens
-from ...spec import KernelSpec, Layout, Loads
+from ...spec.kernel import KernelSpec, Layout, Loads
 from .operands import FUNCTIONS
 from .problem import DeltaLayerProblem
 from .reference import delta_layer as reference

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...engine.layer_norm import NormedLayer
+from ...engine.layers.norm import NormedLayer
 from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
-from ...spec import LATER, DType, Index, PoolMode, Ring, Update, must
+from ...spec.kernel import LATER, DType, Index, PoolMode, Ring, Update, must
 
 
 @dataclass(frozen=True, kw_only=True)

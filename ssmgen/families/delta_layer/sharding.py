@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...engine.layer_sharding import rule_of, sizes
+from ...engine.layers.sharding import rule_of, sizes
 from .operands import FUNCTIONS
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
-from ...engine.layer import with_registers
+from ...engine.layers.problem import with_registers
 from ...engine.norm_kernel import FEW
 from ...engine.recurrences.attention.kernel import ONE_TOKEN, AttentionKernel
 from ...engine.recurrences.attention.problem import Gate
 from ...engine.rows import Rule
 from ...engine.window import StateLayout
-from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Update, is_pow2, must
+from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Update, is_pow2, must
 from .operands import FUNCTIONS
 from .problem import DeltaLayerProblem
 

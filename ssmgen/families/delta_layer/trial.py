@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.layer_trial import Maker, layer_trial, lead_of
+from ...engine.layers.trial import Maker, layer_trial, lead_of
 from ...engine.recurrences.attention.problem import Beta, Gate
 from ...engine.trial import Trial
-from ...spec import Index, Layout, Loads, Update
+from ...spec.kernel import Index, Layout, Loads, Update
 from .planning import CALLERS
 from .spec import DeltaLayerSpec
 from .views import Options

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...calls import checks
-from ...engine import layer_tokens, layer_views
+from ...engine.layers import tokens as layer_tokens
+from ...engine.layers import views as layer_views
 from ...engine.recurrences.attention.switches import Form
-from ...operands import Table
+from ...spec.operands import Table
 from .operands import FUNCTIONS
 
 

@@ -1,7 +1,7 @@
 """gated_rms_norm: the norm between a state and the output projection, by itself and as the last kernel of a decode layer;
 rms_norm: the one between layers, which adds the residual; gated_layer_norm: one that subtracts the mean."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="gated_rms_norm",

@@ -30,8 +30,8 @@ from ...bench.axes import At
 from ...bench.case import GATE, HOT, Call, Case, Launch, keeping, sets_of
 from ...bench.engine import Bench
 from ...calls.checks import TORCH_DTYPES
-from ...models import Model
-from ...spec import DType
+from ...select.models import Model
+from ...spec.kernel import DType
 
 HOST_ROWS = 8  # host times are of cases up to this
 CHECKED = 64  # rows that the gate looks at

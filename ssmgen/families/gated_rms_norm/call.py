@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import divisor
 from ...calls import checks
 from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
@@ -20,7 +19,8 @@ from ...calls.scalars import NOT_NEGATIVE, integer
 from ...engine.norm import Activation
 from ...engine.norm_calls import ACTIVATION, ACTIVATIONS
 from ...engine.norm_kernel import MAX_GROUP, NormProblem
-from ...spec import Loads
+from ...spec.arguments import divisor
+from ...spec.kernel import Loads
 from .operands import FUNCTIONS, OPERANDS, SHARED
 from .reference import gated_rms_norm as reference
 from .spec import OPERATOR, NormSpec

@@ -1,9 +1,9 @@
 """Default variants of gated_rms_norm: a delta rule's with few groups and with many, a Mamba-2's, the other branches."""
 
-from ...defaults import Default
 from ...engine.norm_kernel import NormProblem
-from ...models import find_model
-from ...spec import DType, Loads
+from ...select.models import find_model
+from ...spec.kernel import DType, Loads
+from ...variants.defaults import Default
 from .spec import MAX_SIZE
 
 (DELTA_RULE,) = find_model("qwen3.5-397b-a17b").norms()

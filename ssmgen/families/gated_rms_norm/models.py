@@ -7,7 +7,7 @@ from typing import Any
 
 from ...engine.norm import Activation
 from ...engine.norm_kernel import NormProblem
-from ...models import Ask, Client, Model, Role, Wanted
+from ...select.models import Ask, Client, Model, Role, Wanted
 from .spec import OPERATOR
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ...engine.layer_norm import LayerGatedNormSpec as LayerGatedNormSpec
+from ...engine.layers.norm import LayerGatedNormSpec as LayerGatedNormSpec
 from ...engine.norm_kernel import FEW, NormKernel, NormProblem, shape
-from ...spec import Arch, Pdl
+from ...spec.kernel import Arch, Pdl
 
 OPERATOR = "gated_rms_norm"
 SIZE, MAX_SIZE = "groups", 2**17  # what the rules look at; beyond, nothing changes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...engine.trial import TOLERANCE, Trial, trial, wide
-from ...spec import Loads
+from ...spec.kernel import Loads
 from . import centred, plain
 from .call import CALLER, Options
 from .operands import OPERANDS, SHARED

@@ -1,6 +1,6 @@
 """linear_attention: decode steps of gated delta rules and their relatives, which are choices of one recurrence."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FUNCTIONS = (
     "gated_delta_rule", "kda", "gdn2", "delta_rule", "comba", "rwkv7", "dplr_delta_rule", "gla", "simple_gla", "lightning_attn", "rwkv6",

@@ -43,8 +43,8 @@ from ...bench.case import (
 from ...bench.engine import Bench
 from ...bench.schema import TEXT
 from ...calls.checks import STORED_DTYPES
-from ...models import Model
-from ...spec import Narrow, PoolMode, must
+from ...select.models import Model
+from ...spec.kernel import Narrow, PoolMode, must
 from .bench_peers import fla, flashinfer
 from .bench_recurrences import OPS, VALUES, Operand, operands
 from .models import LinearAttention

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-from ...spec import DType
+from ...spec.kernel import DType
 
 # What an operand looks like: values that models have, under which the state stays bounded.
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -14,7 +14,7 @@ from ...engine.recurrences.attention.operands import OPERANDS, RINGED
 from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from ...engine.recurrences.attention.reference import one_token
 from ...engine.rows import loaded
-from ...spec import Index, Layout, Loads, PoolMode, Ring
+from ...spec.kernel import Index, Layout, Loads, PoolMode, Ring
 
 _INDEX = {torch.int32: Index.I32, torch.int64: Index.I64}
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ...defaults import Default
-from ...models import find_model
-from ...spec import DType, Index, Layout, PoolMode, Ring
+from ...select.models import find_model
+from ...spec.kernel import DType, Index, Layout, PoolMode, Ring
+from ...variants.defaults import Default
 
 QWEN = find_model("qwen3.5-397b-a17b")
 SLOTS = (Index.I32, PoolMode.SINGLE)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from ...engine.recurrences.attention.model import AttentionModel
 from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
-from ...models import OPTIONS, Client, Model, StateAsk, Wanted
-from ...spec import DType, Index, Layout, PoolMode, Ring, Update
+from ...select.models import OPTIONS, Client, Model, StateAsk, Wanted
+from ...spec.kernel import DType, Index, Layout, PoolMode, Ring, Update
 from .spec import OPERATOR
 
 

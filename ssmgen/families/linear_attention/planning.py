@@ -16,7 +16,7 @@ from ...engine.recurrences.attention.operands import KEY_VECTORS, OPERANDS
 from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from ...engine.recurrences.attention.reference import reference
 from ...engine.rows import loaded
-from ...spec import Index, Layout, Loads, PoolMode, Ring, Update
+from ...spec.kernel import Index, Layout, Loads, PoolMode, Ring, Update
 from . import commit
 from .operands import FUNCTIONS
 from .spec import OPERATOR, LinearAttentionSpec

@@ -21,7 +21,7 @@ from ...engine import rows as row_engine
 from ...engine.recurrences.attention.kernel import MAX_SHARED, ONE_TOKEN, AttentionKernel
 from ...engine.recurrences.attention.problem import Delta, LinearAttentionProblem
 from ...engine.rows import Rule
-from ...spec import Arch, Index, Pdl
+from ...spec.kernel import Arch, Index, Pdl
 
 OPERATOR = "linear_attention"
 

@@ -10,7 +10,7 @@ from ...engine.recurrences.attention.operands import KEY_VECTORS, OF_KEY_HEADS
 from ...engine.recurrences.attention.problem import FROZEN_TOKENS, Beta, Gate, Tokens
 from ...engine.recurrences.attention.switches import Form
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slot_indices, slots_of, states, trial
-from ...spec import Index, Loads, PoolMode, Update
+from ...spec.kernel import Index, Loads, PoolMode, Update
 from .planning import CALLERS
 from .spec import LinearAttentionSpec
 from .views import Options

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from ...models import Model
+from ...select.models import Model
 from ...tune.cases import Case, case_of, states_of, users
 from . import TIMED
 from .bench import BENCHES

@@ -1,6 +1,6 @@
 """mamba2_layer: the decode step of a whole Mamba-2 layer, between its projections."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="mamba2_layer",

@@ -3,9 +3,9 @@ after each, or given slots of their own."""
 
 from typing import Any
 
-from ...defaults import Default, layer
 from ...engine.window import Saved, StateLayout
-from ...spec import DType, Index, Loads, changed
+from ...spec.kernel import DType, Index, Loads, changed
+from ...variants.defaults import Default, layer
 
 MODEL = "nemotron-h-8b"
 RUNS, CHANNELS = (StateLayout.RUNS, 3), (StateLayout.CHANNELS, 3)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...engine.layer_models import LayerAsk
+from ...engine.layers.models import LayerAsk
 from ...engine.window import StateLayout
-from ...models import Model, Wanted
-from ...spec import Index
+from ...select.models import Model, Wanted
+from ...spec.kernel import Index
 from .spec import OPERATOR, Mamba2LayerProblem
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...engine.layer_operands import TOKEN, control, convolution
-from ...operands import Operand, Types, table
+from ...engine.layers.operands import TOKEN, control, convolution
+from ...spec.operands import Operand, Types, table
 
 OPERANDS = table(
     Operand("state", "slot head row n", written=True, strides="slot:64"),

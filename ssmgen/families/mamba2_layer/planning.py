@@ -12,8 +12,8 @@ from ...calls import checks
 from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
-from ...engine import layer_views
-from ...spec import KernelSpec, Loads
+from ...engine.layers import views as layer_views
+from ...spec.kernel import KernelSpec, Loads
 from .operands import OPERANDS
 from .reference import mamba2_layer as reference
 from .spec import OPERATOR, Mamba2LayerProblem

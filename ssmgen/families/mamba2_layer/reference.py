@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.layer_reference import convolved, normed, slots_of, valid_slots
+from ...engine.layers.reference import convolved, normed, slots_of, valid_slots
 from ...engine.recurrences.mamba.reference import reference as recurrence
 
 

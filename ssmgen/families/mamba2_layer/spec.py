@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
-from ...engine.layer import with_registers
-from ...engine.layer_norm import NormedLayer
+from ...engine.layers.norm import NormedLayer
+from ...engine.layers.problem import with_registers
 from ...engine.norm_kernel import FEW
 from ...engine.recurrences.mamba.kernel import constants_of, row_scalars_of, staged_violations
 from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.rows import RowSpec, Rule
 from ...engine.window import StateLayout
-from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, PoolMode, Update, must
+from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, PoolMode, Update, must
 from .operands import OPERANDS
 
 OPERATOR = "mamba2_layer"

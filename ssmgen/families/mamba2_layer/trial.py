@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...engine.layer_trial import Maker, layer_trial, lead_of
+from ...engine.layers.trial import Maker, layer_trial, lead_of
 from ...engine.trial import Trial
-from ...spec import Index, Loads
+from ...spec.kernel import Index, Loads
 from .planning import CALLER
 from .spec import Mamba2LayerSpec
 from .views import Options

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...calls import checks
-from ...engine import layer_tokens, layer_views
+from ...engine.layers import tokens as layer_tokens
+from ...engine.layers import views as layer_views
 from ...engine.recurrences.mamba.checks import check_seed
 from .operands import OPERANDS
 

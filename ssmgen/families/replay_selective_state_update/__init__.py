@@ -1,6 +1,6 @@
 """replay_selective_state_update: speculative decoding of Mamba-2 without the states of draft tokens."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="replay_selective_state_update",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ...spec import DType, Index, KernelSpec, Loads, Narrow, Param
+from ...spec.kernel import DType, Index, KernelSpec, Loads, Narrow, Param
 from .operands import OPERANDS
 from .problem import History, ReplayProblem
 

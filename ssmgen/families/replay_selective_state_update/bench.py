@@ -31,8 +31,8 @@ from ...bench.engine import Bench
 from ...bench.schema import PART, TIME, maybe
 from ...calls.checks import STORED_DTYPES
 from ...engine.recurrences.mamba.model import MambaModel
-from ...models import Model
-from ...spec import SM90, Arch, DType, Narrow
+from ...select.models import Model
+from ...spec.kernel import SM90, Arch, DType, Narrow
 from .problem import MAX_TOKENS
 
 WINDOWS = (0, 16)

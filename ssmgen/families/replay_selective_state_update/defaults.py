@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ...defaults import Default
-from ...spec import DType, Index, Narrow
+from ...spec.kernel import DType, Index, Narrow
+from ...variants.defaults import Default
 from .spec import History, ReplayProblem
 
 SHAPE: dict[str, Any] = {

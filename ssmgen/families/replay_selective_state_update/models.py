@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...engine.recurrences.mamba.model import MambaModel
-from ...models import Ask, Client, Model, Role, Wanted
-from ...spec import DType
+from ...select.models import Ask, Client, Model, Role, Wanted
+from ...spec.kernel import DType
 from .problem import MAX_TOKENS, History, ReplayProblem
 from .spec import OPERATOR
 

@@ -6,7 +6,7 @@ have an axis of buffers in calls of the first kind only.
 
 from __future__ import annotations
 
-from ...operands import Operand, Types, table
+from ...spec.operands import Operand, Types, table
 
 _OF_STATES, _OF_HISTORY, _OF_SLOTS = "applies&!materialize", "makes&!materialize", "applies&advance"  # which kernels write these
 _LEAD = "batch?!ragged token"

@@ -14,7 +14,7 @@ from ...calls.dispatch import callers
 from ...calls.operator import run
 from ...calls.planning import Family
 from ...calls.scalars import one_of
-from ...spec import Index, Loads
+from ...spec.kernel import Index, Loads
 from .operands import BETWEEN, OPERANDS
 from .problem import History, ReplayProblem
 from .reference import replay_selective_state_update as reference

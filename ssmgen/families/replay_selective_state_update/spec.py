@@ -18,7 +18,7 @@ from itertools import product
 from math import gcd
 from typing import Any, ClassVar
 
-from ...spec import FP8, LATER, SM90, Arch, DType, Index, Loads, Narrow, Needs, Pdl, must
+from ...spec.kernel import FP8, LATER, SM90, Arch, DType, Index, Loads, Narrow, Needs, Pdl, must
 from .arguments import Part as Part
 from .arguments import ReplayArguments
 from .operands import LATE

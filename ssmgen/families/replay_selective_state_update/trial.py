@@ -8,7 +8,7 @@ from torch import Tensor
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, randn, scales, states, trial
 from ...errors import SsmgenError
-from ...spec import Index, Loads
+from ...spec.kernel import Index, Loads
 from .planning import CALLERS, PRECISIONS
 from .spec import OPERATOR, History, Part, ReplaySpec
 from .views import Options

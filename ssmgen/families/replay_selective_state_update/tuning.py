@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from ...engine.recurrences.mamba.model import MambaModel
-from ...models import Model
-from ...spec import DType
+from ...select.models import Model
+from ...spec.kernel import DType
 from ...tune.cases import Case, case_of
 from .bench import BENCH, SHAPE, WINDOWS
 

@@ -1,10 +1,10 @@
 """selective_scan: Mamba-1 over prompts, token by token with states in registers."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="selective_scan",
-    kernels=(Kernels("spec:SelectiveSpec", "problem:SelectiveProblem"), Kernels("roles:RolesSpec")),
+    kernels=(Kernels("spec:SelectiveSpec", "problem:SelectiveProblem", rules="rules"), Kernels("roles:RolesSpec")),
     functions={"selective_scan": "call:selective_scan"},
     bench={"selective_scan": "bench:BENCH"},
     tuning="tuning:TUNING",

@@ -29,7 +29,7 @@ from ...bench.axes import At
 from ...bench.case import GATE, Call, Case, Launch, keeping
 from ...bench.engine import Bench
 from ...bench.prompts import HOST_TOKENS, PROMPT, moving, prompt_sets, sequences_of
-from ...models import Model
+from ...select.models import Model
 
 SHAPES = [(8192, 1, 2048), (8192, 1, 8192), (8192, 1, 32768), (8192, 8, 2048)]
 CHECKED = 64  # channels that are compared with float64: as many as are next to each other in any block, and of others

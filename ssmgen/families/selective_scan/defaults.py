@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...defaults import Default
-from ...spec import DType, Index, Loads
+from ...spec.kernel import DType, Index, Loads
+from ...variants.defaults import Default
 from .models import TOKENS
 from .problem import LEAST, MOST, Order, SelectiveProblem
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.recurrences.mamba.model import MambaModel
-from ...models import Ask, Client, Model, Role, Wanted
-from ...spec import DType, Index
+from ...select.models import Ask, Client, Model, Role, Wanted
+from ...spec.kernel import DType, Index
 from .problem import OPERATOR, Order, SelectiveProblem, asked
 
 # What lies contiguous: mamba-ssm has tokens, of B and C too, transformers states of those; serving engines have views whose channels are.

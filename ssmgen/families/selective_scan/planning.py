@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import Value
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...calls.prompts import WRITTEN_WORDS
-from ...operands import plain
-from ...spec import Loads
+from ...spec.arguments import Value
+from ...spec.kernel import Loads
+from ...spec.operands import plain
 from .problem import OPERATOR, Order, SelectiveProblem, asked
 from .reference import selective_scan as reference
 from .spec import KEYS, ROWS, STATES, SelectiveSpec

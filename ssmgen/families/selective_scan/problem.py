@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...spec import LATER, DType, Index, Loads, Problem, must
+from ...spec.kernel import LATER, DType, Index, Loads, Problem, must
 
 OPERATOR = "selective_scan"
 MAX_STATE = 256

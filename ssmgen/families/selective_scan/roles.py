@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, ClassVar
 
-from ...spec import Arch, Needs, Pdl, is_pow2, must
+from ...spec.kernel import Arch, Needs, Pdl, is_pow2, must
 from .problem import Order, SelectiveProblem
 from .spec import GROUP, MOST_STATES, POLYNOMIAL, SelectiveSpec, parts_of
 

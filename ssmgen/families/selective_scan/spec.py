@@ -16,16 +16,13 @@ y is summed over quads of states, then pairwise: the same tree for any number of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from itertools import product
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...occupancy import LIMITS, SHARED_RESERVED
-from ...spec import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, is_pow2, must
+from ...compile.occupancy import LIMITS, SHARED_RESERVED
+from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, is_pow2, must
 from .problem import CUT, OPERATOR, Order, SelectiveProblem, cut_from
 
-SIZE, MAX_SIZE = "channels of all sequences", 2**31 - 1  # what the rules look at
 STATES = ("initial_states", "final_states", "state")
 ROWS, KEYS = ("u", "delta", "z", "out"), ("B", "C")
 
@@ -237,60 +234,12 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
         }
 
 
-def _spec(problem: SelectiveProblem, **how: Any) -> SelectiveSpec:
-    return SelectiveSpec(**{f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)}, **how)
-
-
-def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
-    shares = (0, 1, 2, 3, 4) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
-    for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8), (2, 4), (16, 32, 64), shares, Pdl):
-        spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl, parts=parts_of(problem, arch))
-        if not spec.violations(arch):
-            yield spec
-    from .roles import roles_space
-
-    yield from roles_space(problem, arch)
-
-
 # Of 16 exponentials. What the special function units make may be off by 2 units of the last place, and to one side. Where decays are near 1
 # that adds up: 0.1 * 2^-24 on average would leave 1.4e-5 of a state after 4096 tokens (on an H200 it was 1.3e-5), the polynomial's rounding
 # leaves 1.2e-6. With f32 operands that counts.
 POLYNOMIAL = {DType.BF16: 1, DType.F16: 1, DType.F32: len(TURNS)}
 
-# Fewer lanes share more of a token's work, but there must be threads: 2 warps for each scheduler of 132 SMs, at least. One lane for 16
-# states would save 5 % of the instructions, but leaves ptxas no register to spare with as many threads as that needs.
-TWO_LANES = 24576
-RESIDENT, RESIDENT_PARTS = {2: 4, 4: 1}, 3  # blocks per SM, by lanes of 16 states; and of sequences that are cut
-# By those too: larger ones have less work of their own, and leave room for fewer blocks.
-TILES = {2: (16, 8), 4: (32, 16, 8)}
-
 
 def parts_of(problem: SelectiveProblem, arch: Arch) -> int:
     """Parts of a sequence, at most, each by a block of a cluster."""
     return problem.segments if arch >= SM90 else 1
-
-
-def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, SelectiveSpec | None, str]]:
-    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
-    quads = problem.padded // 4  # of a channel
-    least = max(1, 4 * quads // MOST_STATES)
-    parts = parts_of(problem, arch)
-    from .roles import by_roles
-
-    yield from by_roles(problem, size, wait, parts)
-    for lanes, above in ((2, TWO_LANES), (4, 0)):
-        scaled = min(quads, 8, max(least, lanes * quads // 4))
-        if parts > 1 and lanes == 2:
-            yield f"{scaled} lanes", None, "sequences may be cut, of few channels"
-            continue
-        if size < above:
-            yield f"{scaled} lanes", None, f"{size} channels of all sequences are below {above}"
-            continue
-        for tile in TILES[lanes]:
-            how = {"warps": 4, "tile": tile, "polynomial": POLYNOMIAL[problem.x]}
-            how["min_blocks"] = RESIDENT[lanes] if parts == 1 else RESIDENT_PARTS
-            spec = _spec(problem, lanes=scaled, **how, pdl=wait, parts=parts)
-            words = [*([f"up to {parts} parts"] if parts > 1 else []), f"{scaled} lane{'s' * (scaled > 1)}", f"tile {tile}"]
-            yield ", ".join(words), spec, ""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import Trial, boundaries, cycled, ordered, slot_indices, trial, wide
-from ...spec import DType, Index, Loads
+from ...spec.kernel import DType, Index, Loads
 from .planning import CALLER, Options
 from .problem import Order
 from .roles import RolesSpec

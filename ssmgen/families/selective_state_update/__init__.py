@@ -1,6 +1,6 @@
 """selective_state_update: decode steps of Mamba-1 and Mamba-2, of one token and of several."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="selective_state_update",

@@ -22,8 +22,8 @@ from ...bench.engine import Bench
 from ...bench.schema import COUNT
 from ...calls.checks import NARROW, STORED_DTYPES
 from ...errors import SsmgenError
-from ...models import Model, find_model
-from ...spec import DType, Narrow, must
+from ...select.models import Model, find_model
+from ...spec.kernel import DType, Narrow, must
 from .models import Mamba
 
 DEFAULTS = {"nemotron-h-8b": (DType.BF16, DType.F32), "mamba-130m": (DType.F32,), "falcon-mamba-7b": (DType.F32,)}

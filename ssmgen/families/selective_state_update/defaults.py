@@ -1,8 +1,8 @@
 """Default variants of selective_state_update: decode steps of models, and all that several tokens may come with."""
 
-from ...defaults import Default
-from ...models import find_model
-from ...spec import FP8, DType, Index, Narrow, PoolMode
+from ...select.models import find_model
+from ...spec.kernel import FP8, DType, Index, Narrow, PoolMode
+from ...variants.defaults import Default
 
 TREE = {
     "intermediates": True, "intermediate_indices": Index.I32, "parents": Index.I32, "cu_seqlens": Index.I32, "accepted": Index.I32,

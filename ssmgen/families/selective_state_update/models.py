@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...engine.recurrences.mamba.model import MambaModel
-from ...models import SEVERAL, Model, StateAsk
+from ...select.models import SEVERAL, Model, StateAsk
 from .spec import OPERATOR
 
 

@@ -16,7 +16,7 @@ from ...engine.recurrences.mamba.operands import OPERANDS
 from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.recurrences.mamba.reference import reference
 from ...engine.rows import loaded
-from ...spec import Index, Loads, PoolMode, Update
+from ...spec.kernel import Index, Loads, PoolMode, Update
 from .spec import OPERATOR, SsuSpec
 from .views import Options, is_tied, views_of
 

@@ -17,7 +17,7 @@ from ...engine import rows as row_engine
 from ...engine.recurrences.mamba.kernel import SHARED_BYTES, MambaKernel
 from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.rows import Rule
-from ...spec import Arch, Index, Narrow, Pdl
+from ...spec.kernel import Arch, Index, Narrow, Pdl
 
 OPERATOR = "selective_state_update"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...calls.checks import TORCH_DTYPES
 from ...engine.recurrences.mamba.operands import OPERANDS
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slot_indices, slots_of, states, trial, wide
-from ...spec import DType, Index, Loads, PoolMode, Update
+from ...spec.kernel import DType, Index, Loads, PoolMode, Update
 from .planning import CALLER
 from .spec import SsuSpec
 from .views import Options

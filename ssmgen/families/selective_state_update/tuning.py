@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from ...models import Model
+from ...select.models import Model
 from ...tune.cases import Case, case_of, states_of, users
 from .bench import BENCH
 

@@ -1,6 +1,6 @@
 """slot_copy: a bare copy of slots, the ceiling that decode steps are measured against."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="slot_copy",

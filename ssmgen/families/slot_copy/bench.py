@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ... import runtime
 from ...bench.timing import Launch
-from ...spec import Pdl
+from ...launch import runtime
+from ...spec.kernel import Pdl
 from .spec import SlotCopySpec
 
 

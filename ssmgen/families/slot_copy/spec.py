@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...spec import SM90, Arch, KernelSpec, Needs, Param, Pdl, must
+from ...spec.kernel import SM90, Arch, KernelSpec, Needs, Param, Pdl, must
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....spec import FP8, Arch, Index, Loads, Narrow, Needs, Param, Ring, Update, must
+from ....spec.kernel import FP8, Arch, Index, Loads, Narrow, Needs, Param, Ring, Update, must
 from ...rows import RowSpec, Rule
 from .operands import KEY_VECTORS, OF_KEY_HEADS, OPERANDS, RINGED, ROW_SCALARS, WEIGHTS
 from .problem import Delta, Gate, LinearAttentionProblem, Tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....models import Model
+from ....select.models import Model
 from .problem import Gate
 
 

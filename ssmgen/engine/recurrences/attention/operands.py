@@ -6,7 +6,7 @@ heads `head` and the last one `n`, or `row` where it is of value channels.
 
 from __future__ import annotations
 
-from ....operands import LEAD, Operand, Types, table
+from ....spec.operands import LEAD, Operand, Types, table
 
 # Views have the axes of tokens, and a commit's those of the ring, behind one of layers.
 _VIEW = "batch token head {0} | layer slot token head {0}"

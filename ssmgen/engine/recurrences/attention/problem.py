@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from ....spec import LATER, DType, Index, Layout, Loads, Narrow, PoolMode, Ring, Update, must
+from ....spec.kernel import LATER, DType, Index, Layout, Loads, Narrow, PoolMode, Ring, Update, must
 from ...rows import RowProblem
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ....spec import FP8, LATER, Arch, Index, Loads, Narrow, Needs, Param, Update, must
+from ....spec.kernel import FP8, LATER, Arch, Index, Loads, Narrow, Needs, Param, Update, must
 from ...rows import RowSpec
 from .operands import OPERANDS
 from .problem import SsuProblem

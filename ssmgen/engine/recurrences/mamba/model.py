@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ....errors import ModelError
-from ....models import Model
-from ....spec import DType, Index, Narrow, PoolMode, Update
+from ....select.models import Model
+from ....spec.kernel import DType, Index, Narrow, PoolMode, Update
 from .problem import SsuProblem
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....operands import Operand, Types, table
+from ....spec.operands import Operand, Types, table
 
 LEAD = "batch?!ragged token?several"  # strides of an operand of tokens
 _ROWS = f"{LEAD} head row"

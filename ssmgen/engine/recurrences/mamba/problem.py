@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ....spec import LATER, DType, Index, Loads, Narrow, PoolMode, Update, must
+from ....spec.kernel import LATER, DType, Index, Loads, Narrow, PoolMode, Update, must
 from ...rows import RowProblem
 
 

@@ -7,11 +7,11 @@ import torch
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.arguments import Arguments
 from ssmgen.families.token_shift import call as op
 from ssmgen.families.token_shift.reference import token_shift as reference
 from ssmgen.families.token_shift.spec import space
-from ssmgen.spec import Arch, Pdl
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, Pdl
 
 SM90 = Arch.parse("sm_90a")
 NAN = float("nan")

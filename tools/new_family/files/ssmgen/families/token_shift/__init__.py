@@ -1,6 +1,6 @@
 """token_shift: each channel of a token mixed with that of the token before."""
 
-from ...family import Family, Kernels
+from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="token_shift",

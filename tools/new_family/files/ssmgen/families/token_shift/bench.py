@@ -20,7 +20,7 @@ from ...bench.axes import At
 from ...bench.case import EXACT, HOST_BATCH, Case, Launch, drawn, kept, normal_pool, sets_of, some_of, some_rows
 from ...bench.engine import Bench
 from ...calls.checks import TORCH_DTYPES
-from ...spec import DType
+from ...spec.kernel import DType
 
 DIMS = (4096,)
 CHECKED = 8  # rows that are held against float64

@@ -13,7 +13,7 @@ from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
-from ...spec import Loads
+from ...spec.kernel import Loads
 from .reference import token_shift as reference
 from .spec import OPERANDS, OPERATOR, TokenShiftProblem, TokenShiftSpec
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...defaults import Default
-from ...spec import DType, Index, Loads
+from ...spec.kernel import DType, Index, Loads
+from ...variants.defaults import Default
 from .spec import FEW, TokenShiftProblem
 
 DEFAULTS = {

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ...operands import Operand, Types, table
-from ...spec import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+from ...spec.operands import Operand, Types, table
 
 OPERATOR = "token_shift"
 # The order of kernel parameters, strides, checks, rules for DTensors and torch's schema come from here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...engine.trial import Trial, ordered, slot_indices, trial, wide
-from ...spec import Index, Loads
+from ...spec.kernel import Index, Loads
 from .call import CALLER, Options
 from .spec import TokenShiftSpec
 

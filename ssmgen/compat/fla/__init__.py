@@ -1,0 +1,230 @@
+"""fla.ops' fused_recurrent functions of gated delta rules and their relatives, and its functions for prompts of them, as in
+flash-linear-attention 0.6; forward only.
+
+q, k: [B, T, H, K]; v: [B, T, HV, V]; further operands as noted, where HV is a multiple of H. With cu_seqlens [N + 1], B is 1 and T counts
+the tokens of all N sequences; without, N is B. initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; it is not written.
+Returns (o, final_state): o [B, T, HV, V] of the dtype that fla gives it; final_state is a new f32 tensor laid out like initial_state, or
+None unless output_final_state. scale None is K^-0.5, beta None is one; A_log, dt_bias and lower_bound only count with use_gate_in_kernel.
+
+Unlike there: HV > H works everywhere, beta=None included; delta_rule normalises q and k in f32; no argument that is not supported is
+ignored. Raises NotImplementedError for those, and what ssmgen's functions raise: ArgumentError (a ValueError) where an operand requires
+grad, for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+from ...families.linear_attention import call as native
+from ..shared.operands import takes as _takes
+from .arguments import STATES as _STATES
+from .arguments import Result
+from .arguments import beta_of as _beta
+from .arguments import forward_only as _forward_only
+from .arguments import gate as _gate
+from .arguments import v_first as _v_first
+from .prompts import chunk_comba as chunk_comba
+from .prompts import chunk_delta_rule as chunk_delta_rule
+from .prompts import chunk_dplr_delta_rule as chunk_dplr_delta_rule
+from .prompts import chunk_gated_delta_rule as chunk_gated_delta_rule
+from .prompts import chunk_gdn as chunk_gdn
+from .prompts import chunk_gdn2 as chunk_gdn2
+from .prompts import chunk_gla as chunk_gla
+from .prompts import chunk_kda as chunk_kda
+from .prompts import chunk_lightning_attn as chunk_lightning_attn
+from .prompts import chunk_rwkv7 as chunk_rwkv7
+from .prompts import chunk_simple_gla as chunk_simple_gla
+
+
+def _run(
+    function: Callable[..., Tensor], operands: tuple[Tensor | None, ...], q: Tensor, v: Tensor, scale: float | None,
+    initial_state: Tensor | None, output_final_state: bool, state_v_first: bool, cu_seqlens: Tensor | None, like: Tensor, **options: Any,
+) -> Result:  # fmt: skip
+    """`function` of a state of its own and `operands`; o is of the dtype of `like`."""
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if sequences < 0:
+        raise ArgumentError(function.__name__, ["cu_seqlens is empty, not [N + 1]"])
+    if initial_state is None:
+        last = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
+        state = v.new_zeros((sequences, v.shape[-2], *last), dtype=torch.float32)
+    elif initial_state.shape[0] != sequences:
+        raise ArgumentError(function.__name__, [f"initial_state has {initial_state.shape[0]} states for {sequences} sequences"])
+    elif not initial_state.is_floating_point():
+        raise ArgumentError(function.__name__, [f"initial_state is {initial_state.dtype}, not of floating point".replace("torch.", "")])
+    elif output_final_state:
+        state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    else:
+        state = initial_state.float().contiguous()  # only read
+    o = v.new_empty(v.shape, dtype=like.dtype)
+    function(
+        state, *operands, scale=scale, state_layout="vk" if state_v_first else "kv",
+        cu_seqlens=cu_seqlens, update_state=bool(output_final_state), out=o, **options,
+    )  # fmt: skip
+    return o, state if output_final_state else None
+
+
+@_takes("output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval", q="[B, T, H, K]", **_STATES)
+def fused_recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
+    beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """g [B, T, HV] or gk [B, T, HV, K] or neither, not both, and no gv; beta [B, T, HV] or [B, T, HV, V]; A_log, dt_bias [HV]."""
+    name = "fused_recurrent_gated_delta_rule"
+    state_v_first = _v_first(state_v_first, kwargs)
+    if gv is not None:
+        raise NotImplementedError("gv: ssmgen's gated delta rules have no decay per value channel")
+    if g is not None and gk is not None:
+        raise NotImplementedError("g with gk: ssmgen's gated delta rules have one decay, per head or per key channel; add g to gk")
+    A_log, dt_bias, _ = _gate(name, use_gate_in_kernel, A_log, dt_bias)
+    if use_gate_in_kernel and g is None:
+        raise ArgumentError(name, ["use_gate_in_kernel=True, and g is None"])
+    beta = _beta(name, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    function: Callable[..., Tensor] = native.delta_rule
+    operands: tuple[Tensor | None, ...] = (q, k, v, beta)
+    if g is not None:
+        function, operands = native.gated_delta_rule, (q, k, v, g, beta, A_log, dt_bias)
+    elif gk is not None:
+        function, operands = native.kda, (q, k, v, gk, beta)
+    return _run(
+        function, operands, q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=v,
+        use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
+
+
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+@_takes("output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval", q="[B, T, H, K]", **_STATES)
+def fused_recurrent_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, lower_bound: float | None = None, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> Result:  # fmt: skip
+    """g [B, T, HV, K]; beta [B, T, HV] or [B, T, HV, V]; A_log [HV], or None with lower_bound; dt_bias [HV * K] or [HV, K]."""
+    state_v_first = _v_first(state_v_first, kwargs)
+    A_log, dt_bias, lower_bound = _gate("fused_recurrent_kda", use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    beta = _beta("fused_recurrent_kda", beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return _run(
+        native.kda, (q, k, v, g, beta, A_log, dt_bias), q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=v,
+        lower_bound=lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
+
+
+@_takes("output_final_state state_v_first use_gate_in_kernel", q="[B, T, H, K]", **_STATES)
+def fused_recurrent_gdn2(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, lower_bound: float | None = None, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """g, b [B, T, HV, K]; w [B, T, HV, V]; A_log [HV], or None with lower_bound; dt_bias [HV * K] or [HV, K]."""
+    state_v_first = _v_first(state_v_first, kwargs)
+    A_log, dt_bias, lower_bound = _gate("fused_recurrent_gdn2", use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    return _run(
+        native.gdn2, (q, k, v, g, b, w, A_log, dt_bias), q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=v,
+        lower_bound=lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+
+
+@_takes("output_final_state", q="[B, T, H, K]", **_STATES)
+def fused_recurrent_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """beta [B, T, HV] or [B, T, HV, V]."""
+    operands = (q, k, v, _beta("fused_recurrent_delta_rule", beta, v))
+    options = {"use_qk_l2norm": use_qk_l2norm_in_kernel}
+    return _run(native.delta_rule, operands, q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q, **options)
+
+
+@_takes("output_final_state", q="[B, T, H, K]", **_STATES)
+def fused_recurrent_comba(
+    q: Tensor, k: Tensor, p: Tensor | None, v: Tensor, g: Tensor, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """p [B, T, H, K], None for k; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]."""
+    operands = (q, k, v, k if p is None else p, g, _beta("fused_recurrent_comba", beta, v))
+    options = {"use_qk_l2norm": use_qk_l2norm_in_kernel}
+    return _run(native.comba, operands, q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q, **options)
+
+
+@_takes("output_final_state reverse state_v_first", q="[B, T, H, K]", **_STATES)
+def fused_recurrent_gla(
+    q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """gk [B, T, HV, K]; gv [B, T, HV, V]."""
+    state_v_first = _v_first(state_v_first, kwargs)
+    _forward_only(reverse)
+    return _run(native.gla, (q, k, v, gk, gv), q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=q)
+
+
+@_takes("output_final_state reverse state_v_first", q="[B, T, H, K]", **_STATES)
+def fused_recurrent_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """g [B, T, HV] or g_gamma [HV] or neither, not both."""
+    state_v_first = _v_first(state_v_first, kwargs)
+    _forward_only(reverse)
+    if g is not None and g_gamma is not None:
+        raise NotImplementedError("g with g_gamma: ssmgen's simple_gla has one decay per head; add g_gamma to g")
+    operands = (q, k, v, g_gamma if g is None else g)
+    return _run(native.simple_gla, operands, q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=q)
+
+
+@_takes("output_final_state reverse", q="[B, T, H, K]", **_STATES)
+def fused_recurrent_lightning_attn(
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Head h of H decays with the slope 8 h / H (1 - layer_idx / num_layers)."""
+    _forward_only(reverse)
+    if not 0 <= layer_idx < num_layers:
+        raise ArgumentError("fused_recurrent_lightning_attn", [f"layer_idx is {layer_idx}, which is no layer of num_layers {num_layers}"])
+    heads = q.shape[-2]
+    slope = (8 / max(heads, 1) * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)
+    return _run(native.lightning_attn, (q, k, v, slope), q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q)
+
+
+@_takes("output_final_state reverse", r="[B, T, H, K]", **_STATES)
+def fused_mul_recurrent_rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, scale: float | None = 1.0, initial_state: Tensor | None = None,
+    output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """r, w, k, kk, a [B, T, H, K], w the log decay; v [B, T, H, V]."""
+    _forward_only(reverse)
+    return _run(native.rwkv7, (r, w, k, v, kk, a), r, v, scale, initial_state, output_final_state, False, cu_seqlens, like=v)
+
+
+@_takes("output_final_state", r="[B, T, H, K]", **_STATES)
+def fused_recurrent_rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = True, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """fused_recurrent_dplr_delta_rule with q = r and gk = w, and a final state unless told otherwise."""
+    return fused_recurrent_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+
+
+@_takes("output_final_state reverse", q="[B, T, H, K]", **_STATES)
+def fused_recurrent_dplr_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """q, k, a, b, gk [B, T, H, K], gk the log decay; v [B, T, H, V]."""
+    _forward_only(reverse)
+    return _run(native.dplr_delta_rule, (q, k, v, a, b, gk), q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=v)

@@ -1,0 +1,59 @@
+"""Arguments that functions of flash-linear-attention have in common: what they say, and what is said of those that go with nothing here."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import ArgumentError
+
+Result = tuple[Tensor, Tensor | None]
+# Of `takes`.
+STATES = {"initial_state": "[N, HV, K, V] or, with state_v_first, [N, HV, V, K]", "cu_seqlens": "[N + 1]", "v": "[B, T, HV, V]"}
+
+
+def v_first(state_v_first: bool, others: dict[str, Any]) -> bool:
+    """state_v_first, or what its old name says. Nothing else may be among the keywords."""
+    if "transpose_state_layout" in others:
+        if state_v_first or not isinstance(others["transpose_state_layout"], bool):
+            problem = "state_v_first and transpose_state_layout, True or False, are the same argument: give one"
+            raise ArgumentError("flash-linear-attention's function", [problem])
+        warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
+        state_v_first = others.pop("transpose_state_layout")
+    none_of(others)
+    return state_v_first
+
+
+def none_of(others: dict[str, Any]) -> None:
+    if others:
+        raise NotImplementedError(f"ssmgen does not know the argument {', '.join(others)}, and does not ignore it")
+
+
+def forward_only(reverse: bool) -> None:
+    if reverse:
+        raise NotImplementedError("reverse=True: ssmgen computes decode steps, which go forward in time only")
+
+
+def gate(
+    name: str, use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> tuple[Tensor | None, Tensor | None, float | None]:
+    """(A_log, dt_bias, lower_bound) of a raw gate, or None three times: without use_gate_in_kernel they do not count.
+
+    A_log may have any shape of HV elements, as there: its layers keep [1, 1, HV, 1].
+    """
+    if not use_gate_in_kernel:
+        return None, None, None
+    if A_log is None and lower_bound is None:
+        raise ArgumentError(name, ["use_gate_in_kernel=True, and A_log is None"])
+    if isinstance(A_log, Tensor) and A_log.dim() > 1:
+        A_log = A_log.reshape(-1)
+    return A_log, dt_bias, lower_bound
+
+
+def beta_of(name: str, beta: Tensor | None, v: Tensor, sigmoid: bool = False, allow_neg_eigval: bool = False) -> Tensor:
+    """beta, or where it is None one for every head."""
+    if allow_neg_eigval and not sigmoid:
+        raise ArgumentError(name, ["allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True"])
+    return v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta  # one element, with strides of zero

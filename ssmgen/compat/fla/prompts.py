@@ -1,0 +1,286 @@
+"""fla.ops' functions for prompts, as in flash-linear-attention 0.6; forward only. Import them from `compat.fla`.
+
+q, k: [B, T, H, K]; v: [B, T, HV, V]; further operands as noted, where HV is a multiple of H. All but gates and beta are bf16 or f16, one
+dtype; K and V are up to 256, and where one is no multiple of 16, rows are copied. With cu_seqlens [N + 1], B is 1 and T counts the tokens
+of all N sequences; without, N is B. initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; it is not written. Returns
+(o, final_state): o [B, T, HV, V] of q's dtype; final_state is a new f32 tensor laid out like initial_state, or None unless
+output_final_state. scale None is K^-0.5, beta None is one; A_log, dt_bias and lower_bound only count with use_gate_in_kernel.
+
+cu_seqlens_cpu, chunk_indices, chunk_size, use_graph and max_num_seqs follow from cu_seqlens or divide fla's work, safe_gate promises what
+ssmgen does not rely on, and disable_recompute is of training: ignored. Unlike there, states between chunks are f32, normalised q and k are
+not rounded, and HV > H works everywhere. Raises NotImplementedError for cp_context, for return_intermediate_states and for arguments that
+are not known, and what ssmgen's functions raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+from ...families.chunk_linear_attention import call as linear
+from ...families.chunk_scan import attention
+from ..shared import delta_prompts as _prompts
+from ..shared.gated_delta import new_output as _new_output
+from ..shared.operands import takes as _takes
+from .arguments import STATES as _STATES
+from .arguments import Result
+from .arguments import beta_of as _beta
+from .arguments import gate as _gate
+from .arguments import none_of as _none_of
+from .arguments import v_first as _v_first
+from .widths import any_width as _any_width
+
+_KEYS = {"q": "[B, T, H, K]", "k": "[B, T, H, K]"}
+_GATED = {"g": "[B, T, HV, K]", **_KEYS, **_STATES}
+_HEADS = {"g": "[B, T, HV]", "beta": "[B, T, HV]", **_KEYS, **_STATES}
+_LOW_RANK = {"a": "[B, T, H, K]", "b": "[B, T, H, K]", "k": "[B, T, H, K]", **_STATES}
+
+
+@_any_width
+def _chunked(
+    function: Callable[..., Any], operands: tuple[Tensor | None, ...], initial_state: Tensor | None, output_final_state: bool,
+    state_v_first: bool, cu_seqlens: Tensor | None, **options: Any,
+) -> Result:  # fmt: skip
+    """A prompt's o, of q's dtype, and final states, new and f32. operands: q, k and v, and what else the function takes."""
+    q, _, v, *_ = operands
+    assert q is not None and v is not None  # looked at before
+    layout, out = "vk" if state_v_first else "kv", _new_output(q, v)
+    final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens), layout) if output_final_state else None
+    _prompts.run(
+        function, operands, out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, state_layout=layout, **options,
+    )  # fmt: skip
+    return out, final
+
+
+@_any_width
+def _attention(
+    function: Callable[..., Any], operands: tuple[Tensor | None, ...], initial_state: Tensor | None, output_final_state: bool,
+    state_v_first: bool, cu_seqlens: Tensor | None, *, scale: float | None,
+) -> Result:  # fmt: skip
+    """The same of functions that know states [·, HV, V, K] alone: others are turned ahead and behind."""
+    q, _, v, *_ = operands
+    assert q is not None and v is not None  # looked at before
+    out, count = _new_output(q, v), _prompts.sequences_of(v, cu_seqlens)
+    final = _prompts.states_of(q, v, count) if output_final_state else None
+    if initial_state is not None and not state_v_first:
+        if initial_state.shape != (expected := (count, v.shape[-2], q.shape[-1], v.shape[-1])):
+            raise ArgumentError(function.__name__, [f"initial_state is {list(initial_state.shape)}, not [N, HV, K, V] = {list(expected)}"])
+        initial_state = initial_state.transpose(-1, -2)
+    _prompts.run(function, operands, out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, scale=scale)
+    return out, final if final is None or state_v_first else final.transpose(-1, -2).contiguous()
+
+
+def _check_chunk_size(name: str, others: dict[str, Any], sizes: tuple[int, ...] = (16, 32, 64)) -> None:
+    """Takes chunk_size out of the keywords: it divides fla's work, and changes no result."""
+    size = others.pop("chunk_size", sizes[-1])
+    if isinstance(size, bool) or size not in sizes:
+        *first, last = map(str, sizes)
+        said = f"{', '.join(first)} or {last}" if first else last
+        raise ArgumentError(name, [f"chunk_size is {size!r}, not {said}"])
+
+
+def _check_power_of_two(name: str, size: object) -> None:
+    """The same of functions that take any power of two, or None."""
+    if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size > 0 and size & (size - 1) == 0):
+        raise ArgumentError(name, [f"chunk_size is {size!r}, not a power of 2"])
+
+
+def _whole(cp_context: object, intermediate: bool = False) -> None:
+    if cp_context is not None:
+        raise NotImplementedError("cp_context: ssmgen does not divide a sequence among devices")
+    if intermediate:
+        raise NotImplementedError("return_intermediate_states: ssmgen's native functions give states at checkpoint_positions")
+
+
+def _raw_gate(
+    name: str, in_kernel: bool, others: dict[str, Any], safe_gate: bool = False, lower_bound: float | None = None
+) -> dict[str, Any]:
+    """What the native functions are told of a raw gate; takes A_log and dt_bias out of the keywords."""
+    A_log, dt_bias, bound = _gate(name, in_kernel, others.pop("A_log", None), others.pop("dt_bias", None), lower_bound)
+    if in_kernel and safe_gate and bound is None:
+        raise ArgumentError(name, ["safe_gate=True with use_gate_in_kernel=True needs lower_bound"])
+    return {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": bound}
+
+
+@_takes("output_final_state state_v_first use_beta_sigmoid_in_kernel allow_neg_eigval", **_HEADS)
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None, cp_context: Any = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """g, beta [B, T, HV]. Also use_gate_in_kernel with A_log and dt_bias, [HV], and chunk_size."""
+    name = "chunk_gated_delta_rule"
+    _whole(cp_context)
+    _check_chunk_size(name, kwargs)
+    if not isinstance(in_kernel := kwargs.pop("use_gate_in_kernel", False), bool):
+        raise ArgumentError(name, [f"use_gate_in_kernel is a {type(in_kernel).__name__}, not True or False"])
+    raw = _gate(name, in_kernel, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None))
+    state_v_first = _v_first(state_v_first, kwargs)
+    if g is None:
+        raise ArgumentError(name, ["g is None; without a decay it is chunk_delta_rule"])
+    return _chunked(
+        _prompts.chunk_gated_delta_rule, (q, k, v, g, _beta(name, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)), initial_state,
+        output_final_state, state_v_first, cu_seqlens, scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel, A_log=raw[0], dt_bias=raw[1],
+        beta_sigmoid=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
+
+
+chunk_gdn = chunk_gated_delta_rule
+
+
+@_takes("output_final_state", beta="[B, T, HV]", **_KEYS, **_STATES)
+def chunk_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """chunk_gated_delta_rule without a decay. Also chunk_size."""
+    _check_chunk_size("chunk_delta_rule", kwargs)
+    _none_of(kwargs)
+    return _chunked(
+        _prompts.chunk_delta_rule, (q, k, v, beta), initial_state, output_final_state, False, cu_seqlens, scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+
+
+@_takes(
+    "output_final_state state_v_first use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate return_intermediate_states",
+    beta="[B, T, HV]", **_GATED,
+)  # fmt: skip
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False, lower_bound: float | None = None,
+    disable_recompute: bool = False, return_intermediate_states: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
+    max_num_seqs: int | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """g [B, T, HV, K]; beta [B, T, HV]. Also A_log [HV], or None with lower_bound, dt_bias [HV * K] or [HV, K], and chunk_size."""
+    name = "chunk_kda"
+    _whole(cp_context, return_intermediate_states)
+    _check_chunk_size(name, kwargs, (32, 64))
+    raw = _raw_gate(name, use_gate_in_kernel, kwargs, safe_gate, lower_bound)
+    state_v_first = _v_first(state_v_first, kwargs)
+    return _chunked(
+        linear.chunk_kda, (q, k, v, g, _beta(name, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)), initial_state,
+        output_final_state, state_v_first, cu_seqlens, scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_sigmoid=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, **raw,
+    )  # fmt: skip
+
+
+@_takes(
+    "output_final_state state_v_first use_gate_in_kernel safe_gate return_intermediate_states",
+    b="[B, T, HV, K]", w="[B, T, HV, V]", **_GATED,
+)  # fmt: skip
+def chunk_gdn2(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False, lower_bound: float | None = None,
+    disable_recompute: bool = False, return_intermediate_states: bool = False, state_v_first: bool = False, cp_context: Any = None,
+    **kwargs: Any,
+) -> Result:  # fmt: skip
+    """g, b [B, T, HV, K]; w [B, T, HV, V]. Also A_log [HV], or None with lower_bound, dt_bias [HV * K] or [HV, K], and chunk_size."""
+    _whole(cp_context, return_intermediate_states)
+    _check_chunk_size("chunk_gdn2", kwargs, (64,))
+    raw = _raw_gate("chunk_gdn2", use_gate_in_kernel, kwargs, safe_gate, lower_bound)
+    state_v_first = _v_first(state_v_first, kwargs)
+    return _chunked(
+        linear.chunk_gdn2, (q, k, v, g, b, w), initial_state, output_final_state, state_v_first, cu_seqlens, values=(2, 5), scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel, **raw,
+    )  # fmt: skip
+
+
+@_takes("output_final_state", p="[B, T, H, K]", **_HEADS)
+def chunk_comba(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor | None, g: Tensor, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """p [B, T, H, K], None for k; g, beta [B, T, HV]."""
+    operands = (q, k, v, k if p is None else p, g, _beta("chunk_comba", beta, v))
+    return _chunked(
+        linear.chunk_comba, operands, initial_state, output_final_state, False, cu_seqlens, scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+
+
+@_takes("output_final_state state_v_first", **_GATED)
+def chunk_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """g [B, T, HV, K]."""
+    return _chunked(linear.chunk_gla, (q, k, v, g), initial_state, output_final_state, state_v_first, cu_seqlens, scale=scale)
+
+
+@_takes("output_final_state", q="[B, T, H, K]", gk="[B, T, H, K]", **_LOW_RANK)
+def chunk_dplr_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False,
+    chunk_size: int | None = None, disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None,
+    **kwargs: Any,
+) -> Result:  # fmt: skip
+    """a, b, gk [B, T, H, K], gk the log decay, which lower_bound makes a promise of; v [B, T, H, V]."""
+    _none_of(kwargs)
+    return _low_rank(
+        "chunk_dplr_delta_rule", (q, k, v, a, b, gk), scale, initial_state, output_final_state, cu_seqlens, chunk_size, cp_context,
+        lower_bound,
+    )  # fmt: skip
+
+
+@_takes("output_final_state", r="[B, T, H, K]", w="[B, T, H, K]", **_LOW_RANK)
+def chunk_rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = 1.0, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False,
+    chunk_size: int | None = None, disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None,
+) -> Result:  # fmt: skip
+    """chunk_dplr_delta_rule with q = r and gk = w, and a scale of one."""
+    return _low_rank(
+        "chunk_rwkv7", (r, k, v, a, b, w), scale, initial_state, output_final_state, cu_seqlens, chunk_size, cp_context, lower_bound
+    )
+
+
+def _low_rank(
+    name: str, operands: tuple[Tensor, ...], scale: float | None, initial_state: Tensor | None, output_final_state: bool,
+    cu_seqlens: Tensor | None, chunk_size: int | None, cp_context: object, lower_bound: float | None,
+) -> Result:  # fmt: skip
+    _whole(cp_context)
+    _check_power_of_two(name, chunk_size)
+    if lower_bound is not None and not lower_bound < 0:
+        raise ArgumentError(name, [f"lower_bound is {lower_bound}: a log decay is negative"])
+    return _chunked(linear.chunk_dplr_delta_rule, operands, initial_state, output_final_state, False, cu_seqlens, scale=scale)
+
+
+@_takes("output_final_state state_v_first", g="[B, T, HV]", g_gamma="[HV]", **_KEYS, **_STATES)
+def chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """g [B, T, HV] or g_gamma [HV] or neither, not both. q, k and v may be f32. Also chunk_size."""
+    _check_power_of_two("chunk_simple_gla", kwargs.pop("chunk_size", None))
+    state_v_first = _v_first(state_v_first, kwargs)
+    if g is not None and g_gamma is not None:
+        raise NotImplementedError("g with g_gamma: ssmgen's chunk_simple_gla has one decay per head; add g_gamma to g")
+    operands = (q, k, v, g_gamma if g is None else g)
+    return _attention(attention.chunk_simple_gla, operands, initial_state, output_final_state, state_v_first, cu_seqlens, scale=scale)
+
+
+@_takes("output_final_state", **_KEYS, **_STATES)
+def chunk_lightning_attn(
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """Head h of H decays with the slope 8 h / H (1 - layer_idx / num_layers). q, k and v may be f32. Also chunk_size."""
+    _check_power_of_two("chunk_lightning_attn", kwargs.pop("chunk_size", None))
+    _none_of(kwargs)
+    if not 0 <= layer_idx < num_layers:
+        raise ArgumentError("chunk_lightning_attn", [f"layer_idx is {layer_idx}, which is no layer of num_layers {num_layers}"])
+    heads = q.shape[-2]
+    slope = (8 / max(heads, 1) * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)
+    return _attention(attention.chunk_lightning_attn, (q, k, v, slope), initial_state, output_final_state, False, cu_seqlens, scale=scale)

@@ -1,0 +1,228 @@
+"""transformers' models generate with ssmgen: `patch()` puts its functions into their modeling files, `warm(model)` prepares its kernels.
+
+`patch` replaces ten functions in every modeling file that has them, found by name and parameters: the state update of a decode step, the
+convolution's update, the convolution over a prompt and the scan over it of a Mamba, a Mamba-2, a gated delta rule or Kimi delta attention.
+MiniMax's Lightning attention has no such functions, so its forward is replaced. `fuse=True` also replaces whole layers, between their
+projections, and gated norms. The modeling files look these functions up at every call, so models made before and after patching use them,
+and all models of one kind do. A call that ssmgen does not serve goes to transformers' own function, with a warning once per reason: where
+an operand requires grad, for one.
+
+Written for transformers 5.15 to 5.24. Older ones are refused; a newer one is warned of, and what has changed in it is left alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...calls import api
+from ...errors import PatchError, bullets
+from ...launch import runtime
+from . import found, functions, remote, targets
+from .functions import Replacement
+from .fusible import fusible as fusible
+
+_lock = threading.Lock()
+_active: dict[tuple[str, str], Replacement] = {}  # by model and function; what `patch` put in place and no `undo` has taken out
+
+
+class Calls(NamedTuple):
+    """Calls of one function: those that ssmgen computed, and those that went on to transformers' own."""
+
+    ssmgen: int
+    original: int
+
+
+class Patch:
+    """What `patch` did. A context manager that undoes it; str() of it is a table of calls, and why some were left to transformers.
+
+    lost: functions and layers that ssmgen knows and that could not be replaced, with the reason; str() begins with them
+    """
+
+    def __init__(self, replacements: Iterable[Replacement], lost: dict[str, str]):
+        self.lost = lost
+        self._replacements = {r.label: r for r in replacements}
+        self._before = {label: (r.served, r.kept) for label, r in self._replacements.items()}
+        for r in self._replacements.values():
+            r.owners.add(self)
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Such as "mamba2.causal_conv1d_update"."""
+        return tuple(self._replacements)
+
+    def calls(self) -> dict[str, Calls]:
+        """Calls since this patch, by function, without those that had none. What torch.compile made does not count."""
+        now = {label: (r.served, r.kept) for label, r in self._replacements.items()}
+        since = {label: Calls(*(a - b for a, b in zip(now[label], self._before[label], strict=True))) for label in now}
+        return {label: calls for label, calls in since.items() if any(calls)}
+
+    def undo(self) -> None:
+        """Puts the originals back, the same objects, where no other patch still has ours. A second time: nothing.
+
+        Raises PatchError where something else has been put in our place meanwhile; that stays, and all others are undone.
+        """
+        overwritten = []
+        with _lock:
+            for label, r in self._replacements.items():
+                if self not in r.owners:
+                    continue
+                r.owners.remove(self)
+                if r.owners:
+                    continue
+                key = label.rpartition(".")[::2]
+                if _active.get(key) is r:  # else another one of ours is on top of what came between
+                    del _active[key]
+                if r.in_place:
+                    r.restore()
+                else:
+                    overwritten.append(f"{label} is now {getattr(r.module, r.name, 'missing')!r}")
+        if overwritten:
+            raise PatchError(f"these were replaced by something else after ssmgen did, and are left as they are:\n{bullets(overwritten)}")
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        calls = self.calls()
+        width = max(map(len, self.replaced), default=0)
+        rows = [f"{label:{width}} {c.ssmgen:8} {c.original:8}" for label, c in calls.items()]
+        left = [
+            f"{label} is left to transformers, first in {layer}:\n{reason}"
+            for label, c in calls.items()
+            for reason, layer in self._replacements[label].reasons.items()
+            if c.original
+        ]
+        lost = [f"not replaced: {label}: {words}" for label, words in self.lost.items()]
+        return "\n".join([*lost, f"{'replaced and called':{width}} {'ssmgen':>8} {'original':>8}", *rows, *left])
+
+
+def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "auto", *, fuse: bool = False) -> Patch:
+    """Puts ssmgen's functions into modeling files of transformers.
+
+    fuse: also whole layers, of the models that ssmgen has them for: at a decode step convolution, state update, gates and norm are one call
+        between the layer's projections, over a prompt three; and gated norms are one launch
+    models: "auto" for all that the installed transformers has; names of its model folders, such as "mamba2"; or models, whose kinds are
+        patched: a function is a modeling file's, and so another model of the same kind has it too. Of a model whose code came with its
+        checkpoint, functions of transformers' names and parameters, and those of mamba-ssm, causal-conv1d and flash-linear-attention, are
+        replaced in its own module, and in layers that keep them
+    Patches may overlap: a function goes back to the original when the last patch that has it is undone.
+    Warns of a function or a layer that this transformers does not have as expected, and leaves it alone: `Patch.lost` lists these.
+    Raises PatchError for what is not known, listing all of it, before anything is replaced.
+    """
+    models = models if isinstance(models, (str, torch.nn.Module)) else list(models)
+    wanted = [(name, target) for name in _names(models) for target in targets.targets(_module(name), fuse)]
+    with _lock:
+        lost = {f"{name}.{target.name}": words for name, target in wanted if (words := _objection(name, target))}
+        if lost:
+            lines = bullets([f"{label}: {words}" for label, words in lost.items()])
+            warnings.warn(f"these functions are not replaced:\n{lines}", RuntimeWarning, stacklevel=2)
+        kept = [(name, target) for name, target in wanted if f"{name}.{target.name}" not in lost]
+        if wanted and not kept:
+            raise PatchError("none of these models has a function to replace; ssmgen knows transformers 5.15 to 5.24")
+        return Patch([_replacement(name, target) for name, target in kept] + _of_checkpoints(models), lost)
+
+
+def models() -> dict[str, tuple[str, ...]]:
+    """{model folder of the installed transformers: what `patch` replaces in its modeling file}, without `fuse`."""
+    return {name: tuple(target.name for target in targets.targets(_module(name), fuse=False)) for name in found.names()}
+
+
+def _names(models: str | torch.nn.Module | list[str | torch.nn.Module]) -> list[str]:
+    """Names of model folders. Raises PatchError."""
+    version = found.version()
+    if isinstance(models, str) and models == "auto":
+        return list(found.names())
+    problems: list[str] = []
+    names: dict[str, None] = {}  # a set that keeps its order
+    for m in (models,) if isinstance(models, (str, torch.nn.Module)) else models:
+        if isinstance(m, torch.nn.Module):
+            kinds = found.kinds(m)
+            names |= dict.fromkeys(kinds)
+            if not kinds and not any(map(remote.bound, remote.modules_of(m))):
+                problems.append(remote.missing(m))
+        elif not isinstance(m, str):
+            problems.append(f"{m!r} is {type(m).__name__}, not a model or the name of a model folder")
+        elif not found.is_folder(m):
+            problems.append(f"{m!r} is not in transformers {version}")
+        elif not found.has(found.modeling(m)):
+            problems.append(f"{m!r} has no function or layer that ssmgen knows")
+        else:
+            names[m] = None
+    if problems:
+        raise PatchError(f"cannot patch:\n{bullets(problems)}\nNothing was replaced. Known are: {', '.join(found.names())}.")
+    return list(names)
+
+
+def _module(name: str) -> Any:
+    return found.modeling(name)
+
+
+def _objection(name: str, target: targets.Target) -> str:
+    """What keeps a function of a modeling file from being replaced, or nothing."""
+    known = _active.get((name, target.name))
+    return "" if known is not None and known.in_place else target.objection(getattr(_module(name), target.name, None))
+
+
+def _replacement(name: str, target: targets.Target) -> Replacement:
+    """What stands in place of a function to which there is no objection, put there if need be."""
+    known = _active.get((name, target.name))
+    if known is None or not known.in_place:
+        known = _active[name, target.name] = target.place(f"{name}.{target.name}", _module(name))
+    return known
+
+
+def _of_checkpoints(models: str | torch.nn.Module | Iterable[str | torch.nn.Module]) -> list[Replacement]:
+    """What stands in modules that came with checkpoints, and in the layers of these models."""
+    found = []
+    for model in (models,) if isinstance(models, torch.nn.Module) else models:
+        if not isinstance(model, torch.nn.Module):
+            continue
+        for module in remote.modules_of(model):
+            for name, ours in remote.bound(module).items():
+                known = _active.get((module.__name__, name))
+                if not isinstance(known, remote.Replacement) or not known.in_place:
+                    known = _active[module.__name__, name] = remote.Replacement(module, name, ours)
+                known.rebind(model)
+                found.append(known)
+    return found
+
+
+def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: int = 8, *, fuse: bool = False) -> int:
+    """Compiles and loads the kernels that `model` needs to generate at these batch sizes, so that decoding can be captured.
+
+    model: on a CUDA device, with `generate`. It reads a prompt of so many tokens and generates two, as one sequence and, for larger batch
+        sizes, as two; what its layers call is then prepared for all sizes. The model need not be patched, and stays as it was.
+    fuse: as `patch` is told; where it already is patched like that, this may be left out
+    A prompt of another length may need another kernel of the convolution, which its first call compiles; so may one that goes on from a
+    cache another scan, and one with padding those of packed sequences.
+    Returns the number of kernels that were not loaded before. Raises PatchError, and what ssmgen.warm does: ArgumentError
+    for a model that is not on a CUDA device.
+    """
+    sizes = sorted(set(batches))
+    if not sizes or sizes[0] < 1:
+        raise PatchError(f"batches are {sizes}: name one or more, of 1 or more sequences each")
+    loaded = runtime.loaded_count()
+    device = next(model.parameters()).device
+    with patch(model, fuse=fuse) as handle, torch.no_grad():
+        for batch in sorted({min(size, 2) for size in sizes}):  # two rows show the strides between rows, which one does not
+            prompt = torch.zeros(batch, prompt_length, dtype=torch.long, device=device)
+            with functions.recording() as calls:
+                model.generate(
+                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1
+                )
+            for call in calls:
+                # In the operator's unit, which is not always sequences: groups of norms, KiB of convolutions. Where it does not grow with
+                # the batch, as chunk_scan's heads do not, more sizes are prepared than come.
+                size = api.size_of(call.function, *call.args, **call.kwargs)
+                api.warm(call.function, *call.args, batches=[size * n // batch for n in sizes if n >= batch], **call.kwargs)
+        if not any(c.ssmgen for c in handle.calls().values()):
+            raise PatchError("no layer of the model called a function of ssmgen's; the warnings say why")
+    return runtime.loaded_count() - loaded

@@ -1,0 +1,30 @@
+"""One call that makes a whole model fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch  # whole, ahead of parts of it: another thread may be importing it
+
+if TYPE_CHECKING:
+    from .generate import Accelerated
+
+
+def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_length: int = 8, strict: bool = False) -> Accelerated:
+    """Makes a model of transformers fast: patches it, fuses its layers, loads its kernels; a `generate` replays a CUDA graph per token.
+
+    model: of a kind that ssmgen.compat.hf knows, where it will stay. Functions are its modeling file's: other models of its kind are
+        patched, too
+    batches: sizes whose kernels are loaded now; others are when they come first   prompt_length: tokens of the prompt that this takes
+    strict: a function or a layer that ssmgen knows and cannot replace is an error; without, the first line of str() names it
+
+    Returns an object whose `generate` takes what `model.generate` takes and decodes greedily unless told otherwise; calling it calls the
+    model. Its str() tells what was done and what could not be. `undo()`, or the end of a `with`, undoes it. On a CPU nothing is loaded or
+    captured, and the reference computes.
+    Raises ArgumentError for an argument of another kind; PatchError for a model that is not known, without transformers, and with `strict`;
+    and what warm() does. Then nothing stays replaced.
+    """
+    from . import generate as hf_generate  # which needs transformers
+
+    return hf_generate.accelerate(model, batches, prompt_length=prompt_length, strict=strict)

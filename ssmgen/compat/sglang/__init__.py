@@ -1,0 +1,372 @@
+"""SGLang's functions for Mamba, convolutions, delta rules, Lightning attention, gated norms and merged attention, as in SGLang 0.5.23; and
+its plugin, `register`.
+
+Slots: pad_slot_id (-1) is padding. A padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero output
+and touches no state; SGLang leaves some of these outputs as they were, or computes them from a state of zeros. Index tensors may have more
+rows than there are sequences.
+
+Raise UnsupportedError for arguments that ssmgen has no kernel for, and what ssmgen's functions raise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError, UnsupportedError
+from ...families.causal_conv1d.call import causal_conv1d as _conv
+from ...families.causal_conv1d_update.call import causal_conv1d_update as _conv_update
+from ...families.combine_splits.call import combine_splits
+from ...families.selective_state_update.call import selective_state_update as _ssu
+from ..shared import gated_delta, replacing
+from ..shared.draft_trees import steps_of as _steps_of
+from ..shared.gated_delta import first as _first
+from ..shared.lightning import lightning_attention as lightning_attention
+from ..shared.lightning import linear_decode_forward_triton as linear_decode_forward_triton
+from ..shared.operands import one as _one
+from ..shared.operands import takes as _takes
+from . import delta as _delta
+from . import mamba as _mamba
+from . import steps as _steps
+from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
+from .delta import chunk_kda as chunk_kda
+from .lightning import seg_la_fwd as seg_la_fwd
+from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
+from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
+from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
+from .steps import merge_state_v2 as merge_state_v2
+from .steps import mixer2_rms_norm_gated as mixer2_rms_norm_gated
+from .steps import rms_norm_gated as rms_norm_gated
+
+
+@_takes(
+    "disable_state_update enable_stochastic_rounding",
+    x="[batch, dim] or [batch, H, P] or [batch, T, H, P]",
+    state_batch_indices="[batch]",
+    intermediate_state_indices="[batch]",
+    retrieve_parent_token="[batch, T]",
+)
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    enable_stochastic_rounding: bool = False,
+    cache_philox_rounds: int = 0,
+) -> None:
+    """Writes out, which is needed, and the states. x [batch, H, P], [batch, dim], or [batch, T, H, P] for several tokens.
+
+    disable_state_update: the pool is only read   intermediate_states_buffer: [rows, cache_steps, H, P, N], the state after each token, by
+    intermediate_state_indices [batch] or else by slot   retrieve_parent_token: [batch, T], a draft tree
+    enable_stochastic_rounding: of an f16 state, by a seed drawn on the device; cache_philox_rounds 0 is 10
+    """
+    name = "sglang's selective_state_update"
+    problems = ["out is None, and nothing is returned"] if out is None else []
+    kept = intermediate_states_buffer
+    if kept is not None and kept.dim() == 5 and cache_steps != kept.shape[1]:
+        problems.append(f"cache_steps is {cache_steps}, and intermediate_states_buffer is {list(kept.shape)}")
+    if enable_stochastic_rounding and state.dtype != torch.float16:
+        problems.append(f"enable_stochastic_rounding goes with a float16 state, not {state.dtype}".replace("torch.", ""))
+    if problems:
+        raise ArgumentError(name, problems)
+    batch = x.shape[0]
+    slots = _first(state_batch_indices, batch)
+    rows = None if kept is None else slots if intermediate_state_indices is None else _first(intermediate_state_indices, batch)
+    seed = torch.randint(0, 2**32, (1,), device=state.device) if enable_stochastic_rounding and not disable_state_update else None
+    _ssu(
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=slots, parents=_first(retrieve_parent_token, batch),
+        intermediate_states=kept, intermediate_state_indices=rows, update_state=not disable_state_update, rand_seed=seed,
+        philox_rounds=cache_philox_rounds or 10, pad_slot_id=pad_slot_id, out=out,
+    )  # fmt: skip
+
+
+@_takes(x="[batch, dim] or [batch, dim, T]", cache_seqlens="[batch]", conv_state_indices="[batch]")
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+) -> Tensor:
+    """Overwrites x [batch, dim] or [batch, dim, T], and returns it. The function of sglang.srt.layers.attention.mamba.causal_conv1d.
+
+    conv_state: [slots, dim, width - 1 or more] of x's dtype, whose last width - 1 entries are the history; a ring with cache_seqlens
+    """
+    batch = x.shape[0]
+    return _conv_update(
+        x, conv_state, weight, bias, activation, cache_seqlens=_first(cache_seqlens, batch),
+        conv_state_indices=_first(conv_state_indices, batch), pad_slot_id=pad_slot_id, out=x,
+    )  # fmt: skip
+
+
+@_takes(
+    x="[batch, dim] or [batch, dim, T]",
+    conv_state="[slots, dim, state_len]",
+    weight="[dim, width]",
+    conv_state_indices="[batch]",
+    num_accept_tokens="[batch]",
+    intermediate_state_indices="[batch]",
+    retrieve_next_token="[batch, T]",
+    retrieve_next_sibling="[batch, T]",
+    retrieve_parent_token="[batch, T]",
+)
+def causal_conv1d_update_triton(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: bool | str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accept_tokens: Tensor | None = None,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    retrieve_next_token: Tensor | None = None,
+    retrieve_next_sibling: Tensor | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    pad_slot_id: int = -1,
+    metadata: Any = None,
+    validate_data: bool = False,
+) -> Tensor:
+    """x [batch, dim] or [batch, dim, T] -> a new tensor. The function of sglang.kernels.ops.mamba.causal_conv1d_triton.
+
+    conv_state: [slots, dim, width - 1 or more] of x's dtype; without num_accept_tokens, the first width - 1 entries are the history
+    intermediate_conv_window: [rows, T or more, dim, width - 1], the history after each token, by intermediate_state_indices
+    retrieve_next_token, retrieve_next_sibling: [batch, T], a draft tree: each token's first child and next sibling, or -1
+    retrieve_parent_token: [batch, T], written: their parents; without retrieve_next_token it is ignored, as there
+    metadata and validate_data change no result: ignored
+    Raises UnsupportedError for cache_seqlens, which SGLang's kernel does not read either.
+    """
+    if cache_seqlens is not None:
+        reason = "cache_seqlens: a ring, in the function that is named for it"
+        raise UnsupportedError("sglang's causal_conv1d_update", [reason])
+    batch, tree = x.shape[0], retrieve_next_token is not None
+    if num_accept_tokens is None:
+        conv_state = conv_state[..., : weight.shape[1] - 1]
+    rows = None if intermediate_conv_window is None else _first(intermediate_state_indices, batch)
+    return _conv_update(
+        x, conv_state, weight, bias, activation, conv_state_indices=_first(conv_state_indices, batch),
+        num_accepted_tokens=_first(num_accept_tokens, batch), intermediate_conv_window=intermediate_conv_window,
+        intermediate_state_indices=rows, pad_slot_id=pad_slot_id,
+        first_children=_first(retrieve_next_token, batch) if tree else None,
+        next_siblings=_first(retrieve_next_sibling, batch) if tree else None,
+        parents_out=_first(retrieve_parent_token, batch) if tree else None,
+    )  # fmt: skip
+
+
+@_takes(
+    x="[dim, tokens] or [batch, dim, length]",
+    weight="[dim, width]",
+    conv_states="[slots, dim, state_len]",
+    query_start_loc="[batch + 1]",
+    cache_indices="[batch]",
+    has_initial_state="[batch]",
+)
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    conv_states: Tensor | None = None,
+    activation: str | None = "silu",
+    pad_slot_id: int = -1,
+    **kwargs: Any,
+) -> Tensor:
+    """x [dim, tokens] with query_start_loc, or [batch, dim, length] -> a new tensor laid out like it; conv_states in place.
+
+    kwargs: seq_lens_cpu, which divides SGLang's work among programs, is ignored; UnsupportedError for any other that is not None
+    Unlike there, x itself is never overwritten.
+    """
+    if others := sorted(name for name, value in kwargs.items() if name != "seq_lens_cpu" and value is not None):
+        raise UnsupportedError("sglang's causal_conv1d_fn", [f"{name}: not known to ssmgen, which ignores nothing" for name in others])
+    if conv_states is not None:
+        conv_states = conv_states[..., : weight.shape[1] - 1]
+    sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
+    found = _conv(
+        x,
+        weight,
+        bias,
+        activation=activation,
+        query_start_loc=query_start_loc,
+        conv_states=conv_states,
+        conv_state_indices=_first(cache_indices, sequences),
+        has_initial_state=_first(has_initial_state, sequences),
+        pad_slot_id=pad_slot_id,
+    )
+    return _one(found)  # fmt: skip
+
+
+@_takes(**gated_delta.PACKED)
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token per sequence; writes and returns out [B, 1, HV, V] and initial_state [slots, HV, V, K]. Slots below 0 are padding.
+
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v behind each other   a, b: [B, HV], raw gate and logit of beta   ssm_state_indices: [B]
+    Unlike there, beta stays f32, and is not rounded to b's dtype.
+    """
+    return gated_delta.packed_decode(
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel, pad_slot_id=-1
+    )  # fmt: skip
+
+
+_FLAGS = "is_kda disable_state_update cache_ring match_cutedsl_decode"
+
+
+@_takes(
+    _FLAGS, **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]", intermediate_state_indices="[N]",
+    intermediate_states_buffer="[rows, cache_steps, HV, V, K]", retrieve_parent_token="[N, T]",
+)  # fmt: skip
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    is_kda: bool = False,
+    lower_bound: float | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    cache_ring: bool = False,
+    replayssm_rawv: Tensor | None = None,
+    replayssm_rawk: Tensor | None = None,
+    replayssm_g: Tensor | None = None,
+    replayssm_beta: Tensor | None = None,
+    match_cutedsl_decode: bool = False,
+) -> Tensor:
+    """-> a new output [B, T, HV, V] of q's dtype; the states of initial_state_source [slots, HV, V, K] are updated, unless disabled.
+
+    q, k: [B, T, HK, K]; v: [B, T, HV, V]; with cu_seqlens [N + 1], the tokens of all rows behind each other   initial_state_indices: [N]
+    a: raw gate, [B, T, HV] or [tokens, HV], of KDA per key channel, and with lower_bound a bounded one; b: logit of beta, like [B, T, HV]
+    intermediate_states_buffer: [rows, cache_steps, HV, V, K] of the states' dtype receives the state after each token, in the row
+    intermediate_state_indices [N]; a row that is not there is not written
+    retrieve_parent_token: [N, T or more], a draft tree, whose tokens go on from that buffer; without it as any tokens, as there
+    Raises UnsupportedError for rings, CuTe DSL's rounding, and another softplus than beta = 1, threshold = 20.
+    """
+    name = "sglang's fused_sigmoid_gating_delta_rule_update"
+    pairs = {
+        "cache_ring: ssmgen's ring keeps other tensors": cache_ring,
+        "match_cutedsl_decode: the rounding of another kernel": match_cutedsl_decode,
+        "initial_state_source is None: ssmgen's states are a pool": initial_state_source is None,
+        "lower_bound: of KDA's gate only": lower_bound is not None and not is_kda,
+        f"a softplus with beta {softplus_beta} and threshold {softplus_threshold}, not 1 and 20": (
+            (softplus_beta, softplus_threshold) != (1.0, 20.0)
+        ),
+    }
+    if reasons := [reason for reason, present in pairs.items() if present]:
+        raise UnsupportedError(name, reasons)
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    kept: dict[str, Tensor | None] = {}
+    if intermediate_states_buffer is not None:
+        tree = _first(retrieve_parent_token, sequences)
+        kept = {
+            "intermediate_states": _steps_of(name, intermediate_states_buffer, cache_steps, intermediate_state_indices),
+            "intermediate_state_indices": _first(intermediate_state_indices, sequences),
+            "parents": tree if tree is None or cu_seqlens is not None else tree[:, : v.shape[1]],
+        }
+    return gated_delta.from_logits(
+        initial_state_source, q, k, v, a, b, A_log, dt_bias, is_kda, lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
+        state_indices=_first(initial_state_indices, sequences), cu_seqlens=cu_seqlens, update_state=not disable_state_update, **kept,
+    )  # fmt: skip
+
+
+@_takes()
+def merge_state(
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output: Tensor | None = None,
+    output_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(output, output_lse), new if not given. Outputs [tokens, heads, head_dim], LSEs [tokens, heads] f32, natural logarithms."""
+    output = torch.empty_like(prefix_output) if output is None else output
+    output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse
+    combine_splits((prefix_output, suffix_output), (prefix_lse, suffix_lse), out=output, lse_out=output_lse)
+    return output, output_lse
+
+
+_MAMBA, _ATTENTION = "sglang.kernels.ops.mamba", "sglang.kernels.ops.attention"
+_LAYERS = "sglang.srt.layers.attention"
+_ENGINE = replacing.Engine(
+    "sglang", "0.5.23",
+    [
+        replacing.Replacement(f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update),
+        replacing.Replacement(f"{_MAMBA}.triton_ops.ssd_combined", "mamba_chunk_scan_combined", mamba_chunk_scan_combined),
+        replacing.Replacement(f"{_LAYERS}.mamba.mamba1", _mamba.METHOD, _mamba.selective_scan),
+        replacing.Replacement(f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update", causal_conv1d_update_triton),
+        replacing.Replacement(f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
+        replacing.Replacement(f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn),
+        replacing.Replacement(
+            f"{_ATTENTION}.fla.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode",
+            fused_recurrent_gated_delta_rule_packed_decode,
+        ),
+        replacing.Replacement(
+            f"{_ATTENTION}.linear.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update",
+            fused_sigmoid_gating_delta_rule_update,
+        ),
+        *_delta.REPLACEMENTS,
+        *_steps.REPLACEMENTS,
+        replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
+        replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
+        replacing.Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),
+        replacing.Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
+    ],
+)  # fmt: skip
+
+
+def register() -> dict[str, str]:
+    """SGLang's plugin (entry point sglang.srt.plugins): replaces its functions by those of this module, in this process.
+
+    Returns what became of each, {place: words}; {} where SGLang is not installed, or torch has no CUDA. A function of other parameters than
+    in SGLang 0.5.23 is left as it is, as is one that the variable SSMGEN_ENGINE_KEEP names. Calls that ssmgen refuses go to SGLang's own.
+    Raises ArgumentError if the variable names something else.
+    """
+    return _ENGINE.register()
+
+
+def unregister() -> None:
+    """Gives every name its function of SGLang's back."""
+    _ENGINE.unregister()

@@ -1,0 +1,77 @@
+"""SGLang's function of Lightning attention by segments, as in SGLang 0.5.23: what its backend calls for prompts and for decode steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError, UnsupportedError
+from ...families.chunk_scan.attention import chunk_lightning_attn
+from ...families.linear_attention.call import lightning_attn
+from ..shared import delta_prompts as _prompts
+from ..shared.gated_delta import new_output as _new_output
+from ..shared.operands import takes as _takes
+
+
+@_takes(q="[tokens, H, K]", k="[tokens, H, K]", v="[tokens, H, V]", s="[slots, H, K, V]")
+def seg_la_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    decay_scales: Tensor,
+    meta: Any,
+    caches: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    track_lens: Tensor | None = None,
+    track_state_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """output [tokens, H, V] of q's dtype; the states of the slots are updated in place.
+
+    q, k: [tokens, H, K], packed   v: [tokens, H, V]   s: [slots, H, K, V], a pool   decay_scales: as many elements as [H], slopes
+    meta: SGLang's SegLaMeta: batch_size sequences, q_offsets [N + 1] where they begin, s_offsets [N] their slots, s_scales [N] whether
+        their states are read. With no more tokens than sequences each has one, and goes on from its state
+    A sequence whose slot is negative, or none of the pool's, touches no state; its output, of a prompt, is as from zeros.
+    The states of a prompt are turned ahead of the kernel and behind it. Raises UnsupportedError for states at other places than the end
+    (track_lens) and for verification of drafts (caches, meta.mask).
+    """
+    name = "sglang's seg_la_fwd"
+    given = {"caches": caches, "track_lens": track_lens, "meta.mask": getattr(meta, "mask", None)}
+    if reasons := [f"{what} is given: states of drafts, or at other places than the end" for what, t in given.items() if t is not None]:
+        raise UnsupportedError(name, reasons)
+    count, slots, starts, read = meta.batch_size, meta.s_offsets, meta.q_offsets, meta.s_scales
+    slope = decay_scales.reshape(-1)
+    if q.shape[0] <= count:
+        out = _new_output(q, v)
+        lightning_attn(s, q, k, v, slope, scale=softmax_scale, state_layout="kv", state_indices=slots[: q.shape[0]], out=out)
+        return out
+    indices = {"meta.s_offsets": slots, "meta.q_offsets": starts}
+    problems = _prompts.objections(v, indices, {"s": s}) or [
+        f"{what} is {list(t.shape)} for {count} sequences"
+        for what, t, n in (("meta.s_offsets", slots, count), ("meta.q_offsets", starts, count + 1), ("meta.s_scales", read, count))
+        if t.shape[0] < n
+    ]
+    if problems:
+        raise ArgumentError(name, problems)
+    slots, starts, read = slots[:count], starts[: count + 1], read[:count] > 0
+    before = _prompts.gathered(s, slots).masked_fill_(~read[:, None, None, None], 0)
+    out, after = _new_output(q, v), s.new_empty((count, s.shape[1], s.shape[3], s.shape[2]))
+    _prompts.run(
+        chunk_lightning_attn, (q, k, v, slope), out, initial_states=before.transpose(-1, -2), last=after, cu_seqlens=starts,
+        scale=softmax_scale,
+    )  # fmt: skip
+    _scatter(s, slots, after.transpose(-1, -2))
+    return out
+
+
+def _scatter(pool: Tensor, slots: Tensor, states: Tensor) -> None:
+    """Writes states to their slots of a pool, without a look of the host. A row of no slot writes what the first row that has one does."""
+    if not pool.shape[0] or not slots.shape[0]:
+        return
+    there = (slots >= 0) & (slots < pool.shape[0])
+    rows = torch.where(there, torch.arange(slots.shape[0], device=slots.device), there.int().argmax())
+    place = slots[rows].clamp(0, pool.shape[0] - 1).long()
+    pool.index_copy_(0, place, torch.where(there.any(), states[rows], pool[place]))

@@ -1,0 +1,84 @@
+"""SGLang's functions for prompts of Mamba-1 and Mamba-2, as in SGLang 0.5.23."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+from ...families.selective_scan.call import selective_scan as _selective_scan
+from ..shared import mamba_prompts as _prompts
+from ..shared.operands import takes as _takes
+
+METHOD = "MambaMixer1._selective_scan"
+
+
+@_takes(x="[T, D]", dt="[T, D]", B="[T, N]", C="[T, N]", h0="[D, N]")
+def selective_scan(*, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+    """One sequence of Mamba-1, of steps dt behind their softplus: (the state after it [D, N] of h0's dtype, outputs [T, D]).
+
+    x, dt: [T, D]   A: [D, N]   B, C: [T, N]   h0: [D, N], the state ahead of it
+    """
+    y, states = _selective_scan(x[None], dt[None], A, B[None], C[None], initial_states=h0[None], return_final_states=True)
+    return states[0], y[0]
+
+
+@_takes(
+    "return_final_states return_varlen_states return_intermediate_states return_track_states",
+    **_prompts.PADDED,
+    out=_prompts.ROWS,
+    track_seq_idx="[count]",
+    track_end_locs="[count]",
+)
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_offsets: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    out: Tensor | None = None,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    return_intermediate_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+    return_track_states: bool = False,
+    track_seq_idx: Tensor | None = None,
+    track_end_locs: Tensor | None = None,
+) -> Tensor | tuple[Tensor | None, ...] | None:
+    """Prompts of Mamba-2: writes out [batch, T, H, P], and returns states. x, z: like out; dt [batch, T, H]; B, C [batch, T, G, N].
+
+    return_varlen_states: sequences are packed in one row, as cu_seqlens [sequences + 1] says; initial_states [sequences, H, P, N], and the
+        states after each are returned. Without it rows are sequences, parted by seq_idx; initial_states [batch, H, P, N]
+    return_final_states: [batch, H, P, N] f32, after each row
+    return_intermediate_states: [batch, chunks, H, P, N], before each chunk of chunk_size tokens of a row; the first is the initial state
+    return_track_states: those, the varlen states, and [1, count, H, P, N], after track_end_locs [count] tokens of the packed row; None
+        without track_end_locs or track_seq_idx
+    state_dtype: that of all but the final ones; C's if None
+    Returns what is asked for, in the order intermediate, final, varlen; None for nothing.
+    chunk_indices, chunk_offsets and, of packed sequences, seq_idx follow from the others: ignored. States between chunks are f32.
+    """
+    name = "sglang's mamba_chunk_scan_combined"
+    if return_track_states and not return_varlen_states:
+        raise ArgumentError(name, ["return_track_states goes with return_varlen_states, for packed sequences"])
+    tracked = return_track_states and track_seq_idx is not None and track_end_locs is not None and track_end_locs.numel() > 0
+    chunks, final = return_track_states or return_intermediate_states, return_final_states and not return_track_states
+    wanted = _prompts.Wanted(chunks, final, return_varlen_states, track_end_locs if tracked else None)
+    written = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    found = _prompts.combined(
+        name, wanted, _prompts.Operands(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit), written, chunk_size=chunk_size,
+        initial_states=initial_states, seq_idx=seq_idx, cu_seqlens=cu_seqlens, state_dtype=state_dtype,
+    )  # fmt: skip
+    if return_track_states:
+        return found.chunks, found.varlen, found.ends
+    return _prompts.only((found.chunks, found.final, found.varlen))

@@ -1,0 +1,148 @@
+"""SGLang's packed decode step of Kimi delta attention, its convolution of prompts in Triton, its gated norm of Mamba-2's layers and merged
+attention of its kernel package, as in SGLang 0.5.23."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError, UnsupportedError
+from ...families.causal_conv1d.call import causal_conv1d as _conv
+from ...families.combine_splits.call import combine_splits
+from ...families.linear_attention.call import kda as _kda
+from ..shared import engine_norms as _norms
+from ..shared import gated_delta
+from ..shared.engine_norms import rms_norm_gated as rms_norm_gated
+from ..shared.gated_delta import first as _first
+from ..shared.gated_delta import shaped as _shaped
+from ..shared.operands import takes as _takes
+from ..shared.replacing import Replacement
+
+
+@_takes(**gated_delta.PACKED)
+def fused_recurrent_kda_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token per sequence; writes and returns out [B, 1, HV, V] and initial_state [slots, HV, V, K]. Slots below 0 are padding.
+
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v behind each other   a: [B, HV K], raw gate   b: [B, HV], logit of beta
+    A_log, dt_bias: [HV], [HV K]   lower_bound: the log decay is lower_bound sigmoid(e^A_log (a + dt_bias))   ssm_state_indices: [B]
+    """
+    name = "fused_recurrent_kda_packed_decode"
+    q, k, v = gated_delta.unpacked(name, mixed_qkv, initial_state)
+    B, HV, _ = v.shape
+    _kda(
+        initial_state, q, k, v, _shaped(a, (B, HV, k.shape[-1])), b, A_log, dt_bias, lower_bound=lower_bound,
+        use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale, state_indices=_first(ssm_state_indices, B),
+        out=gated_delta.of_one_token(name, out),
+    )  # fmt: skip
+    return out, initial_state
+
+
+@_takes(
+    x="[dim, tokens]", weight="[dim, width]", conv_states="[slots, dim, state_len]", query_start_loc="[batch + 1]",
+    cache_indices="[batch]", has_initial_state="[batch]",
+)  # fmt: skip
+def causal_conv1d_fn_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_cpu: Sequence[int],
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: bool | str | None = "silu",
+    pad_slot_id: int = -1,
+    validate_data: bool = False,
+    block_table: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """x [dim, tokens] -> a new tensor laid out like it; conv_states in place: causal_conv1d_fn of sglang.kernels.ops.mamba's
+    causal_conv1d_triton, which layers of Kimi delta attention call for prompts.
+
+    conv_states: [slots, dim, width - 1 or more] of x's dtype, whose first width - 1 entries are the history
+    seq_lens_cpu and validate_data change no result: ignored, as other keywords are there
+    Raises UnsupportedError with block_table, of states in several slots.
+    """
+    if block_table is not None:
+        raise UnsupportedError("sglang's causal_conv1d_fn", ["block_table: a sequence has one slot here"])
+    sequences = query_start_loc.shape[0] - 1
+    found: Any = _conv(
+        x, weight, bias, activation="silu" if activation is True else activation or None, query_start_loc=query_start_loc,
+        conv_states=conv_states[..., : weight.shape[1] - 1], conv_state_indices=_first(cache_indices, sequences),
+        has_initial_state=_first(has_initial_state, sequences), pad_slot_id=pad_slot_id,
+    )  # fmt: skip
+    out: Tensor = found
+    return out
+
+
+@_takes("norm_before_gate is_rms_norm")
+def mixer2_rms_norm_gated(
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+    activation: str = "swish",
+) -> Tensor:
+    """x [*rows, channels] -> a new tensor like it: its RMS norm, gated by act(z), which is like x, or of x [tokens * heads, size]
+    [tokens, heads, size]. The function rms_norm_gated of sglang.kernels.ops.attention.fla.layernorm_gated.
+
+    weight: [channels]   group_size: channels of a group, None for all   norm_before_gate: z is applied behind the norm, else ahead of it
+    activation: "swish", "silu" or "sigmoid"   Without is_rms_norm the mean is subtracted.
+    Raises UnsupportedError for a bias of an RMS norm.
+    """
+    name, shape = "sglang's rms_norm_gated", x.shape
+    if z is not None and z.dim() == 3 and x.dim() == 2:
+        x = _shaped(x, tuple(z.shape))
+        if x.dim() == 2:
+            raise ArgumentError(name, [f"z is {list(z.shape)} and x {list(shape)}: they have as many elements"])
+    found = _norms.normed(
+        name, x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation,
+        is_rms_norm=is_rms_norm,
+    )  # fmt: skip
+    return found.view(shape)
+
+
+@_takes()
+def merge_state_v2(
+    v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor | None = None, s_merged: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(v_merged, s_merged), new if not given: what two parts of an attention come to. The function of sgl_kernel.
+
+    v_a, v_b, v_merged: [tokens, heads, head_dim]   s_a, s_b, s_merged: [tokens, heads], natural logarithms, s_merged of f32
+    """
+    s_a, s_b = (s if s.dtype == torch.float32 else s.float() for s in (s_a, s_b))
+    v_merged = torch.empty_like(v_a) if v_merged is None else v_merged
+    s_merged = torch.empty_like(s_a) if s_merged is None else s_merged
+    combine_splits((v_a, v_b), (s_a, s_b), out=v_merged, lse_out=s_merged)
+    return v_merged, s_merged
+
+
+_KERNELS, _LAYERS = "sglang.kernels.ops", "sglang.srt.layers.attention"
+_FLA = f"{_KERNELS}.attention.fla"
+REPLACEMENTS = [
+    Replacement(f"{_FLA}.fused_recurrent", "fused_recurrent_kda_packed_decode", fused_recurrent_kda_packed_decode),
+    Replacement(f"{_KERNELS}.mamba.causal_conv1d_triton", "causal_conv1d_fn", causal_conv1d_fn_triton),
+    Replacement(f"{_FLA}.fused_norm_gate", "rms_norm_gated", rms_norm_gated, traced=True),
+    Replacement(f"{_FLA}.layernorm_gated", "rms_norm_gated", mixer2_rms_norm_gated, traced=True),
+    Replacement(f"{_LAYERS}.flashattention_backend", "merge_state_v2", merge_state_v2),
+]

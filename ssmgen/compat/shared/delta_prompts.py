@@ -1,0 +1,137 @@
+"""What drop-ins for prompts of delta rules have in common: rows as kernels read them, states of several dtypes, and their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...calls.checks import DTYPES, overlaps_itself
+from ...errors import ArgumentError
+from ...families.chunk_delta_rule.call import chunk_delta_rule, chunk_gated_delta_rule
+
+CHUNK = 64  # tokens, counted from a sequence's start: the places where a state can be asked for
+
+# Of `takes`: what all that look like flash-linear-attention's function have.
+PACKED = {"q": "[B, T, H, K]", "k": "[B, T, H, K]", "v": "[B, T, HV, V]", "g": "[B, T, HV]", "beta": "[B, T, HV]", "cu_seqlens": "[N + 1]"}
+
+
+class Operands(NamedTuple):
+    """What every call has."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None  # None for a plain delta rule
+    beta: Tensor
+
+
+def scan(operands: Operands, out: Tensor, **states: Any) -> None:
+    """The delta rule of a prompt into out; what else it takes is run's."""
+    if operands.g is None:
+        run(chunk_delta_rule, (*operands[:3], operands.beta), out, **states)
+    else:
+        run(chunk_gated_delta_rule, operands, out, **states)
+
+
+def run(
+    function: Callable[..., Any], operands: Sequence[Tensor | None], out: Tensor, *, initial_states: Tensor | None = None,
+    last: Tensor | None = None, state: Tensor | None = None, positions: Tensor | None = None, checkpoints: Tensor | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """A function of prompts into out, into `last` or the slots of a pool `state`, and at positions into checkpoints.
+
+    A kernel has one dtype for all states: the pool's, or theirs, or where they differ f32, from which each is rounded once. To a pool of
+    16 bits, states to start from must be of its dtype.
+    """
+    given = [t for t in (initial_states, last, checkpoints) if t is not None]
+    dtypes = {t.dtype for t in given} if state is None else {state.dtype}
+    held = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    if initial_states is not None:
+        if not initial_states[:1, :1].is_contiguous():
+            initial_states = initial_states.contiguous()
+        if held == torch.float32 and initial_states.dtype in DTYPES:
+            initial_states = initial_states.to(held)
+    final, kept = (_as_held(function.__name__, n, t, held) for n, t in (("final_states", last), ("checkpoints", checkpoints)))
+    more: dict[str, Any] = {"initial_states": initial_states, "final_states_out": final, "state": state, "checkpoint_positions": positions}
+    more |= options | {"checkpoints_out": kept, "out": out}
+    rows = [t if t is None or t.dim() < out.dim() or t.stride(-1) == 1 else t.contiguous() for t in operands]
+    function(*rows, **{name: value for name, value in more.items() if value is not None})
+    if last is not None and final is not None and final is not last:
+        last.copy_(final)
+    if checkpoints is not None and kept is not None and kept is not checkpoints:
+        checkpoints.copy_(kept)
+
+
+def _as_held(function: str, name: str, t: Tensor | None, held: torch.dtype) -> Tensor | None:
+    """A tensor that receives states, as the kernel is given it: itself, or a copy of the kernel's dtype.
+
+    Raises ArgumentError for what a copy hides from the call's own checks.
+    """
+    if t is None or t.dtype == held or t.dtype not in DTYPES:
+        return t
+    if overlaps_itself(t):
+        raise ArgumentError(function, [f"{name} has strides {list(t.stride())}: two of its elements share memory"])
+    return t.to(held)
+
+
+def sequences_of(v: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Rows of a batch, or packed sequences."""
+    return v.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
+
+
+def states_of(q: Tensor, v: Tensor, count: int, layout: str = "vk") -> Tensor:
+    """New ones, f32: [count, HV, V, K], or of layout "kv" [count, HV, K, V]."""
+    last = (v.shape[-1], q.shape[-1])
+    return v.new_empty((count, v.shape[-2], *(last if layout == "vk" else last[::-1])), dtype=torch.float32)
+
+
+def objections(v: Tensor, indices: Mapping[str, Tensor | None], pools: Mapping[str, Tensor | None] | None = None) -> list[str]:
+    """What is wrong of indices and pools that are computed with ahead of a call, whose checks would say it."""
+    found = []
+    for name, t in indices.items():
+        if t is not None and (t.dim() != 1 or t.dtype not in (torch.int32, torch.int64) or t.device != v.device):
+            given = f"{t.dtype} {list(t.shape)} on {t.device}".removeprefix("torch.")
+            found.append(f"{name} is {given}, not int32 or int64, of one axis, on {v.device}")
+    pools = {} if pools is None else pools
+    return found + [f"{name} is on {t.device}, v is on {v.device}" for name, t in pools.items() if t is not None and t.device != v.device]
+
+
+def gathered(pool: Tensor, slots: Tensor) -> Tensor:
+    """A copy of these slots' states; zeros for a slot that is none of the pool's."""
+    if not pool.shape[0]:
+        return pool.new_zeros((slots.shape[0], *pool.shape[1:]))
+    missing = (slots < 0) | (slots >= pool.shape[0])
+    return pool[slots.masked_fill(missing, 0)].masked_fill_(missing[:, None, None, None], 0)
+
+
+def places(
+    name: str, v: Tensor, tokens: int, cu_seqlens: Tensor | None, checkpoints: Tensor | None, first: Tensor | None, problems: list[str]
+) -> Tensor | None:
+    """[count], ascending: multiples of so many tokens behind a sequence's start, one for each row of checkpoints; None for no tokens.
+
+    first: [N + 1], the row of each sequence's first place, and behind all of them how many there are. Rows from there on get places behind
+    the last sequence, which are nobody's.
+    Raises ArgumentError for `problems`, and for what does not go together.
+    """
+    problems += ["cu_seqlens is None: sequences are packed, and it says where they begin"] if cu_seqlens is None else []
+    if not 0 <= tokens < 2**31 or tokens % CHUNK:
+        problems.append(f"checkpoint_every_n_tokens is {tokens}, not a multiple of {CHUNK}, or 0 for no checkpoints")
+    if tokens and (checkpoints is None or first is None):
+        problems.append("checkpoint_every_n_tokens needs state_checkpoints and checkpoint_cu_starts")
+    if not tokens and not (checkpoints is None and first is None):
+        problems.append("state_checkpoints and checkpoint_cu_starts must be None without checkpoint_every_n_tokens")
+    if first is not None and cu_seqlens is not None:
+        problems += objections(v, {"cu_seqlens": cu_seqlens, "checkpoint_cu_starts": first})
+        if first.shape != cu_seqlens.shape or not first.numel():
+            found = f"{list(first.shape)} and {list(cu_seqlens.shape)}"
+            problems.append(f"checkpoint_cu_starts and cu_seqlens are {found}, not [N + 1] both")
+    if problems or cu_seqlens is None:
+        raise ArgumentError(name, problems)
+    if checkpoints is None or first is None:
+        return None
+    ordinal = torch.arange(1, checkpoints.shape[0] + 1, dtype=first.dtype, device=v.device)
+    owner = torch.searchsorted(first[1:], ordinal)
+    return torch.add(torch.sub(cu_seqlens, first, alpha=tokens)[owner].long(), ordinal, alpha=tokens)

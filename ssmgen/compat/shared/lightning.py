@@ -1,0 +1,50 @@
+"""MiniMax's functions of Lightning attention, which vLLM 0.33 and SGLang 0.5.23 have alike: one of prompts, one of a decode step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+from ...families.chunk_scan.attention import chunk_lightning_attn
+from ...families.linear_attention.call import lightning_attn
+from . import delta_prompts as _prompts
+from .operands import takes as _takes
+
+_ROWS = {"q": "[B, H, T, K]", "k": "[B, H, T, K]", "v": "[B, H, T, V]"}
+
+
+@_takes(**_ROWS, kv_history="[B, H, K, V]")
+def lightning_attention(
+    q: Tensor, k: Tensor, v: Tensor, ed: Tensor, block_size: int = 256, kv_history: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(output [B, H, T, V] of q's dtype, f32 states after the last token [B, H, 1, K, V]); the scale is one.
+
+    q, k: [B, H, T, K]   v: [B, H, T, V]   ed: as many elements as [H], slopes; the decay of a token is e^-slope
+    kv_history: [B, H, K, V], the states before the first token, zeros if None; it is not written   block_size: ignored
+    The engines' own return the states ahead of all blocks too, of which their layers look at the last one only.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = torch.empty_like(v.transpose(1, 2), dtype=q.dtype, memory_format=torch.contiguous_format)
+    final = _prompts.states_of(q, v, v.shape[0])
+    before = None if kv_history is None else kv_history.transpose(-1, -2)
+    _prompts.run(chunk_lightning_attn, (q, k, v, ed.reshape(-1)), out.transpose(1, 2), initial_states=before, last=final, scale=1.0)
+    return out, final.transpose(-1, -2).unsqueeze(2)
+
+
+@_takes(q="[B, H, 1, K]", k="[B, H, 1, K]", v="[B, H, 1, V]", kv_caches="[slots, H, K, V]", slot_idx="[B]")
+def linear_decode_forward_triton(
+    q: Tensor, k: Tensor, v: Tensor, kv_caches: Tensor, slope_rate: Tensor, slot_idx: Tensor, BLOCK_SIZE: int = 32
+) -> Tensor:
+    """output [B, H V] of q's dtype; the states of the slots are updated in place, and the scale is one.
+
+    q, k: [B, H, 1, K]   v: [B, H, 1, V]   kv_caches: [slots, H, K, V], a pool   slope_rate: as many elements as [H]
+    slot_idx: [B], slots; a negative one, or none of the pool's, is padding: a zero output   BLOCK_SIZE: ignored
+    """
+    if problems := [f"{n} is {list(t.shape)}, not one token" for n, t in (("q", q), ("k", k), ("v", v)) if t.shape[2] != 1]:
+        raise ArgumentError("linear_decode_forward_triton", problems)
+    out = torch.empty((v.shape[0], v.shape[1], v.shape[3]), dtype=q.dtype, device=v.device)
+    lightning_attn(
+        kv_caches, q[:, :, 0], k[:, :, 0], v[:, :, 0], slope_rate.reshape(-1), scale=1.0, state_layout="kv", state_indices=slot_idx, out=out
+    )
+    return out.flatten(1)

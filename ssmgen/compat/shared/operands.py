@@ -1,0 +1,92 @@
+"""What drop-in functions say of arguments that are none of theirs. What their operands hold, and whether they fit, ssmgen's own functions
+check; these here only make views of them, and have written nothing until then."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from ...calls.checks import oddity
+from ...errors import ArgumentError
+
+P = ParamSpec("P")  # type checkers read no assignment of both P and R
+R = TypeVar("R")
+# Of an annotation's words, the type that it lets through, and how a message calls it. Of what has another word, or is named by a string,
+# the function knows which there are.
+_KINDS: Mapping[str, type] = {"Tensor": Tensor, "bool": bool, "int": Integral, "float": Real, "None": type(None)}
+_CALLED = {"Tensor": "a tensor", "bool": "True or False", "int": "an integer", "float": "a number", "None": "None"}
+
+
+def one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The result of a call that asks for no more than the output."""
+    assert isinstance(result, Tensor)
+    return result
+
+
+def two(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The results of a call that asks for two."""
+    assert isinstance(result, tuple)
+    return result
+
+
+def takes(flags: str = "", **shapes: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function whose arguments are of the kinds that its annotations say, and whose operands here have as many axes as one of the
+    shapes in words, "[batch, dim] or [batch, dim, T]".
+
+    flags: names of those that the function itself decides by. They are looked at ahead, as anything goes for one in Python
+
+    It raises ArgumentError for all that is wrong of that. All else is looked at where the function fails, and then comes before what it
+    says itself: ahead of each call that costs the host 2 us and more.
+    """
+
+    def checked(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        decided = [(list(parameters).index(name), name, parameters[name].default) for name in flags.split()]
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = len(args)
+            for place, name, default in decided:
+                flag = args[place] if place < given else kwargs.get(name, default)
+                if flag is not True and flag is not False and flag is not default:
+                    _check(function, shapes, args, kwargs)
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                _check(function, shapes, args, kwargs)
+                raise
+
+        return call
+
+    return checked
+
+
+def _check(function: Callable[..., Any], shapes: Mapping[str, str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ArgumentError for what is of the wrong kind or has the wrong number of axes."""
+    signature = inspect.signature(function)
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # no such parameter, or one too few: the call itself says so
+        return
+    problems: list[str] = []
+    for name, value in given.items():
+        words = str(signature.parameters[name].annotation).split(" | ")
+        if not set(words) <= _KINDS.keys():
+            continue
+        if not isinstance(value, tuple(_KINDS[word] for word in words)) or (isinstance(value, bool) and "bool" not in words):
+            found = "None" if value is None else f"a {type(value).__name__}"
+            problems.append(f"{name} is {found}, not {' or '.join(_CALLED[word] for word in words)}")
+        elif isinstance(value, Tensor):
+            axes = {shape.count(",") + 1 for shape in re.findall(r"\[.*?\]", shapes.get(name, ""))}
+            if (odd := oddity(value)) is not None:
+                problems.append(f"{name} is {odd}")
+            elif axes and value.dim() not in axes:
+                problems.append(f"{name} is {list(value.shape)}, not {shapes[name]}")
+    if problems:
+        raise ArgumentError(f"{function.__module__.rpartition('.')[2]}'s {function.__name__}", problems) from None

@@ -1,0 +1,286 @@
+"""Puts ssmgen's functions in the place of an engine's, in this process, and takes them back.
+
+A function is replaced where it is defined, as soon as that module has been executed, so that whoever imports it by name later gets the
+replacement. Names that hold it already, in the engine's own modules, are rebound. Nothing of the engine is imported for this: some of
+its modules ask for the GPU when they are imported, and the processes that load plugins may still fork.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, all_suffixes
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from ...errors import ArgumentError, CaptureError, NotBuiltError, UnsupportedError
+from ...settings import kept_functions
+
+# Raised before anything is launched or written, so that the engine's own function can still do the call.
+REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
+
+# What SSMGEN_ENGINE_KEEP can name, of all engines.
+NAMES = (
+    "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
+    "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "fused_gdn_decode_post_conv_mtp", "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_kda", "fused_recurrent_kda_fwd",
+    "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update", "layer_norm_fwd", "lightning_attention",
+    "linear_decode_forward_triton", "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state",
+    "merge_state_v2", "rms_norm_gated", "seg_la_fwd", "selective_scan_fn", "selective_state_update", "MambaMixer1._selective_scan",
+    "TritonGDNKernel.extend",
+)  # fmt: skip
+
+# What warm() is to those who do not make the calls themselves.
+IN_AN_ENGINE = "\nIn an engine, a step of the same batch size ahead of the capture does that."
+
+REPLACED, WAITING = "replaced", "replaced when it is imported"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """module: where the engine defines the function; name: its name there, of a method Class.name; function: ours, of the same parameters.
+
+    says: attributes that its class gets too, where the engine looks up what the method can do
+    behind: makes of the engine's own one the method that does what is refused, as its class now says more than that can do
+    traced: torch.compile may trace calls of it, which stay the engine's own
+    """
+
+    module: str
+    name: str
+    function: Callable[..., Any]
+    says: Mapping[str, Any] = field(default_factory=dict)
+    behind: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    traced: bool = False
+
+    @property
+    def place(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Engine:
+    """One engine's replacements, in this process. package: its top-level module; version: the one they were written against."""
+
+    def __init__(self, package: str, version: str, replacements: Sequence[Replacement]):
+        self.package, self.version, self.replacements = package, version, tuple(replacements)
+        self.log = logging.getLogger(f"{package}.ssmgen")  # below the engine's logger, so that its settings apply
+        self.finder = _Finder(self)
+        self.undo: list[Callable[[], None]] = []  # of each replacement that was made; of a module that was executed twice, both
+        self.outcome: dict[str, str] = {}
+
+    def register(self) -> dict[str, str]:
+        """{place: what became of it}. A second call changes nothing; without the engine, and without CUDA, there is nothing to do."""
+        if self.finder in sys.meta_path:
+            return dict(self.outcome)
+        if not _locations(self.package):
+            return {}
+        if torch.version.cuda is None:
+            self.log.info("ssmgen replaces nothing: this torch is not built for CUDA")
+            return {}
+        kept = self._kept()
+        self._compare_versions()
+        for r in self.replacements:
+            if r.name in kept or "all" in kept:
+                self._keep(r, "SSMGEN_ENGINE_KEEP names it", logging.INFO)
+            elif r.module in sys.modules:
+                self.replace(r, sys.modules[r.module])
+            elif self._has_module(r.module):
+                self.outcome[r.place] = WAITING
+            else:
+                self._keep(r, f"there is no such module; ssmgen was written against {self.package} {self.version}")
+        sys.meta_path.insert(0, self.finder)
+        return dict(self.outcome)
+
+    def unregister(self) -> None:
+        """Every name that holds one of ours gets the engine's function back; nothing is replaced from here on."""
+        if self.finder in sys.meta_path:
+            sys.meta_path.remove(self.finder)
+        for undo in self.undo:
+            undo()
+        self.undo, self.outcome = [], {}
+
+    def replace(self, r: Replacement, module: ModuleType) -> None:
+        """Replaces r in its module, which has been executed, and wherever the engine has imported it to."""
+        of_class, _, name = r.name.rpartition(".")
+        owner: Any = vars(module).get(of_class) if of_class else module
+        original = None if owner is None else vars(owner).get(name)
+        if original is None:
+            self._keep(r, f"there is no such function; ssmgen was written against {self.package} {self.version}")
+        elif drift := differences(r.function, original):
+            self._keep(r, f"its parameters are not those of {self.package} {self.version}: {'; '.join(drift)}")
+        else:
+            ours = _with_the_original_behind(r, original, self.log)
+            if of_class:
+                method = staticmethod(ours) if isinstance(original, staticmethod) else ours
+                self.undo.append(_given(owner, {name: method, **r.says}))
+            else:
+                self._rebind(original, ours)
+                self.undo.append(partial(self._rebind, ours, original))
+            self.outcome[r.place] = REPLACED
+            self.log.info("ssmgen replaces %s", r.place)
+
+    def executed(self, module: ModuleType) -> None:
+        """Called when one of the modules has been imported."""
+        for r in self.replacements:
+            if r.module == module.__name__ and self.outcome.get(r.place) in (WAITING, REPLACED):
+                self.replace(r, module)
+
+    def _has_module(self, name: str) -> bool:
+        """Whether there is a file for it. find_spec would import the packages around it."""
+        inner = name.split(".")[1:]
+        for location in _locations(self.package):
+            folder, stem = Path(location, *inner[:-1]), inner[-1]
+            if (folder / stem).is_dir() or any((folder / (stem + suffix)).is_file() for suffix in all_suffixes()):
+                return True
+        return False
+
+    def _keep(self, r: Replacement, why: str, level: int = logging.WARNING) -> None:
+        self.outcome[r.place] = f"kept: {why}"
+        self.log.log(level, "ssmgen leaves %s as it is: %s", r.place, why)
+
+    def _rebind(self, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+        for name, module in list(sys.modules.items()):
+            if name == self.package or name.startswith(f"{self.package}."):
+                for attribute in [a for a, value in getattr(module, "__dict__", {}).items() if value is old]:
+                    setattr(module, attribute, new)
+
+    def _kept(self) -> frozenset[str]:
+        kept = kept_functions()
+        if unknown := sorted(kept - {"all", *NAMES}):
+            raise ArgumentError(
+                f"ssmgen.compat.{self.package}.register",
+                [f"SSMGEN_ENGINE_KEEP names {', '.join(unknown)}; it knows all, {', '.join(NAMES)}"],
+            )
+        return kept
+
+    def _compare_versions(self) -> None:
+        try:
+            found = metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            found = "of unknown version"
+        if found.partition("+")[0] != self.version:  # behind the + is the CUDA that a wheel was built for
+            message = "ssmgen was written against %s %s, and this is %s: functions whose parameters differ are left as they are"
+            self.log.warning(message, self.package, self.version, found)
+
+
+def _locations(package: str) -> list[str]:
+    """The directories of a package that is installed; a directory of that name alone is none."""
+    if package in sys.modules:
+        return list(getattr(sys.modules[package], "__path__", []))
+    spec = find_spec(package)
+    return list(spec.submodule_search_locations or []) if spec and spec.origin else []
+
+
+def differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:
+    """How the parameters differ, in words: names, order, kinds and defaults count, annotations do not."""
+    try:
+        mine, found = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+    except (TypeError, ValueError) as e:
+        return [f"its parameters cannot be read ({e})"]
+    said = [f"{name} is new" for name in found if name not in mine] + [f"{name} is gone" for name in mine if name not in found]
+    for name in mine:
+        if name in found and (mine[name].kind, mine[name].default) != (found[name].kind, found[name].default):
+            said.append(f"{found[name].replace(annotation=inspect.Parameter.empty)} was {_plain(mine[name])}")
+    if not said and list(mine) != list(found):
+        said.append(f"their order is {', '.join(found)}")
+    return said
+
+
+def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
+    return parameter.replace(annotation=inspect.Parameter.empty)
+
+
+def _given(owner: type, attributes: Mapping[str, Any]) -> Callable[[], None]:
+    """Gives a class these attributes. Returns what takes them back."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+
+    def undo() -> None:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)  # inherited
+
+    return undo
+
+
+def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log: logging.Logger) -> Callable[..., Any]:
+    """Ours, for calls that it takes; the engine's for the others, with a warning, once per reason."""
+    told: set[tuple[type, str]] = set()
+    behind = original if r.behind is None else r.behind(original)
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if not torch.is_grad_enabled():
+                return r.function(*args, **kwargs)
+            with torch.no_grad():  # SGLang's one_batch records its graphs with autograd on; the engine's own have no backward either
+                return r.function(*args, **kwargs)
+        except REFUSALS as e:
+            if (kind := _kind(e)) not in told:
+                told.add(kind)
+                engine, advice = r.module.partition(".")[0], IN_AN_ENGINE if isinstance(e, CaptureError) else ""
+                log.warning("%s's own %s runs, not ssmgen's (said once for calls like this): %s%s", engine, r.name, e, advice)
+        return behind(*args, **kwargs)
+
+    if not r.traced:
+        return call
+
+    @wraps(original)
+    def run_or_traced(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if is_compiling() else call(*args, **kwargs)
+
+    return run_or_traced
+
+
+def _kind(e: Exception) -> tuple[type, str]:
+    """What a warning is said once of: a kind of error, and where arguments are refused, each reason, in which numbers do not count. So what
+    an engine's warm-up passes silences nothing that its requests meet."""
+    return type(e), re.sub(r"\d+", "#", str(e)) if isinstance(e, (ArgumentError, UnsupportedError)) else ""
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of an engine's replacements as others would, and tells the engine when they have been executed."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.modules = {r.module for r in engine.replacements}
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in self.modules:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self.engine)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    def __init__(self, loader: Loader, engine: Engine):
+        self.loader, self.engine = loader, engine
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module sees its own loader: inspect and Triton read its source through it.
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        self.engine.executed(module)

@@ -1,0 +1,329 @@
+"""vLLM's functions for Mamba, short convolutions, delta rules, Lightning attention, gated norms and merged attention, as in vLLM 0.33; and
+its plugin, `register`.
+
+Slots: null_block_id (0) is padding. A padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero
+output and touches no state; vLLM leaves some of these outputs as they were, or computes them from a state of zeros.
+Index tensors may have more rows than there are sequences, and a column per token. Operands are f32, f16 or bf16, and strided.
+
+Raise UnsupportedError for arguments that ssmgen has no kernel for, and what ssmgen's functions raise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError, UnsupportedError
+from ...families.causal_conv1d.call import causal_conv1d as _conv
+from ...families.causal_conv1d_update.call import causal_conv1d_update as _conv_update
+from ...families.linear_attention.call import gated_delta_rule as _gated_delta_rule
+from ...families.selective_state_update.call import selective_state_update as _ssu
+from ..shared import gated_delta, replacing
+from ..shared.gated_delta import first as _first
+from ..shared.lightning import lightning_attention as lightning_attention
+from ..shared.lightning import linear_decode_forward_triton as linear_decode_forward_triton
+from ..shared.operands import one as _one
+from ..shared.operands import takes as _takes
+from . import delta as _delta
+from . import norms as _norms
+from . import steps as _steps
+from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
+from .delta import chunk_kda as chunk_kda
+from .delta import chunk_kda_with_fused_gate as chunk_kda_with_fused_gate
+from .delta import chunk_kda_with_safe_gate as chunk_kda_with_safe_gate
+from .delta import fi_chunk_gated_delta_rule as fi_chunk_gated_delta_rule
+from .mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
+from .mamba import selective_scan_fn as selective_scan_fn
+from .merging import merge_attn_states as merge_attn_states
+from .norms import layer_norm_fwd as layer_norm_fwd
+from .norms import mixer2_rms_norm_gated as mixer2_rms_norm_gated
+from .norms import rms_norm_gated as rms_norm_gated
+from .steps import bailing_linear_attention_decode_spec as bailing_linear_attention_decode_spec
+from .steps import fused_gdn_decode_post_conv_mtp as fused_gdn_decode_post_conv_mtp
+from .steps import fused_recurrent_kda as fused_recurrent_kda
+from .steps import fused_recurrent_kda_fwd as fused_recurrent_kda_fwd
+from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
+from .steps import fused_recurrent_kda_with_fused_gate as fused_recurrent_kda_with_fused_gate
+from .steps import fused_recurrent_kda_with_safe_gate as fused_recurrent_kda_with_safe_gate
+
+_BY_TOKEN = "[N] or [N, T]"
+
+
+def _columns(index: Tensor) -> Tensor:
+    """An index with a column per token."""
+    return index if index.dim() == 2 else index[:, None]
+
+
+@_takes(
+    "enable_stochastic_rounding",
+    x="[tokens, dim] or [tokens, H, P]",
+    state_batch_indices=_BY_TOKEN,
+    dst_state_batch_indices=_BY_TOKEN,
+    num_accepted_tokens="[N]",
+    cu_seqlens="[N + 1]",
+)
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    z: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    dst_state_batch_indices: Tensor | None = None,
+    null_block_id: int = 0,
+    out: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    is_blackwell: bool = False,
+    enable_stochastic_rounding: bool = False,
+    cache_philox_rounds: int = 0,
+) -> None:
+    """Writes out, which is needed, and the states. One token per sequence, or with cu_seqlens [N + 1] packed sequences.
+
+    state: [slots, H, P, N] or [slots, dim, N]   x, z, out: [tokens, H, P] or [tokens, dim]; otherwise as ssmgen.selective_state_update
+    state_batch_indices: [N], or [N, T] of which the first column is read; dst_state_batch_indices: the same, None for in place
+    num_accepted_tokens: [N], the column to read is this less one (0 is like 1), and each token's state goes to its own column
+    enable_stochastic_rounding: of f16 and bf16 states, by a seed drawn on the device; cache_philox_rounds 0 is 10. Not of speculative steps
+    is_blackwell: chooses among vLLM's tile sizes; ignored
+    """
+    if out is None:
+        raise ArgumentError("vllm's selective_state_update", ["out is None, and nothing is returned"])
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    read, write = state_batch_indices, None if dst_state_batch_indices is state_batch_indices else dst_state_batch_indices
+    seed = None
+    if num_accepted_tokens is not None and read is not None:
+        read = _columns(_first(read, sequences))
+        write = read if write is None else _columns(_first(write, sequences))
+        write = write[:, :1] if cu_seqlens is None else write
+        num_accepted_tokens = _first(num_accepted_tokens, sequences).clamp(min=1)
+    else:
+        read, write = gated_delta.first_column(read, sequences), gated_delta.first_column(write, sequences)
+        if enable_stochastic_rounding:
+            seed = torch.randint(0, 2**32, (1,), device=state.device)
+    _ssu(
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=read, dst_state_indices=write,
+        num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens, rand_seed=seed, philox_rounds=cache_philox_rounds or 10,
+        pad_slot_id=_pad(null_block_id), out=out,
+    )  # fmt: skip
+
+
+@_takes(
+    x="[N, dim] or [N, dim, T]",
+    conv_state="[slots, dim, state_len]",
+    weight="[dim, width]",
+    conv_state_indices=_BY_TOKEN,
+    num_accepted_tokens="[N]",
+    query_start_loc="[N + 1]",
+)
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: bool | str | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int = -1,
+    null_block_id: int = 0,
+    validate_data: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Returns out, or x, which is overwritten if there is no out. x [N, dim], [N, dim, T], or packed [tokens, dim] with query_start_loc.
+
+    conv_state: [slots, dim, width - 1 or more] of x's dtype; without num_accepted_tokens, the first width - 1 entries are the history
+    conv_state_indices: [N], or [N, T] of which the first column is read
+    num_accepted_tokens, query_start_loc: as in ssmgen.causal_conv1d_update   max_query_len: follows from the others; ignored
+    validate_data: ssmgen always checks; ignored
+    """
+    if conv_state_indices is not None and conv_state_indices.dim() == 2:
+        conv_state_indices = gated_delta.first_column(conv_state_indices, conv_state_indices.shape[0])
+    if query_start_loc is None:
+        sequences = x.shape[0]
+        conv_state_indices = _first(conv_state_indices, sequences)
+    else:
+        sequences = query_start_loc.shape[0] - 1 if conv_state_indices is None else conv_state_indices.shape[0]
+    if num_accepted_tokens is None:
+        conv_state = conv_state[..., : weight.shape[1] - 1]
+    return _conv_update(
+        x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices,
+        num_accepted_tokens=_first(num_accepted_tokens, sequences), query_start_loc=_first(query_start_loc, sequences + 1),
+        pad_slot_id=_pad(null_block_id), out=x if out is None else out,
+    )  # fmt: skip
+
+
+@_takes(
+    weight="[dim, width]", conv_states="[slots, dim, state_len]", query_start_loc="[N + 1]", cache_indices="[N]", has_initial_state="[N]"
+)
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: str | None = "silu",
+    pad_slot_id: int = -1,
+    null_block_id: int = 0,
+    metadata: Any = None,
+    validate_data: bool = False,
+) -> Tensor:
+    """x [dim, tokens] -> a new tensor laid out like it: whole sequences, packed. conv_states [slots, dim, width - 1 or more] in place.
+
+    cache_indices, has_initial_state: [N], slot of each sequence, and whether its state is its history
+    pad_slot_id and metadata divide vLLM's work among programs, and validate_data checks: ignored
+    """
+    sequences = query_start_loc.shape[0] - 1
+    found = _conv(
+        x, weight, bias, activation=activation, query_start_loc=query_start_loc, conv_states=conv_states[..., : weight.shape[1] - 1],
+        conv_state_indices=_first(cache_indices, sequences), has_initial_state=_first(has_initial_state, sequences),
+        pad_slot_id=_pad(null_block_id),
+    )  # fmt: skip
+    return _one(found)
+
+
+@_takes(**gated_delta.PACKED)
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token per sequence; writes and returns out [B, 1, HV, V] and initial_state [slots, HV, V, K]. Slots of 0 and below are padding.
+
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v behind each other   a, b: [B, HV], raw gate and logit of beta   ssm_state_indices: [B]
+    """
+    return gated_delta.packed_decode(
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel, pad_slot_id=0
+    )  # fmt: skip
+
+
+_POOL = {"ssm_state_indices": _BY_TOKEN, "num_accepted_tokens": "[N]", "cu_seqlens": "[N + 1]"}
+
+
+@_takes("inplace_final_state", q="[B, T, HK, K]", v="[B, T, HV, V]", **_POOL)
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(a new output of q's dtype, initial_state, which is updated). q, k [B, T, HK, K]; v [B, T, HV, V]; g, beta [B, T, HV].
+
+    initial_state: [slots, HV, V, K], slots of 0 and below are padding   cu_seqlens: [N + 1], with B = 1
+    ssm_state_indices: [N] for one token per sequence, or [N, T]: each token's state goes to its own column, and the first is read
+    num_accepted_tokens: [N], instead the column that is read is this less one
+    Raises UnsupportedError without a pool, or with inplace_final_state=False.
+    """
+    name = "vllm's fused_recurrent_gated_delta_rule"
+    options = gated_delta.on_a_pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    assert initial_state is not None, "on_a_pool raises without one"
+    beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
+    out = _gated_delta_rule(
+        initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=gated_delta.new_output(q, v), **options
+    )
+    return out, initial_state
+
+
+@_takes("inplace_final_state is_kda", **gated_delta.LOGITS, **_POOL)
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    is_kda: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """fused_recurrent_gated_delta_rule of a raw gate a and a logit b of beta, both [B, T, HV] or [tokens, HV].
+
+    is_kda: the gate is per key channel, a [B, T, HV, K] (or with these axes joined) and dt_bias [HV K]
+    Raises UnsupportedError also for another softplus than beta = 1, threshold = 20.
+    """
+    name = "vllm's fused_sigmoid_gating_delta_rule_update"
+    if (beta, threshold) != (1.0, 20.0):
+        raise UnsupportedError(name, [f"the softplus of the gate has beta {beta} and threshold {threshold}, not 1 and 20"])
+    options = gated_delta.on_a_pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    assert initial_state is not None, "on_a_pool raises without one"
+    out = gated_delta.from_logits(
+        initial_state, q, k, v, a, b, A_log, dt_bias, is_kda, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, **options
+    )
+    return out, initial_state
+
+
+def _pad(null_block_id: int | None) -> int:
+    return -1 if null_block_id is None else null_block_id
+
+
+_OPS, _FLA = "vllm.model_executor.layers.mamba.ops", "vllm.third_party.flash_linear_attention.ops"
+_LIGHTNING = "vllm.model_executor.layers.lightning_attn"
+_ENGINE = replacing.Engine(
+    "vllm", "0.33.0",
+    [
+        replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update),
+        replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_scan_fn", selective_scan_fn),
+        replacing.Replacement(f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen", mamba_chunk_scan_combined_varlen),
+        replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
+        replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn),
+        replacing.Replacement(
+            f"{_FLA}.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode", fused_recurrent_gated_delta_rule_packed_decode
+        ),
+        replacing.Replacement(f"{_FLA}.fused_recurrent", "fused_recurrent_gated_delta_rule", fused_recurrent_gated_delta_rule),
+        replacing.Replacement(
+            f"{_FLA}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update", fused_sigmoid_gating_delta_rule_update
+        ),
+        *_delta.REPLACEMENTS,
+        *_steps.REPLACEMENTS,
+        *_norms.REPLACEMENTS,
+        replacing.Replacement(_LIGHTNING, "lightning_attention", lightning_attention),
+        replacing.Replacement(_LIGHTNING, "linear_decode_forward_triton", linear_decode_forward_triton),
+        replacing.Replacement("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states", merge_attn_states),
+    ],
+)  # fmt: skip
+
+
+def register() -> dict[str, str]:
+    """vLLM's plugin (entry point vllm.general_plugins): replaces its functions by those of this module, in this process.
+
+    Returns what became of each, {place: words}; {} where vLLM is not installed, or torch has no CUDA. A function of other parameters than
+    in vLLM 0.33 is left as it is, as is one that the variable SSMGEN_ENGINE_KEEP names. Calls that ssmgen refuses go to vLLM's own.
+    Raises ArgumentError if the variable names something else.
+    """
+    return _ENGINE.register()
+
+
+def unregister() -> None:
+    """Gives every name its function of vLLM's back."""
+    _ENGINE.unregister()

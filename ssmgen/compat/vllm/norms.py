@@ -1,0 +1,61 @@
+"""vLLM's gated norms, as in vLLM 0.33: of Mamba-2's layers, of gated delta rules' and of Kimi delta attention's."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..shared import engine_norms as _norms
+from ..shared.engine_norms import rms_norm_gated as rms_norm_gated
+from ..shared.operands import takes as _takes
+from ..shared.replacing import Replacement
+
+
+@_takes("norm_before_gate is_rms_norm", x="[rows, channels]", z="[rows, channels]")
+def layer_norm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    z: Tensor | None = None,
+    out: Tensor | None = None,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+    activation: str = "swish",
+) -> tuple[Tensor, None, None]:
+    """(out or a new tensor like x, None, None): the means and deviations, which vLLM's own returns there, its layers do not look at.
+
+    x, z, out: [rows, channels]; out may be x   weight: [channels]   group_size: channels of a group, None for all
+    norm_before_gate: the gate act(z) is applied behind the norm, else ahead of it   activation: "swish", "silu" or "sigmoid"
+    Without is_rms_norm the mean is subtracted.
+    Raises UnsupportedError for a bias of an RMS norm.
+    """
+    found = _norms.normed(
+        "vllm's layer_norm_fwd", x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation,
+        is_rms_norm=is_rms_norm, out=out,
+    )  # fmt: skip
+    return found, None, None
+
+
+@_takes("norm_before_gate")
+def mixer2_rms_norm_gated(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """The norm of Mamba-2's layers, with SiLU: x, z [*rows, channels] -> a new tensor like x. Otherwise as layer_norm_fwd."""
+    name = "vllm's rms_norm_gated"
+    return _norms.normed(name, x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate)
+
+
+_FLA = "vllm.third_party.flash_linear_attention.ops"
+REPLACEMENTS = [
+    Replacement(f"{_FLA}.layernorm_guard", "layer_norm_fwd", layer_norm_fwd, traced=True),
+    Replacement(f"{_FLA}.kda", "rms_norm_gated", rms_norm_gated, traced=True),
+    Replacement(f"{_FLA}.fused_norm_gate", "rms_norm_gated", rms_norm_gated, traced=True),
+    Replacement("vllm.model_executor.layers.mamba.ops.layernorm_gated", "rms_norm_gated", mixer2_rms_norm_gated, traced=True),
+]

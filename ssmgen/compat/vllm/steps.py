@@ -1,0 +1,288 @@
+"""vLLM's functions for decode steps of Kimi delta attention, for drafts of gated delta rules with the norm behind them, and for drafts of
+Bailing's Lightning attention, as in vLLM 0.33."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...calls.operator import call_of
+from ...errors import ArgumentError
+from ...families.gated_rms_norm.call import gated_rms_norm
+from ...families.linear_attention.call import gated_delta_rule as _gated_delta_rule
+from ...families.linear_attention.call import kda as _kda
+from ...families.linear_attention.call import lightning_attn as _lightning_attn
+from ..shared import gated_delta
+from ..shared.gated_delta import first as _first
+from ..shared.gated_delta import shaped as _shaped
+from ..shared.operands import takes as _takes
+from ..shared.replacing import Replacement
+
+_POOL = {"ssm_state_indices": "[N] or [N, T]", "num_accepted_tokens": "[N]", "cu_seqlens": "[N + 1]"}
+_ROWS = {"q": "[B, T, HK, K]", "k": "[B, T, HK, K]", "v": "[B, T, HV, V]"}
+_STEP = _ROWS | _POOL
+
+
+@_takes("inplace_final_state", **_STEP, g="[B, T, HV, K]")
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool = True,
+    use_qk_l2norm_in_kernel: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """(a new output of q's dtype, initial_state, which is updated): steps of Kimi delta attention, as Bailing's layers call it.
+
+    q, k: [B, T, HK, K]   v: [B, T, HV, V]   g: [B, T, HV, K], the log decay   beta: [B, T, HV]
+    initial_state: [slots, HV, V, K], slots of 0 and below are padding   cu_seqlens: [N + 1], with B = 1
+    ssm_state_indices: [N], or [N, T]: each token's state goes to its own column, and the first is read
+    Other keywords are ignored, as there. Raises UnsupportedError without a pool, or with inplace_final_state=False.
+    """
+    where = (initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, None)
+    return _step("vllm's fused_recurrent_kda", (q, k, v, g, beta), where, None, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale)
+
+
+@_takes("inplace_final_state", **_STEP, g="[B, T, HV, K]")
+def fused_recurrent_kda_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    inplace_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """fused_recurrent_kda of drafts too: num_accepted_tokens [N], the column of the slots that is read is this less one."""
+    where = (initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    return _step("vllm's fused_recurrent_kda_fwd", (q, k, v, g, beta), where, None, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale)
+
+
+@_takes("", **_STEP, raw_g="[B, T, HV, K]", out="[B, T, HV, V]")
+def fused_recurrent_kda_with_fused_gate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    initial_state: Tensor,
+    cu_seqlens: Tensor,
+    ssm_state_indices: Tensor,
+    num_accepted_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    fuse_gate: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """fused_recurrent_kda_fwd of a raw gate and a logit of beta, as vLLM's Kimi layers call their fused_recurrent_kda.
+
+    raw_g: [B, T, HV, K]   raw_beta: [B, T, HV]   A_log: as many elements as [HV]   dt_bias: as many as [HV, K], None for none
+    lower_bound: the log decay is lower_bound sigmoid(e^A_log (raw_g + dt_bias)); None for -e^A_log softplus(raw_g + dt_bias)
+    out: receives the output; None for a new one   fuse_gate: chooses among vLLM's kernels; ignored
+    """
+    where = (initial_state, True, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    return _step(
+        "vllm's fused_recurrent_kda", (q, k, v, raw_g, raw_beta, *_gate(A_log, dt_bias)), where, out, lower_bound=lower_bound,
+        use_qk_l2norm=True, beta_sigmoid=True,
+    )  # fmt: skip
+
+
+@_takes("inplace_final_state compute_gate", **_STEP, g="[B, T, HV, K]", out="[B, T, HV, V]")
+def fused_recurrent_kda_with_safe_gate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool = True,
+    use_qk_l2norm_in_kernel: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    sigmoid_beta: bool = False,
+    a_log: Tensor | None = None,
+    g_bias: Tensor | None = None,
+    compute_gate: bool = False,
+    lower_bound: float | None = -5.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """fused_recurrent_kda_fwd as vLLM's GLM layers call their fused_recurrent_kda.
+
+    compute_gate: g is a raw gate, and the log decay lower_bound sigmoid(e^a_log (g + g_bias)), which needs all three; else g is the log
+        decay, and they are not looked at   sigmoid_beta: beta is a logit   out: receives the output; None for a new one
+    """
+    name = "vllm's fused_recurrent_kda"
+    operands: tuple[Tensor | None, ...] = (q, k, v, g, beta)
+    if compute_gate:
+        needed = {"a_log": a_log, "g_bias": g_bias, "lower_bound": lower_bound}
+        if missing := [f"{what} is None, and compute_gate needs it" for what, given in needed.items() if given is None]:
+            raise ArgumentError(name, missing)
+        operands += _gate(a_log, g_bias)
+    where = (initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    return _step(
+        name, operands, where, out, lower_bound=lower_bound if compute_gate else None, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_sigmoid=sigmoid_beta, scale=scale,
+    )  # fmt: skip
+
+
+def _gate(A_log: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """One row each."""
+    A_log, bias = (t if t is None or t.dim() == 1 else t.reshape(-1) for t in (A_log, bias))
+    return A_log, bias
+
+
+def _step(
+    name: str, operands: tuple[Tensor | None, ...], where: tuple[Tensor | None, bool, Tensor | None, Tensor | None, Tensor | None],
+    out: Tensor | None, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Steps in a pool. where: the pool, whether in place, where sequences begin, their slots, and how many tokens were accepted."""
+    q, _, v, *_ = operands
+    assert q is not None and v is not None  # looked at before
+    options |= gated_delta.on_a_pool(name, v, *where)
+    out = gated_delta.new_output(q, v) if out is None else out
+    given: Any = (where[0], *operands)
+    _kda(*given, out=out, **options)
+    return out, given[0]
+
+
+@_takes(mixed_qkv="[B, channels]", raw_g="[1, B, HV, K]", raw_beta="[1, B, HV]", state_indices="[B]", out="[1, B, HV, V]")
+def fused_recurrent_kda_packed_decode(
+    mixed_qkv: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    initial_state: Tensor,
+    state_indices: Tensor,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, or a new tensor [1, B, HV, V], and initial_state, which is updated): one token per sequence of vLLM's Kimi layers.
+
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v behind each other   raw_g: [1, B, HV, K]   raw_beta: [1, B, HV]   state_indices: [B]
+    Otherwise as fused_recurrent_kda_with_fused_gate.
+    """
+    q, k, v = gated_delta.unpacked("fused_recurrent_kda_packed_decode", mixed_qkv, initial_state)
+    B, HV, V = v.shape
+    out = mixed_qkv.new_empty((1, B, HV, V)) if out is None else out
+    _kda(
+        initial_state, q, k, v, raw_g[0], raw_beta[0], *_gate(A_log, dt_bias), lower_bound=lower_bound, use_qk_l2norm=True,
+        beta_sigmoid=True, scale=scale, state_indices=_first(state_indices, B), pad_slot_id=0, out=out[0],
+    )  # fmt: skip
+    return out, initial_state
+
+
+@_takes(
+    mixed_qkv="[tokens, channels]", state_indices="[N, T]", cu_seqlens="[N + 1]", num_accepted_tokens="[N]",
+    **dict.fromkeys(("output_gate", "out"), "[tokens, HV, V]"),
+)  # fmt: skip
+def fused_gdn_decode_post_conv_mtp(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_indices: Tensor,
+    cu_seqlens: Tensor,
+    num_accepted_tokens: Tensor,
+    state: Tensor,
+    output_gate: Tensor,
+    norm_weight: Tensor,
+    out: Tensor | None = None,
+    scale: float = 128**-0.5,
+    norm_eps: float = 1e-5,
+    output_gate_activation: str = "silu",
+) -> Tensor:
+    """Drafts of a gated delta rule, and the gated norm behind it: writes the states, and out [tokens, HV, V], which is returned.
+
+    mixed_qkv: [tokens, 2 HK K + HV V], q, k and v behind each other   a, b: [tokens, HV], raw gate and logit of beta
+    state: [slots, HV, V, K], slots of 0 and below are padding   state_indices: [N, T]   cu_seqlens: [N + 1]   num_accepted_tokens: [N]
+    output_gate: [tokens, HV, V]   norm_weight: [V]   out: None for a new one like output_gate   scale: of the delta rule's output
+    Two launches, of which the second rounds what the first has rounded to out's dtype, as vLLM's.
+    """
+    name = "vllm's fused_gdn_decode_post_conv_mtp"
+    q, k, v = (t[None] for t in gated_delta.unpacked(name, mixed_qkv, state))
+    out = output_gate.new_empty(output_gate.shape) if out is None else out
+    options = gated_delta.on_a_pool(name, v, state, True, cu_seqlens, state_indices, num_accepted_tokens)
+    # What the norm refuses it refuses here, while the states are as they were.
+    norm = call_of(
+        gated_rms_norm, out, output_gate, norm_weight, norm_eps, norm_before_gate=True, activation=output_gate_activation, out=out
+    ).plan()
+    _gated_delta_rule(
+        state, q, k, v, a[None], b[None], A_log, dt_bias, use_qk_l2norm=True, beta_sigmoid=True, scale=scale,
+        out=_shaped(out, tuple(v.shape)), **options,
+    )  # fmt: skip
+    norm()
+    return out
+
+
+@_takes(
+    **dict.fromkeys(("q", "k", "v"), "[tokens, H, K]"), kv_cache="[slots, H, K, V]", state_indices_tensor="[N, T]",
+    query_start_loc="[N + 1]", num_accepted_tokens="[N]",
+)  # fmt: skip
+def bailing_linear_attention_decode_spec(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    slope_rate: Tensor,
+    state_indices_tensor: Tensor,
+    query_start_loc: Tensor,
+    num_accepted_tokens: Tensor,
+    q_start: int,
+    q_end: int | None,
+    slot_start: int,
+    slot_end: int | None,
+    block_size: int,
+) -> Tensor:
+    """A new output [tokens, H V] of q's dtype; the states are updated in place, and the scale is one.
+
+    q, k, v: [tokens, H, K], of which those from q_start to q_end count   kv_cache: [slots, H, K, V], a pool; negative slots are padding
+    state_indices_tensor: [N, T], of which the rows from slot_start to slot_end count: each token's state goes to its own column
+    num_accepted_tokens: [N], the column that is read is this less one, 0 being like 1   query_start_loc: [N + 1]   block_size: ignored
+    One launch for vLLM's one per token; the states of a call stay f32 between its tokens.
+    """
+    table = state_indices_tensor[slot_start:slot_end]
+    q, k, v = (t[q_start:q_end] for t in (q, k, v))
+    starts = query_start_loc[: table.shape[0] + 1]
+    out = torch.zeros(v.shape, dtype=q.dtype, device=v.device)
+    _lightning_attn(
+        kv_cache, q, k, v, slope_rate.reshape(-1), scale=1.0, state_layout="kv", state_indices=table, dst_state_indices=table,
+        num_accepted_tokens=num_accepted_tokens[: table.shape[0]].clamp(1, max(table.shape[1], 1)),
+        cu_seqlens=starts - q_start if q_start else starts, out=out,
+    )  # fmt: skip
+    return out.flatten(1)
+
+
+_FLA, _MODELS = "vllm.third_party.flash_linear_attention.ops", "vllm.models"
+_KIMI, _GLM = f"{_MODELS}.kimi_k3.nvidia.ops.third_party.kda", f"{_MODELS}.glm5next.nvidia.ops.third_party.kda"
+REPLACEMENTS = [
+    Replacement(f"{_FLA}.kda", "fused_recurrent_kda", fused_recurrent_kda),
+    Replacement(f"{_FLA}.kda", "fused_recurrent_kda_fwd", fused_recurrent_kda_fwd),
+    Replacement(f"{_KIMI}.fused_recurrent", "fused_recurrent_kda", fused_recurrent_kda_with_fused_gate),
+    Replacement(f"{_KIMI}.fused_recurrent", "fused_recurrent_kda_packed_decode", fused_recurrent_kda_packed_decode),
+    Replacement(f"{_GLM}.kernels", "fused_recurrent_kda", fused_recurrent_kda_with_safe_gate),
+    Replacement(
+        "vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "bailing_linear_attention_decode_spec",
+        bailing_linear_attention_decode_spec,
+    ),
+    Replacement("vllm._custom_ops", "fused_gdn_decode_post_conv_mtp", fused_gdn_decode_post_conv_mtp),
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""From a spec to a cubin: rendering templates, NVRTC, occupancy."""

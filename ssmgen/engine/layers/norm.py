@@ -1,0 +1,100 @@
+"""The gated norm at a decode layer's end: its second kernel, behind the one that does the recurrence, and the layers that have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from ...spec.kernel import LATER, Index, KernelSpec, Param, Pdl, must
+from ..norm import LayerNormSpec
+from ..norm_kernel import NormKernel, NormProblem, shape
+from .problem import Layer
+
+_NAMES = {"gate": "z", "weight": "norm_weight", "out": "out"}  # of the norm's operands in a layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGatedNormSpec(NormKernel, LayerNormSpec):
+    """The gated norm in place, of what the kernel ahead leaves in `out`. Rows without a slot, which are zero, stay so."""
+
+    family: ClassVar[str] = "layer_gated_norm"
+    template: ClassVar[str] = "engine/layer_gated_norm.cu.j2"
+
+    index: Index = Index.NONE
+    tokens: int = field(default=1, metadata=LATER)  # of a sequence: rows are those of all sequences
+    accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which picks the column of state_indices
+
+    @property
+    def stem(self) -> str:
+        return f"layer_gated_{super().stem}"
+
+    def faults(self) -> list[str]:
+        return [
+            *NormProblem.faults(self),
+            *must(self.gate is not None and self.weight is not None, "the norm of a layer has a gate and a weight"),
+            *must(self.x == self.out, "the norm of a layer is in place"),
+            *must(not self.partial, f"the norm of a layer has groups of a multiple of 4 elements, not of {self.size}"),
+            *must(self.tokens >= 1, f"{self.tokens} tokens per sequence"),
+            *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
+        ]
+
+    def roles(self) -> list[str]:
+        return [*_NAMES]
+
+    def operands(self) -> list[str]:
+        pooled = ["state_indices"] if self.index is not Index.NONE else []
+        return [*_NAMES.values(), *pooled, *(["num_accepted_tokens"] if self.accepted is not Index.NONE else [])]
+
+    def early_operands(self) -> list[str]:
+        return [name for name in self.operands() if name != "out"] if self.pdl is not Pdl.OFF else []
+
+    def strides(self) -> list[tuple[str, str]]:
+        rows = ("sequence", "token") if self.tokens > 1 else ("row",)
+        return [(role, axis) for role, given in super().strides() for axis in (rows if given == "row" else (given,))]
+
+    def parameters(self) -> list[Param]:
+        params = super().parameters()
+        if self.index is Index.NONE:
+            return params
+        integer = {Index.I32: "int", Index.I64: "i64"}
+        pointers, strides = [Param.pointer("state_indices", integer[self.index])], [Param.u32("state_indices_row")]
+        if self.accepted is not Index.NONE:
+            pointers += [Param.pointer("num_accepted_tokens", integer[self.accepted])]
+            strides += [Param.u32("state_indices_column"), Param.u32("num_accepted_tokens_row"), Param.u32("columns")]
+        first = len(self.roles())  # pointers come first
+        return [*params[:first], *pointers, Param.i64("slots"), Param.i64("pad_slot_id"), *params[first:], *strides]
+
+    def constants(self) -> dict[str, Any]:
+        given = {"accepted": self.accepted is not Index.NONE, "late_weight": False}
+        return super().constants() | {"pooled": self.index is not Index.NONE, **given}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormedLayer(Layer):
+    """Base of a layer's problem whose norm, where it has one, is the gated norm."""
+
+    def norm_problem(self) -> NormProblem:
+        norm, out = self.norm, self.out
+        return NormProblem(
+            size=norm.size,
+            x=out,
+            gate=norm.gate,
+            weight=norm.weight,
+            out=out,
+            norm_first=norm.first,
+            activation=norm.activation,
+            grouped=norm.grouped,
+            loads=norm.loads,
+        )
+
+    def norm_faults(self) -> list[str]:
+        partial = must(self.norm.size % 4 == 0, f"the norm of a layer has groups of a multiple of 4 elements, not of {self.norm.size}")
+        return [*partial, *self.norm_problem().faults()] if self.norm.weight else []
+
+    def norm_kernels(self, threads: int) -> tuple[KernelSpec, ...]:
+        if self.norm.weight is None:
+            return ()
+        problem, pdl = self.norm_problem(), Pdl.OFF if self.pdl is Pdl.OFF else Pdl.TRIGGER_LOADED
+        given: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(NormProblem)}
+        given |= {"index": self.index, "tokens": self.conv.tokens or 1, "accepted": self.accepted}
+        return (LayerGatedNormSpec(**given, **shape(problem, problem.widest, threads), pdl=pdl),)

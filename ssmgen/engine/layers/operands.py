@@ -1,0 +1,45 @@
+"""The tensors that all decode layers have: of the short convolution, and of the slots that states come from and go to.
+
+`channels` are what is convolved. A rule for DTensors replaces that word by the kinds of channels that a call has (`layer_sharding.py`).
+"""
+
+from __future__ import annotations
+
+from ...spec.operands import Operand, Types
+
+TOKEN = "batch token?several"  # strides of an operand of tokens
+WIDE = "row:64 token:64"
+
+
+def convolution(inputs: str) -> tuple[Operand, ...]:
+    """What the convolution takes, in the order of a kernel's parameters; inputs: what is convolved."""
+    return (
+        Operand(
+            "conv_state", "slot channels tap", written=True, field="conv_dtype", view="slot dim tap",
+            strides="slot:64 dim?conv.any_place tap?!conv.runs",
+        ),
+        Operand(inputs, "token channels", field="conv_dtype", view="token dim", strides=f"{TOKEN} dim?conv.loose"),
+        Operand("conv_weight", "channels width", field="conv.weight", view="dim tap", strides="dim?conv.loose_taps tap?conv.loose_taps"),
+        Operand("conv_bias", "channels", optional=True, field="conv.bias", view="dim", strides="dim?conv.loose_taps"),
+        Operand(
+            "intermediate_conv_window", "kept token+ channels tap", optional=True, written=True, field="conv_dtype", there="conv.saves",
+            view="slot token dim tap", strides="slot:64 token dim?conv.saves_any tap?conv.saves_any",
+        ),
+    )  # fmt: skip
+
+
+def control(kept: str, axes: str, *behind: Operand) -> tuple[Operand, ...]:
+    """Where states come from and go to. kept: the spec's field with the type of intermediate states, which have these axes; behind: what
+    comes between these and the counts of arrivals."""
+    return (
+        Operand("state_indices", "batch | batch column", Types.INDEX, optional=True, field="index", strides="batch column?conv_rolls"),
+        Operand("dst_state_indices", "batch token", Types.INDEX, optional=True, field="index", there="each", strides="batch token"),
+        Operand("num_accepted_tokens", "batch", Types.INDEX, optional=True, field="accepted", strides="batch"),
+        Operand(
+            "intermediate_states", f"kept token+ {axes}", optional=True, written=True, field=kept, there="intermediates",
+            view="row token", strides=WIDE,
+        ),
+        Operand("intermediate_state_indices", "batch", Types.INDEX, optional=True, field="rows_index", strides="batch"),
+        *behind,
+        Operand("arrivals", "slot group", Types.I32, written=True, there="conv_moves", strides="slot:64"),
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""A decode layer's problem and kernels: what there is around the recurrence, whatever that is, of one token per sequence or several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, PoolMode, Update, changed, must
+from ...spec.operands import Table
+from ..norm import LayerNorm
+from ..short_conv import CHANNELS, ShortConv
+from ..window import Saved, StateLayout
+
+L = TypeVar("L", bound="Layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Base of a layer's problem, beside that of its recurrence: a short convolution ahead of it, and a gated norm behind.
+
+    The recurrence's problem has `several`, `update`, `accepted`, `intermediates`, `index` and `out`.
+    """
+
+    conv: ShortConv = field(default=ShortConv())
+    norm: LayerNorm = field(default=LayerNorm())
+
+    if TYPE_CHECKING:  # what it has
+        several: bool
+        update: Update
+        accepted: Index
+        intermediates: bool
+        intermediate_indices: Index
+        index: Index
+        out: DType
+        pdl: Pdl
+
+    @property
+    def conv_dtype(self) -> DType:
+        """Type of the convolution's inputs, its window and its results."""
+        raise NotImplementedError
+
+    @property
+    def conv_input(self) -> str:
+        """The operand that is convolved."""
+        raise NotImplementedError
+
+    @property
+    def shared_channels(self) -> int:
+        """Channels of a block that others of its group convolve as well."""
+        raise NotImplementedError
+
+    @property
+    def norm_groups(self) -> int:
+        """Groups of a row that are normed by themselves; 0 without a norm."""
+        raise NotImplementedError
+
+    @property
+    def conv_rolls(self) -> bool:
+        """Whether the window's history begins where the accepted tokens of the last call end, and tokens are put behind it."""
+        return self.accepted is not Index.NONE
+
+    @property
+    def conv_moves(self) -> bool:
+        """Whether the window is written."""
+        return self.update is not Update.NONE
+
+    @property
+    def rows_index(self) -> Index:
+        """Type of intermediate_state_indices, of states, windows or both."""
+        return self.conv.rows if self.intermediate_indices is Index.NONE else self.intermediate_indices
+
+    def layer_faults(self, heads: int, rows: int) -> list[str]:
+        """What no variant could serve, of a recurrence with so many heads of so many rows."""
+        shared, kept = self.shared_channels, self.conv.saves and self.intermediates
+        return [
+            *self.conv.faults(self.conv_rolls),
+            *must(
+                shared % CHANNELS == 0 and rows % CHANNELS == 0,
+                f"{shared} channels of a group and {rows} of a head are not multiples of {CHANNELS}",
+            ),
+            *self.norm.faults(heads * rows),
+            *self.norm_faults(),
+            *must(
+                self.several == (self.conv.tokens > 0),
+                f"{self.conv.tokens} tokens per sequence, of a call of {'several' if self.several else 'one'}",
+            ),
+            *must(
+                self.conv_rolls == (self.update is Update.EACH),
+                "accepted tokens pick where a layer starts from if and only if states go to slots of their own",
+            ),
+            *must(not kept or self.conv.rows == self.intermediate_indices, "windows and states are kept in rows of the same numbers"),
+        ]
+
+    def conv_violations(self, tile: int) -> list[str]:
+        """tile: rows of a block."""
+        return must(tile % CHANNELS == 0, f"tile {tile} is not a multiple of the {CHANNELS} channels that a thread convolves")
+
+    def layer_parameters(self, operands: Table) -> list[Param]:
+        """Kernel arguments but for what the recurrence adds at their end."""
+        pooled = self.index is not Index.NONE
+        counts = {
+            "slots": pooled,
+            "pad_slot_id": pooled,
+            "kept_rows": self.intermediate_indices is not Index.NONE,
+            "window_rows": self.conv.rows is not Index.NONE,
+        }
+        return [
+            *operands.pointers(self),
+            *(Param.i64(name) for name, there in counts.items() if there),
+            *operands.stride_params(self),
+            *([Param.u32("columns")] if self.conv_rolls else []),
+        ]
+
+    def conv_constants(self) -> dict[str, Any]:
+        return {
+            "conv_input": self.conv_input,
+            "conv_dtype": self.conv_dtype.value,
+            "runs": self.conv.runs,
+            "by_channels": self.conv.layout is StateLayout.CHANNELS,
+            "vector_inputs": self.conv.loads is Loads.VECTOR,
+            "vector_taps": self.conv.taps is Loads.VECTOR,
+            "conv_several": self.several,
+            "conv_rolls": self.conv_rolls,
+            "conv_moves": self.conv_moves,
+            "conv_saves": self.conv.saves,
+            "conv_rows": self.conv.rows is not Index.NONE,
+            "saved_runs": self.conv.windows is Saved.RUNS,
+            "conv_slot": "window_slot" if self.conv_rolls else "slot",  # of the window
+        }
+
+    def norm_kernels(self, threads: int) -> tuple[KernelSpec, ...]:
+        """The kernel behind the recurrence's, in blocks of about so many threads; none where there is no norm."""
+        raise NotImplementedError
+
+    def norm_faults(self) -> list[str]:
+        """Why no such kernel could norm what the recurrence leaves; nothing where there is no norm."""
+        raise NotImplementedError
+
+    def of_tokens(self: L, tokens: int, intermediates: bool = False, update_state: bool = True) -> list[L]:
+        """What a call of so many tokens asks for, where one of a single token asks for this: for the states that a call leaves behind, and,
+        with slots, for one per token, whose windows roll; or with intermediates, and windows beside them."""
+        many = changed(self, conv_tokens=tokens, **self.fields_of_tokens(intermediates))
+        kept = {"conv_windows": Saved.RUNS} if intermediates else {}
+        found = [changed(many, update=Update.FINAL if update_state else Update.NONE, **kept)]
+        if self.index is not Index.NONE and update_state and not intermediates and self.conv.len == self.conv.width - 1:
+            rolls = {"accepted": Index.I32, "update": Update.EACH, "pool": PoolMode.SPLIT, "conv_len": many.conv.rolled_len}
+            found.append(changed(many, **rolls))
+        return found
+
+    def fields_of_tokens(self, intermediates: bool) -> dict[str, Any]:
+        """Fields of the recurrence's problem with several tokens, and perhaps with the state after each."""
+        raise NotImplementedError
+
+
+def with_registers(how: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    """How a variant walks its rows, with all the registers that it needs; on sm_90 ptxas chooses, as measured there.
+
+    Elsewhere that spills a few bytes, to stay below 80, 96 or 128 registers.
+    """
+    return how if arch.number == SM90.number else how | {"min_blocks": 1}

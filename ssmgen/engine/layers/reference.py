@@ -1,0 +1,58 @@
+"""What decode layers do around their recurrence, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..norm_reference import gated_norm
+from ..short_conv_reference import step
+
+
+def convolved(views: Mapping[str, Tensor], name: str, slots: Tensor, dtype: torch.dtype, update: bool = True) -> Tensor:
+    """The short convolution of views[name] [batch(, tokens), channels]: rounded to its dtype, as `dtype`.
+
+    Moves the windows of these slots, unless `update` is False; keeps those after each token where there is a buffer for them.
+    """
+    x = views[name]
+    x = x.unsqueeze(2) if x.dim() == 2 else x.transpose(1, 2)
+    out = torch.empty_like(x)
+    window = views["conv_state"] if update else views["conv_state"].clone()
+    given: dict[str, Any] = {"x": x, "conv_state": window, "weight": views["conv_weight"], "bias": views.get("conv_bias")}
+    kept = ("intermediate_conv_window", "intermediate_state_indices") if "intermediate_conv_window" in views else ()
+    given |= {n: views.get(n) for n in ("num_accepted_tokens", *kept)}
+    given = {n: t for n, t in given.items() if t is not None}
+    step(**given, conv_state_indices=slots, out=out, silu=True, pad_slot_id=-1, dtype=dtype)
+    return out.squeeze(2) if views[name].dim() == 2 else out.transpose(1, 2)
+
+
+def slots_of(views: Mapping[str, Tensor], pad_slot_id: int) -> Tensor:
+    """[batch] int64: the slot of each row's window, -1 for padding. That of its state is the same, unless accepted tokens pick it."""
+    batch = views["out"].shape[0]
+    if "state_indices" not in views:
+        return torch.arange(batch)
+    found = valid_slots(views, views["state_indices"], pad_slot_id)
+    if "num_accepted_tokens" not in views:
+        return found
+    count, most = views["num_accepted_tokens"].long(), views["conv_state"].shape[2] - views["conv_weight"].shape[1] + 2
+    in_range = (count >= 1) & (count <= min(found.shape[1], most))
+    source = found.gather(1, torch.where(in_range, count - 1, 0)[:, None])[:, 0]
+    return torch.where(in_range & (source >= 0), found[:, 0], -1)
+
+
+def valid_slots(views: Mapping[str, Tensor], slots: Tensor, pad_slot_id: int) -> Tensor:
+    """int64: -1 for what is no slot."""
+    found = slots.long()
+    return torch.where((found < 0) | (found >= views["state"].shape[0]) | (found == pad_slot_id), -1, found)
+
+
+def normed(views: Mapping[str, Tensor], slots: Tensor, **how: Any) -> None:
+    """The gated norm of `out`, in place, by groups as norm_weight [groups, size] has them. Of padding, no gate is read."""
+    for b in (slots >= 0).nonzero().flatten().tolist():
+        y, gate = (views[n][b].reshape(-1, *views["norm_weight"].shape) for n in ("out", "z"))  # a row per token
+        normal = torch.empty_like(y)
+        gated_norm(y, out=normal, gate=gate, weight=views["norm_weight"], **how)
+        views["out"][b] = normal.reshape(views["out"][b].shape)

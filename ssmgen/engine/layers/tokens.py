@@ -1,0 +1,104 @@
+"""What decode layers check of calls with several tokens per sequence, whatever recurrence lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...calls import checks
+from ...select.models import Role, operators_of
+from ..short_conv import MAX_COLUMNS, MAX_TOKENS
+
+# Operands of such calls alone, where they are given.
+OPTIONAL = (
+    "dst_state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_conv_window", "intermediate_state_indices",
+)  # fmt: skip
+
+
+def asked_for(named: Mapping[str, Tensor], inputs: str, update_state: bool) -> bool:
+    """Whether a call is one of several tokens: its inputs have a tokens axis of more than one, or it has what belongs to such calls."""
+    given = named[inputs]
+    return (given.dim() == 3 and given.shape[1] != 1) or not update_state or any(name in named for name in OPTIONAL)
+
+
+def check_axis(named: Mapping[str, Tensor], inputs: str, update_state: bool, problems: list[str]) -> bool:
+    """Whether named[inputs] is [batch, tokens, channels], as a call that asks for what belongs to several tokens must have it."""
+    if named[inputs].dim() == 3:
+        return True
+    asked = [f"{name} is given" for name in OPTIONAL if name in named]
+    asked += [] if update_state else ["update_state is False"]
+    wanted = "which is of several tokens: [batch, tokens, channels]"
+    problems.append(f"{inputs} is {list(named[inputs].shape)}, and {' and '.join(asked)}, {wanted}")
+    return False
+
+
+def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update_state: bool, problems: list[str]) -> bool:
+    """Whether what belongs to several tokens fits. named[inputs] is [batch, tokens, channels]; `separate`: the recurrence's operator."""
+    given = named[inputs]
+    batch, T, channels = given.shape
+    row = named["state"].shape[1:]
+    width = named["conv_weight"].shape[-1]
+    per_sequence: dict[str, tuple[int, ...]] = {"[batch]": (batch,)}
+    if not 1 <= T <= MAX_TOKENS:
+        chain = f"{operators_of(Role.CONVOLUTION)}, {separate} and {operators_of(Role.NORM)}"
+        problems.append(f"{inputs} is {list(given.shape)}: a layer takes 1 … {MAX_TOKENS} tokens of a sequence. For {T} use {chain}")
+        return False
+    columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
+    words = "heads, headdim, d_state" if inputs == "xBC" else "heads, V, K"
+    allowed: dict[str, dict[str, tuple[int, ...]]] = {
+        **dict.fromkeys(("num_accepted_tokens", "intermediate_state_indices"), per_sequence),
+        "dst_state_indices": {"[batch, tokens]": (batch, T)},
+        "intermediate_states": _kept(named, "intermediate_states", words, tuple(row)),
+        "intermediate_conv_window": _kept(named, "intermediate_conv_window", "channels, width - 1", (channels, width - 1)),
+    }
+    if "num_accepted_tokens" in named:
+        allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
+    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named]
+    if not all(fits):
+        return False
+    _check_forms(named, update_state, problems)
+    _check_memory(named, inputs, problems)
+    return True
+
+
+def _kept(named: Mapping[str, Tensor], name: str, words: str, sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes that a buffer of what is kept after each token may have: it may have more rows and columns than are needed."""
+    by_index = "intermediate_state_indices" in named
+    batch, T = named["out"].shape[:2]
+    have = tuple(named[name].shape[:2]) if name in named and named[name].dim() == 2 + len(sizes) else (0, 0)
+    rows = have[0] if by_index or have[0] >= batch else batch
+    return {f"[{'rows' if by_index else 'batch or more'}, tokens or more, {words}]": (rows, max(have[1], T), *sizes)}
+
+
+def _check_forms(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> None:
+    by_slot = ("num_accepted_tokens", "dst_state_indices", "state_indices")
+    if "num_accepted_tokens" in named or "dst_state_indices" in named:
+        if absent := [name for name in by_slot if name not in named]:
+            problems.append(
+                f"num_accepted_tokens, dst_state_indices and state_indices go together, and there is no {' and no '.join(absent)}"
+            )
+        elif named["state_indices"].dtype != named["dst_state_indices"].dtype:
+            dtypes = [named[name].dtype for name in ("state_indices", "dst_state_indices")]
+            problems.append(f"state_indices is {dtypes[0]} and dst_state_indices is {dtypes[1]}")
+        if not update_state:
+            problems.append("num_accepted_tokens and dst_state_indices say where states go, and update_state is False")
+    columns = named["state_indices"].shape[1] if "num_accepted_tokens" in named and "state_indices" in named else 1
+    if not 1 <= columns <= MAX_COLUMNS:
+        problems.append(f"state_indices is {list(named['state_indices'].shape)}: a layer reads 1 … {MAX_COLUMNS} columns")
+    if "intermediate_state_indices" in named and not {"intermediate_states", "intermediate_conv_window"} & named.keys():
+        problems.append("intermediate_state_indices is given without intermediate_states and without intermediate_conv_window")
+
+
+def _check_memory(named: Mapping[str, Tensor], inputs: str, problems: list[str]) -> None:
+    windows, kept = named.get("intermediate_conv_window"), named.get("intermediate_states")
+    if windows is not None and windows.dtype != named[inputs].dtype:
+        problems.append(f"intermediate_conv_window is {windows.dtype} and {inputs} {named[inputs].dtype}: it holds what comes in")
+    for name, t in (("intermediate_conv_window", windows), ("intermediate_states", kept)):
+        if t is not None and checks.overlaps_itself(t):
+            problems.append(f"{name} has strides {list(t.stride())}: two of its elements share memory")
+    if kept is not None:
+        dense = torch.empty(kept.shape[2:], device="meta").stride()
+        if any(n > 1 and have != want for n, have, want in zip(kept.shape[2:], kept.stride()[2:], dense, strict=True)):
+            problems.append(f"intermediate_states has strides {list(kept.stride())}; its last three axes must be dense, {list(dense)}")

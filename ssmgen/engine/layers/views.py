@@ -1,0 +1,187 @@
+"""What decode layers check and tell their kernels of their convolution and their norm, whatever recurrence lies between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...calls import checks
+from ...calls.checks import DTYPES, INDEX
+from ...spec.arguments import divisor
+from ...spec.kernel import Index, KernelSpec, Loads, PoolMode, Update
+from ...spec.operands import Table
+from ..norm import Activation, LayerNorm, LayerNormSpec
+from ..short_conv import CHANNELS, ShortConv
+from ..window import MAX_WIDTH, Saved, StateLayout
+
+
+def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, problems: list[str]) -> bool:
+    """Whether the operands around the recurrence fit. named[inputs] is [batch, channels], or [batch, tokens, channels] (then see
+    layer_tokens.py, too); `groups` of heads share convolved channels."""
+    (batch, *tokens, channels), slots = named[inputs].shape, named["state"].shape[0]
+    weight, window = named["conv_weight"], named["conv_state"]
+    width = weight.shape[1] if weight.dim() == 2 and 2 <= weight.shape[1] <= MAX_WIDTH else 2
+    length = window.shape[2] if window.dim() == 3 and window.shape[2] >= width - 1 else width - 1
+    allowed: dict[str, dict[str, tuple[int, ...]]] = {
+        "conv_weight": {f"[channels, width], width 2 … {MAX_WIDTH},": (channels, width)},
+        "conv_bias": {"[channels]": (channels,)},
+        "conv_state": {"[slots, channels, width - 1 or width]": (slots, channels, length)},
+        "arrivals": {"[slots, groups]": (slots, groups)},
+        "state_indices": {"[batch]": (batch,)} if not tokens or "num_accepted_tokens" not in named else {},
+        "rand_seed": {"[1]": (1,), "[slots]": (slots,)},
+    }
+    fits = [checks.check_shape(n, named[n], shapes, problems) for n, shapes in allowed.items() if n in named and shapes]
+    return all(fits)
+
+
+def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -> None:
+    """Strides and slots: of states, of what is written, and of what kernels take 32-bit strides of."""
+    state, window = named["state"], named["conv_state"]
+    slots, dense = state.shape[0], torch.empty(state.shape[1:], device="meta").stride()
+    if any(n > 1 and have != want for n, have, want in zip(state.shape[1:], state.stride()[1:], dense, strict=True)):
+        problems.append(f"state has strides {list(state.stride())}; its last three axes must be dense, {list(dense)}")
+    elif slots > 1 and state.stride(0) < state[0].numel():
+        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
+    for name, t in (("conv_state", window), ("out", named["out"]), ("arrivals", named["arrivals"])):
+        if checks.overlaps_itself(t):
+            problems.append(f"{name} has strides {list(t.stride())}: two of its elements share memory")
+    if named["arrivals"].shape[1] > 1 and named["arrivals"].stride(1) != 1:
+        problems.append(f"arrivals has strides {list(named['arrivals'].stride())}; the counts of a slot must be dense")
+    if "state_indices" not in named and slots < batch:
+        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+    for name, t in named.items():
+        if name != "state":
+            checks.check_strides_fit(name, t, 0 if name.startswith(("conv_w", "conv_b", "norm", "dt_bias")) else 1, problems)
+
+
+def conv_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: str) -> ShortConv:
+    """What the convolution of a layer is asked for: of several tokens where views[inputs] has an axis of them."""
+    window, weight, bias, given = views["conv_state"], views["conv_weight"], views.get("conv_bias"), views[inputs]
+    length, (channels, width) = window.shape[2], weight.shape
+    whole = channels % CHANNELS == 0
+    step = 16 // window.element_size()
+    runs = window.stride(2) == 1 and window.stride(1) == length and pointers["conv_state"] % 16 == 0
+    runs = runs and (window.shape[0] == 1 or window.stride(0) % step == 0)
+    if "num_accepted_tokens" in views:  # all of a run is rewritten
+        runs = runs and length == width - 2 + given.shape[1]
+    by_channels = checks.aligned(window, pointers["conv_state"], CHANNELS, 1)
+    by_index = views.get("intermediate_state_indices") if "intermediate_conv_window" in views else None
+    return ShortConv(
+        width=width,
+        weight=DTYPES[weight.dtype],
+        bias=None if bias is None else DTYPES[bias.dtype],
+        len=length,
+        layout=StateLayout.RUNS if whole and runs else StateLayout.CHANNELS if whole and by_channels else StateLayout.ANY,
+        loads=Loads.VECTOR if whole and checks.aligned(given, pointers[inputs], CHANNELS) else Loads.ELEMENT,
+        taps=Loads.VECTOR if whole and _taps_are_runs(views, pointers) else Loads.ELEMENT,
+        tokens=given.shape[1] if given.dim() == 3 else 0,
+        windows=_saved(views, pointers),
+        rows=INDEX[None if by_index is None else by_index.dtype],
+    )
+
+
+def _saved(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> Saved:
+    """How the windows after each token lie."""
+    windows = views.get("intermediate_conv_window")
+    if windows is None:
+        return Saved.NO
+    step, length = 16 // windows.element_size(), windows.shape[3]
+    dense = (windows.stride(3) == 1 or length == 1) and windows.stride(2) == length
+    apart = all(s % step == 0 for n, s in zip(windows.shape[:2], windows.stride()[:2], strict=True) if n > 1)
+    whole = windows.shape[2] % CHANNELS == 0 and pointers["intermediate_conv_window"] % 16 == 0
+    return Saved.RUNS if dense and apart and whole else Saved.ANY
+
+
+def control_fields(views: Mapping[str, Tensor], update_state: bool) -> dict[str, Any]:
+    """Fields of a recurrence's problem that say where states come from and go to."""
+    each, by_index = "dst_state_indices" in views, "intermediate_states" in views and "intermediate_state_indices" in views
+
+    def index(name: str) -> Index:
+        return INDEX[views[name].dtype if name in views else None]
+
+    return {
+        "index": index("state_indices"),
+        "pool": PoolMode.SPLIT if each else PoolMode.SINGLE,
+        "update": Update.NONE if not update_state else Update.EACH if each else Update.FINAL,
+        "accepted": index("num_accepted_tokens"),
+        "intermediate_indices": index("intermediate_state_indices") if by_index else Index.NONE,
+    }
+
+
+def _taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> bool:
+    """Whether the taps of neighbouring channels are one run, and vectors of them are aligned."""
+    weight, bias = views["conv_weight"], views.get("conv_bias")
+    dense = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1] and pointers["conv_weight"] % 16 == 0
+    return dense and (bias is None or checks.aligned(bias, pointers["conv_bias"], CHANNELS))
+
+
+def norm_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int, first: bool, activation: str) -> LayerNorm:
+    """What the norm of a layer is asked for, of out and z [batch(, tokens), heads, channels] and norm_weight [groups, size]; of none, if
+    there is no such weight."""
+    if "norm_weight" not in views:
+        return LayerNorm()
+    grouped = {name: groups_of(views[name], size) for name in ("out", "z")} | {"norm_weight": views["norm_weight"]}
+    vector = min(8, size & -size)
+    return LayerNorm(
+        weight=DTYPES[views["norm_weight"].dtype],
+        gate=DTYPES[views["z"].dtype],
+        size=size,
+        grouped=grouped["out"].shape[-2] > 1,
+        first=first,
+        activation=Activation(activation),
+        loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], vector) for n, t in grouped.items()) else Loads.ELEMENT,
+    )
+
+
+def groups_of(t: Tensor, size: int) -> Tensor:
+    """[…, groups, size] of […, heads, channels]: its channels are dense, and its heads too, unless they are the groups."""
+    return t if t.shape[-1] == size else t.flatten(-2).unflatten(-1, (-1, size))
+
+
+def kernel_values(
+    spec: KernelSpec, views: Mapping[str, Tensor], operands: Table, given: Mapping[str, int | float]
+) -> dict[str, int | float]:
+    """Every argument of one of a layer's kernels that is not a pointer. given: eps, pad_slot_id and what else is no stride."""
+    values = {"slots": views["state"].shape[0], **_counts(views), **given}
+    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else operands.stride_values(spec, views)
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def _counts(views: Mapping[str, Tensor]) -> dict[str, int]:
+    found = {}
+    if "num_accepted_tokens" in views:  # a count is in range where both the column and the window's history are there
+        length, width = views["conv_state"].shape[2], views["conv_weight"].shape[1]
+        found["columns"] = min(views["state_indices"].shape[1], length - width + 2)
+    buffers = {"kept_rows": "intermediate_states", "window_rows": "intermediate_conv_window"}
+    return found | {count: views[name].shape[0] for count, name in buffers.items() if name in views}
+
+
+def _norm_values(spec: LayerNormSpec, views: Mapping[str, Tensor]) -> dict[str, int]:
+    grouped = {"out": groups_of(views["out"], spec.size), "gate": groups_of(views["z"], spec.size), "weight": views["norm_weight"]}
+    *rows, groups, _ = grouped["out"].shape
+    axis_of = {"row": 0, "sequence": 0, "token": 1, "group": -2}
+    values = {"units": math.prod(rows) * groups} | divisor("groups", groups)
+    values |= {f"{role}_{axis}": grouped[role].stride(axis_of[axis]) for role, axis in spec.strides()}
+    if "state_indices" in views:
+        values |= {"state_indices_row": views["state_indices"].stride(0), "state_indices_column": views["state_indices"].stride(-1)}
+    return values | ({"num_accepted_tokens_row": views["num_accepted_tokens"].stride(0)} if "num_accepted_tokens" in views else {})
+
+
+def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
+    """Blocks of one of a layer's kernels."""
+    *rows, heads, channels = views["out"].shape
+    if isinstance(spec, LayerNormSpec):
+        return -(-math.prod(rows) * (heads * channels // spec.size) // spec.teams)
+    blocks: int = rows[0] * spec.nheads * spec.tiles
+    return blocks
+
+
+def check_dense(named: Mapping[str, Tensor], names: tuple[str, ...], problems: list[str]) -> None:
+    """Whether the channels of a row are next to each other. Adds to `problems` the operands whose are not."""
+    for name in names:
+        if name in named and named[name].stride(-1) != 1 and named[name].shape[-1] > 1:
+            problems.append(f"{name} has strides {list(named[name].stride())}; the channels of a row must be dense")

@@ -1,0 +1,55 @@
+"""Which variants of chunk_scan there are for a problem, and which of them a call gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import product
+from typing import Any
+
+from ...spec.kernel import Arch, Pdl
+from .spec import SMS, ScanProblem, ScanSpec
+from .warpgroups import by_warpgroups, warpgroup_space
+
+SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
+
+
+def _spec(problem: ScanProblem, **how: Any) -> ScanSpec:
+    return ScanSpec(**{f.name: getattr(problem, f.name) for f in fields(ScanProblem)}, **how)
+
+
+def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
+    """Every legal variant of a problem within the axes worth trying."""
+    yield from warpgroup_space(problem, arch)
+    for tile in range(16, min(problem.headdim, 128) + 1, 16):
+        for stages in (1, 2, 3, 4):
+            for (copiers, parts, min_blocks), pdl in product(((0, 1, 1), (0, 1, 2), (0, 4, 1), (1, 1, 1), (1, 4, 1)), Pdl):
+                spec = _spec(problem, tile=tile, stages=stages, min_blocks=min_blocks, copiers=copiers, parts=parts, pdl=pdl)
+                if not spec.violations(arch):
+                    yield spec
+
+
+def _parts(problem: ScanProblem, blocks: int, arch: Arch) -> int:
+    """Blocks that divide a sequence whose heads are so many: as many as there are SMs for, but not so many in a cluster, whose number does
+    not hang on how many sequences there are. More than 6 save next to nothing: the last one passes all chunks."""
+    return min(4 if problem.overwrites else 6, SMS.get(arch.number, 80) // blocks)
+
+
+def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ScanSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    yield from by_warpgroups(problem, size, wait)
+    tiles = [t for t in range(16, 129, 16) if problem.headdim % t == 0 and (problem.d_state <= 64 or t <= 64)]
+    few = [t for t in tiles if t <= 64]
+    tile, narrow = few[-1], 32 if few[-1] % 32 == 0 else 16
+    # With four stages what is asked for has a chunk's time to come, with three less. With two nothing is on its way while products are
+    # made; with one, nothing overlaps: for architectures of little shared memory.
+    whole = [(1, tiles[-1], 4), (1, tiles[-1], 3), (1, tile, 3), (1, tile, 2), (1, narrow, 2), (1, narrow, 1), (1, 16, 1)]
+    divided = [
+        (parts, where, stages)
+        for where, stages in ((tile, 4), (tile, 3), (narrow, 3), (narrow, 2))
+        if (parts := _parts(problem, size * (problem.headdim // where), arch)) > 1
+    ]
+    for parts, where, stages in dict.fromkeys(divided + whole):
+        words = [*([f"{parts} parts"] if parts > 1 else []), f"tile {where}", "1 stage" if stages == 1 else f"{stages} stages"]
+        yield ", ".join(words), _spec(problem, tile=where, stages=stages, copiers=int(stages > 2), parts=parts, pdl=wait), ""

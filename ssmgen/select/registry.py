@@ -1,0 +1,175 @@
+"""Problem -> spec. Says which variant serves a problem, by which rule, and why the others do not."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UnsupportedError
+from ..spec.kernel import Arch, KernelSpec, flat
+from . import tuned
+from .catalog import OPERATORS
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One rule's answer for a problem."""
+
+    rule: str
+    spec: KernelSpec | None
+    reason: str  # why it was not chosen; empty for the chosen one
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What serves a problem, and by which rule."""
+
+    rule: str
+    spec: KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the registry considered, in order of preference."""
+
+    operator: str
+    problem: Any
+    size: int  # what the rules look at
+    arch: Arch
+    gpu: str | None  # whose tuned rows were looked at
+    verdicts: tuple[Verdict, ...]
+    faults: tuple[str, ...]  # what no variant could serve
+
+    @property
+    def chosen(self) -> Chosen | None:
+        return next((Chosen(v.rule, v.spec) for v in self.verdicts if v.spec is not None and not v.reason), None)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why nothing serves the problem; empty when something does."""
+        if self.chosen:
+            return []
+        return list(self.faults) or [f"{v.rule}: {v.reason}" for v in self.verdicts]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as values that JSON has."""
+        verdicts = [{"rule": v.rule, "spec": v.spec and str(v.spec), "rejected": v.reason or None} for v in self.verdicts]
+        return {
+            "operator": self.operator,
+            unit(self.operator): self.size,
+            "arch": str(self.arch),
+            "gpu": self.gpu,
+            "problem": describe(self.problem),
+            "faults": list(self.faults),
+            "verdicts": verdicts,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.operator}, {unit(self.operator)} {self.size}, {self.gpu or self.arch}: {describe(self.problem)}"]
+        lines += [f"  never: {f}" for f in self.faults]
+        for v in self.verdicts:
+            lines.append(f"  {'->' if not v.reason else '  '} {v.rule}: {v.reason or v.spec}")
+        return "\n".join(lines)
+
+
+def unit(operator: str) -> str:
+    """What the size of an operator's call counts: sequences, where nothing else is said."""
+    return getattr(OPERATORS[operator], "SIZE", "batch")
+
+
+def describe(problem: Any) -> str:
+    return " ".join(f"{name}={getattr(value, 'value', value)}" for name, value in flat(problem).items() if value is not None)
+
+
+def _tuned(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str) -> Iterator[tuple[str, KernelSpec | None, str]]:
+    """(rule, spec or None, why it does not apply) of the measured rows."""
+    for found in tuned.find(operator, problem, size, arch, pdl, gpu):
+        yield "tuned" if found.exact else f"tuned at {unit(operator)} {found.row.size}", found.spec, found.stale
+
+
+@functools.lru_cache(maxsize=4096)
+def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None = None) -> Explanation:
+    """Everything that was considered, in this order: a row measured at this size, rows of sizes near it, the rules, the generic variant.
+
+    `pdl` asks for a variant that may overlap the end of the kernel ahead of it. gpu: its name, as torch has it; None to go by rules alone.
+    """
+    faults = tuple(problem.faults())
+    verdicts: list[Verdict] = []
+    chosen = None
+    if not faults:
+        rows = () if gpu is None else _tuned(operator, problem, size, arch, pdl, gpu)
+        for rule, spec, reason in (*rows, *OPERATORS[operator].candidates(problem, size, arch, pdl)):
+            if spec is not None:
+                reason = "; ".join(spec.violations(arch))
+                if not reason and chosen:
+                    reason = f"{chosen} comes first"
+                chosen = chosen or (None if reason else rule)
+            verdicts.append(Verdict(rule, spec, reason))
+    return Explanation(operator, problem, size, arch, gpu, tuple(verdicts), faults)
+
+
+def select(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None = None) -> KernelSpec:
+    """The variant for a problem at a size (see `unit`). Raises UnsupportedError with every reason."""
+    return _chosen(operator, problem, size, arch, pdl, gpu).spec
+
+
+def _chosen(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None) -> Chosen:
+    found = explain(operator, problem, size, arch, pdl, gpu)
+    if found.chosen is None:
+        raise UnsupportedError(f"{operator} ({describe(problem)}) on {arch}", found.reasons)
+    return found.chosen
+
+
+def forget() -> None:
+    """Reads the tuned tables again. What a process has made plans for stays."""
+    tuned.forget()
+    explain.cache_clear()
+    ranges.cache_clear()
+
+
+@functools.lru_cache(maxsize=1024)
+def ranges(
+    operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None
+) -> tuple[tuple[int, int, Chosen], ...]:
+    """(first size, last size, what is chosen there) over sizes 1 … max_size, in ascending order. Raises UnsupportedError."""
+    # Rules only look at the size through thresholds, so the powers of two and their neighbours see every one of them
+    # that lies between two powers; thresholds in between are found by bisection.
+    seen: dict[int, Chosen] = {}
+
+    def at(size: int) -> Chosen:
+        if size not in seen:
+            seen[size] = _chosen(operator, problem, size, arch, pdl, gpu)
+        return seen[size]
+
+    def visit(low: int, high: int) -> None:
+        if at(low) != at(high) and high - low > 1:
+            middle = (low + high) // 2
+            visit(low, middle)
+            visit(middle, high)
+
+    edges = [1 << i for i in range(max_size.bit_length()) if 1 << i < max_size] + [max_size]
+    for low, high in zip(edges, edges[1:] or edges, strict=False):
+        visit(low, high)
+    starts = [size for before, size in zip([0, *sorted(seen)], sorted(seen), strict=False) if not before or seen[before] != seen[size]]
+    return tuple((first, after - 1, seen[first]) for first, after in zip(starts, [*starts[1:], max_size + 1], strict=True))
+
+
+def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None) -> tuple[KernelSpec, ...]:
+    """Every variant that `select` can return for sizes 1 … max_size: what to build ahead of time."""
+    return tuple(dict.fromkeys(chosen.spec for _, _, chosen in ranges(operator, problem, arch, pdl, max_size, gpu)))
+
+
+# Plans made, by variant: what this process has been served. Counted when a plan is made, not on the hot path.
+_served: Counter[str] = Counter()
+
+
+def count_plan(spec: KernelSpec) -> None:
+    _served[str(spec)] += 1
+
+
+def stats() -> dict[str, int]:
+    """{spec: number of call patterns that were given it in this process}"""
+    return dict(_served)

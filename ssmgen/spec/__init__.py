@@ -1,0 +1,1 @@
+"""A kernel's description: specs, problems, element types, packed arguments, and the records of families."""

@@ -1,0 +1,74 @@
+"""Default variants: the calls whose kernels are committed as text, so that a review shows how the CUDA changed.
+
+A family's `defaults.py` names them, `DEFAULTS = {name: Default or FixedSpec}`: enough to show every branch of its templates that a served
+model takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..engine.layers.problem import Layer
+from ..engine.window import StateLayout
+from ..select import registry
+from ..select.catalog import OPERATOR_OF
+from ..select.model_variants import specs_for
+from ..select.models import find_model
+from ..spec.family import records
+from ..spec.kernel import SM90, Arch, DType, Index, KernelSpec, Pdl, Problem, entries, text_of
+
+FIRST = Arch(80)
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """What calls ask for, and of which size (see `registry.unit`): the variants of every size, if none is given.
+
+    since: the first architecture that has it.
+    """
+
+    problem: Problem
+    size: int | None = None
+    since: Arch = FIRST
+
+    def specs(self, arch: Arch) -> list[KernelSpec]:
+        """The kernels that serve it, with programmatic dependent launch where there is such a thing; none of what cannot be had."""
+        if arch < self.since:
+            return []
+        if self.size is None:
+            return specs_for([self.problem], arch, pdl=(True,))
+        return list(registry.select(OPERATOR_OF[type(self.problem)], self.problem, self.size, arch, arch >= SM90).kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSpec:
+    """A variant that no call asks the registry for. Its `pdl` is switched off where there is no such thing."""
+
+    spec: KernelSpec
+
+    def specs(self, arch: Arch) -> list[KernelSpec]:
+        spec: Any = self.spec  # `pdl` is a field of every spec, but of no base
+        return [spec if arch >= SM90 else replace(spec, pdl=Pdl.OFF)]
+
+
+def named() -> Iterator[tuple[str, str, Default | FixedSpec]]:
+    """(family, name, default) of all."""
+    for family in records():
+        if family.defaults:
+            yield from ((family.name, name, default) for name, default in family.part(family.defaults).items())
+
+
+def layer(
+    model: str, state: DType, index: Index = Index.I32, window: tuple[StateLayout, int] = (StateLayout.RUNS, 3), tp: int = 1, **call: Any
+) -> Problem:
+    """What the decode step of a model's whole layer asks for, with windows of this layout and length. call: as of `Model.layers`."""
+    asked = find_model(model).divided(tp).layers((state,), (index,), **call)
+    return next(p for p in asked if isinstance(p, Layer) and (p.conv.layout, p.conv.len) == window)
+
+
+def words(problem: Problem) -> str:
+    """The fields of a problem that are not their defaults, for a name."""
+    given = ((name, entry.of(problem), entry.field.default) for name, entry in entries(type(problem)).items())
+    return " ".join(f"{name}={text_of(value)}" for name, value, default in given if value != default)

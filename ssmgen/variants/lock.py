@@ -1,0 +1,134 @@
+"""ssmgen.lock: of each default variant, what its source was rendered from and to, and what it takes under each compiler that was asked.
+
+NVRTC 12 and 13 differ in registers, and a machine has one of them. So the lock has a build per major version. `ssmgen generate` fills in
+what the one at hand says; what another one said of a source stays for as long as the source does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..cache.files import read_json
+from ..compile.nvrtc import Resources
+from ..errors import SsmgenError, bullets
+
+LOCK = "ssmgen.lock"
+BUILD = re.compile(r"CL-\d+ V(\d+)\.\d+\.\d+")
+PATH = re.compile(r"sm_\d+[af]?/\w+\.cu", re.ASCII)
+SHOWN = 8  # faults in a message
+
+
+class LockError(SsmgenError):
+    """A lock cannot be read."""
+
+    def __init__(self, path: Path, problems: list[str]):
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        super().__init__(
+            f"{path} is no lock of generated files:\n{bullets(problems[:SHOWN] + more)}\n"
+            "Take it from version control again; or remove it with the generated files beside it, and run: ssmgen generate"
+        )
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """One variant. resources: by the compiler's major version. shown: whether its text is committed."""
+
+    spec: str
+    arch: str
+    source_sha256: str
+    resources: Mapping[str, Resources]
+    shown: bool = False
+
+    @property
+    def header(self) -> str:
+        """What its file starts with."""
+        return f"// {self.spec.partition(':')[0]} for {self.arch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """compilers: builds by major version. variants: by the path of their file."""
+
+    compilers: Mapping[str, str]
+    variants: Mapping[str, Locked]
+
+    @classmethod
+    def read(cls, path: Path) -> Lock:
+        """Raises FileNotFoundError, and LockError that says all that is wrong."""
+        try:
+            value = read_json(path)
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise FileNotFoundError(path) from e
+        except (OSError, ValueError) as e:
+            raise LockError(path, [str(getattr(e, "strerror", None) or e)]) from e
+        if problems := _faults(value):
+            raise LockError(path, problems)
+        return cls(value["compilers"], {name: _locked(row) for name, row in value["variants"].items()})
+
+    def __str__(self) -> str:
+        variants = {name: asdict(row) for name, row in self.variants.items()}
+        return json.dumps({"compilers": self.compilers, "variants": variants}, indent=1, sort_keys=True) + "\n"
+
+    def unasked(self) -> dict[str, list[str]]:
+        """{compiler: the variants of which it is not known what they take under it}, of those of which some are."""
+        return {
+            build: names
+            for major, build in self.compilers.items()
+            if (names := [name for name, row in self.variants.items() if major not in row.resources])
+        }
+
+
+def major_of(build: str) -> str:
+    """The major version in the name of a compiler's build. Raises ValueError for what is no such name."""
+    if not (match := BUILD.fullmatch(build)):
+        raise ValueError(f"{build!r} is no build of NVRTC such as 'CL-36037853 V12.9.86'")
+    return match[1]
+
+
+def _locked(row: Mapping[str, Any]) -> Locked:
+    resources = {major: Resources(**found) for major, found in row["resources"].items()}
+    return Locked(row["spec"], row["arch"], row["source_sha256"], resources, row["shown"])
+
+
+def _faults(value: Any) -> list[str]:
+    if wrong := _unlike(value, {"compilers": dict, "variants": dict}, "it"):
+        return wrong
+    compilers = value["compilers"]
+    for major, build in compilers.items():
+        match = BUILD.fullmatch(build) if isinstance(build, str) else None
+        if not match or match[1] != major:
+            wrong.append(f"compilers: {build!r} is no build of NVRTC {major!r} such as 'CL-36037853 V12.9.86'")
+    for name, row in value["variants"].items():
+        wrong += _faults_of_variant(name, row, compilers)
+    return wrong
+
+
+def _faults_of_variant(name: str, row: Any, compilers: Mapping[str, Any]) -> list[str]:
+    if not PATH.fullmatch(name):
+        return [f"variants: {name!r} is no path such as 'sm_90a/name.cu'"]
+    if wrong := _unlike(row, {"spec": str, "arch": str, "source_sha256": str, "resources": dict, "shown": bool}, name):
+        return wrong
+    for major, found in row["resources"].items():
+        where = f"{name}: resources: {major!r}"
+        wrong += [] if major in compilers else [f"{where} is of no compiler that the lock names"]
+        if unlike := _unlike(found, {f.name: int for f in fields(Resources)}, where):
+            wrong += unlike
+        elif min(found.values()) < 0 or Resources(**found).spills:
+            wrong.append(f"{where} has negative numbers, or spills, which are never recorded")
+    return wrong
+
+
+def _unlike(value: Any, shape: Mapping[str, type], where: str) -> list[str]:
+    """How a value is not an object with just these names, and values of these types: in words."""
+    if not isinstance(value, dict):
+        return [f"{where} is not an object with {', '.join(shape)}"]
+    wrong = [f"{where}: {name} is missing" for name in shape if name not in value]
+    wrong += [f"{where}: {name!r} is none of {', '.join(shape)}" for name in value if name not in shape]
+    found = ((name, kind, value[name]) for name, kind in shape.items() if name in value)
+    return wrong + [f"{where}: {name} is no {kind.__name__}" for name, kind, given in found if type(given) is not kind]
