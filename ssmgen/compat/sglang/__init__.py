@@ -75,6 +75,7 @@ def selective_state_update(
     disable_state_update: the pool is only read   intermediate_states_buffer: [rows, cache_steps, H, P, N], the state after each token, by
     intermediate_state_indices [batch] or else by slot   retrieve_parent_token: [batch, T], a draft tree
     enable_stochastic_rounding: of an f16 state, by a seed drawn on the device; cache_philox_rounds 0 is 10
+    Heads of one row in one group, [batch, dim, 1], are Mamba-1's channels: they run as the rows of one head
     """
     name = "sglang's selective_state_update"
     problems = ["out is None, and nothing is returned"] if out is None else []
@@ -87,6 +88,8 @@ def selective_state_update(
         raise ArgumentError(name, problems)
     batch = x.shape[0]
     slots = _first(state_batch_indices, batch)
+    if kept is None and x.dim() == 3 and x.shape[2] == 1 and B.dim() == 3 and B.shape[1] == 1:
+        state, x, dt, A, B, C, D, z, dt_bias, out = _mamba.one_head(state, x, dt, A, B, C, D, z, dt_bias, out)
     rows = None if kept is None else slots if intermediate_state_indices is None else _first(intermediate_state_indices, batch)
     seed = torch.randint(0, 2**32, (1,), device=state.device) if enable_stochastic_rounding and not disable_state_update else None
     _ssu(
@@ -173,6 +176,10 @@ def causal_conv1d_update_triton(
     )  # fmt: skip
 
 
+# Which sequence, and which of its blocks, each of SGLang's programs takes.
+_WORK = ("seq_lens_cpu", "block_table")
+
+
 @_takes(
     x="[dim, tokens] or [batch, dim, length]",
     weight="[dim, width]",
@@ -195,10 +202,10 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """x [dim, tokens] with query_start_loc, or [batch, dim, length] -> a new tensor laid out like it; conv_states in place.
 
-    kwargs: seq_lens_cpu, which divides SGLang's work among programs, is ignored; UnsupportedError for any other that is not None
+    kwargs: seq_lens_cpu and block_table divide SGLang's work among programs: ignored. UnsupportedError for any other that is not None
     Unlike there, x itself is never overwritten.
     """
-    if others := sorted(name for name, value in kwargs.items() if name != "seq_lens_cpu" and value is not None):
+    if others := sorted(name for name, value in kwargs.items() if name not in _WORK and value is not None):
         raise UnsupportedError("sglang's causal_conv1d_fn", [f"{name}: not known to ssmgen, which ignores nothing" for name in others])
     if conv_states is not None:
         conv_states = conv_states[..., : weight.shape[1] - 1]
