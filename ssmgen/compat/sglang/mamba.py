@@ -24,7 +24,8 @@ def one_head(
     A block of the kernel takes rows of one head; heads of one row would give it one row each.
     state: [slots, dim, 1, N]   x, dt, z, out: [batch, dim, 1]   A: [dim, 1, N]   B, C: [batch, 1, N]   D, dt_bias: [dim, 1]
     """
-    x, dt, z, out = (t if t is None or t.dim() < 3 else t.squeeze(2) for t in (x, dt, z, out))
+    x, dt = (t if t.dim() < 3 else t.squeeze(2) for t in (x, dt))
+    z, out = (t if t is None or t.dim() < 3 else t.squeeze(2) for t in (z, out))
     D, dt_bias = (t if t is None or t.dim() < 2 else t.squeeze(1) for t in (D, dt_bias))
     A = A[:, None].expand(-1, B.shape[-1]) if A.dim() == 1 else A
     state, A, B, C = (t.squeeze(-2) for t in (state, A, B, C))
