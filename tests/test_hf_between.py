@@ -6,6 +6,7 @@ import copy
 import gc
 from collections import Counter
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ssmgen.compat import hf
 from ssmgen.compat.hf import between as hf_between
+from ssmgen.compat.hf import block_sums, norm_styles, texts
 from ssmgen.compat.hf import layers as hf_layers
 from ssmgen.compat.hf.functions import recording
 
@@ -44,8 +46,91 @@ def test_every_norm_is_recognised(name):
 def test_styles_are_told_from_each_other():
     g = torch.Generator().manual_seed(1)
     x, weight = torch.randn(8, 64, generator=g).bfloat16(), torch.randn(64, generator=g).bfloat16()
-    results = [s.of(x, weight, hf_between._EPS[s.eps], 16 if s.grouped else None) for s in hf_between.STYLES]
+    results = [s.of(x, weight, norm_styles.EPS[s.eps], 16 if s.grouped else None) for s in norm_styles.STYLES]
     assert not [(a, b) for i, a in enumerate(results) for b in results[:i] if torch.equal(a, b)]
+
+
+@every_kind
+def test_the_tables_say_what_norms_and_blocks_do(name):
+    """Every norm and block of the tested releases is in a table: what numbers and the text say of it is the same."""
+    if not known(name):
+        pytest.skip(f"this transformers has no {name}")
+    for kind in [getattr(modeling(name), c) for c in hf_between.classes(modeling(name))]:
+        style = norm_styles.KNOWN.get(texts.of_class(kind))
+        assert (style is None) == (norm_styles.tried(kind) is None) and style == norm_styles.tried(kind)
+        if kind.__name__ == "Qwen4ExpTextAttention":  # whose residual left it with 5.23
+            continue
+        assert style is not None or block_sums.KNOWN[kind.__name__] == block_sums.count(kind)
+        assert not hf_between.recognised(kind) and not hf_between.objection(kind)
+
+
+class OtherRMSNorm(torch.nn.Module):
+    """OLMo's arithmetic in other words."""
+
+    def forward(self, hidden_states):
+        x = hidden_states.float()
+        return (self.weight.float() * (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.variance_epsilon))).to(hidden_states.dtype)
+
+
+class WrongRMSNorm(OtherRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * 1.01
+
+
+class OtherBlock(torch.nn.Module):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.mixer(self.norm(hidden_states))
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+class MambaBlock(torch.nn.Module):
+    """One of a known name that has a sum more."""
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = residual + self.mixer(self.norm(hidden_states))
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """A modeling file with classes that no table has."""
+    module = ModuleType("a_modeling_file")
+    for kind in (OtherRMSNorm, WrongRMSNorm, OtherBlock, MambaBlock):
+        monkeypatch.setattr(kind, "__module__", module.__name__)
+        setattr(module, kind.__name__, kind)
+    return module
+
+
+def test_what_no_table_has_is_recognised_and_said(changed):
+    assert hf_between.classes(changed) == ("OtherRMSNorm", "OtherBlock", "MambaBlock")
+    assert norm_styles.style_of(OtherRMSNorm) == norm_styles.Style() and norm_styles.style_of(WrongRMSNorm) is None
+    assert hf_between.recognised(OtherRMSNorm) == (
+        "its text is in no table; on random numbers it gives the bits of an RMSNorm that rounds behind its weight"
+    )
+    assert hf_between.recognised(OtherBlock) == "it is in no table; its forward calls norms and adds to a residual 1 times"
+    assert not hf_between.objection(OtherRMSNorm) and not hf_between.objection(OtherBlock)
+
+
+def test_a_known_block_with_other_sums_is_left_alone(changed):
+    assert hf_between.objection(MambaBlock) == "its forward adds to a residual 2 times, not 1 as known"
+    assert not hf_between.recognised(MambaBlock)
+
+
+def test_a_patch_says_what_it_recognised(monkeypatch):
+    words = "it is in no table; its forward calls norms and adds to a residual 1 times"
+    with monkeypatch.context() as without_tables:
+        without_tables.setattr(block_sums, "KNOWN", {})
+        hf_between.recognised.cache_clear()
+        with hf.patch("mamba2", fuse=True) as patch:
+            assert patch.recognised == {"mamba2.Mamba2Block": words} and not patch.lost
+            assert str(patch).startswith(f"recognised: mamba2.Mamba2Block: {words}")
+    hf_between.recognised.cache_clear()
+    with hf.patch("mamba2", fuse=True) as patch:
+        assert patch.recognised == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
@@ -175,12 +260,12 @@ def test_training_is_untouched():
 
 def test_forwards_are_put_back():
     kinds = [modeling("mamba2").Mamba2Block, modeling("mamba2").Mamba2RMSNorm]
-    before = [(kind.forward, hf_between.Forward(kind).forward) for kind in kinds]
+    before = [(kind.forward, block_sums.Forward(kind).forward) for kind in kinds]
     first, second = hf.patch("mamba2", fuse=True), hf.patch("mamba2", fuse=True)
     first.undo()
-    assert [hf_between.Forward(kind).forward for kind in kinds] != [inner for _, inner in before]
+    assert [block_sums.Forward(kind).forward for kind in kinds] != [inner for _, inner in before]
     second.undo()
-    assert [(kind.forward, hf_between.Forward(kind).forward) for kind in kinds] == before
+    assert [(kind.forward, block_sums.Forward(kind).forward) for kind in kinds] == before
 
 
 def test_weights_that_make_f32_of_16_bits_are_the_originals():

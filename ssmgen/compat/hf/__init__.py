@@ -22,7 +22,7 @@ import torch
 from ...calls import api
 from ...errors import PatchError, bullets
 from ...launch import runtime
-from . import found, functions, remote, targets
+from . import between, found, functions, remote, targets
 from .functions import Replacement
 from .fusible import fusible as fusible
 
@@ -41,10 +41,12 @@ class Patch:
     """What `patch` did. A context manager that undoes it; str() of it is a table of calls, and why some were left to transformers.
 
     lost: functions and layers that ssmgen knows and that could not be replaced, with the reason; str() begins with them
+    recognised: norms and blocks that are in no table of ssmgen's and were replaced all the same, with what they were recognised by
     """
 
-    def __init__(self, replacements: Iterable[Replacement], lost: dict[str, str]):
+    def __init__(self, replacements: Iterable[Replacement], lost: dict[str, str], recognised: dict[str, str]):
         self.lost = lost
+        self.recognised = recognised
         self._replacements = {r.label: r for r in replacements}
         self._before = {label: (r.served, r.kept) for label, r in self._replacements.items()}
         for r in self._replacements.values():
@@ -100,8 +102,9 @@ class Patch:
             for reason, layer in self._replacements[label].reasons.items()
             if c.original
         ]
-        lost = [f"not replaced: {label}: {words}" for label, words in self.lost.items()]
-        return "\n".join([*lost, f"{'replaced and called':{width}} {'ssmgen':>8} {'original':>8}", *rows, *left])
+        first = [f"not replaced: {label}: {words}" for label, words in self.lost.items()]
+        first += [f"recognised: {label}: {words}" for label, words in self.recognised.items()]
+        return "\n".join([*first, f"{'replaced and called':{width}} {'ssmgen':>8} {'original':>8}", *rows, *left])
 
 
 def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "auto", *, fuse: bool = False) -> Patch:
@@ -127,7 +130,9 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
         kept = [(name, target) for name, target in wanted if f"{name}.{target.name}" not in lost]
         if wanted and not kept:
             raise PatchError("none of these models has a function to replace; ssmgen knows transformers 5.15 to 5.24")
-        return Patch([_replacement(name, target) for name, target in kept] + _of_checkpoints(models), lost)
+        seen = {f"{name}.{t.name}": between.recognised(getattr(_module(name), t.name)) for name, t in kept if t.between}
+        recognised = {label: words for label, words in seen.items() if words}
+        return Patch([_replacement(name, target) for name, target in kept] + _of_checkpoints(models), lost, recognised)
 
 
 def models() -> dict[str, tuple[str, ...]]:
@@ -181,7 +186,7 @@ def _replacement(name: str, target: targets.Target) -> Replacement:
 
 def _of_checkpoints(models: str | torch.nn.Module | Iterable[str | torch.nn.Module]) -> list[Replacement]:
     """What stands in modules that came with checkpoints, and in the layers of these models."""
-    found = []
+    found: list[Replacement] = []
     for model in (models,) if isinstance(models, torch.nn.Module) else models:
         if not isinstance(model, torch.nn.Module):
             continue
@@ -215,9 +220,8 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
         for batch in sorted({min(size, 2) for size in sizes}):  # two rows show the strides between rows, which one does not
             prompt = torch.zeros(batch, prompt_length, dtype=torch.long, device=device)
             with functions.recording() as calls:
-                model.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1
-                )
+                generate: Any = model.generate
+                generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, min_new_tokens=2, do_sample=False, num_beams=1)
             for call in calls:
                 # In the operator's unit, which is not always sequences: groups of norms, KiB of convolutions. Where it does not grow with
                 # the batch, as chunk_scan's heads do not, more sizes are prepared than come.

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,8 @@ def causal_conv1d_update(
     hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """hidden_states [batch, dim, T] -> a new tensor like it; conv_state [batch, dim, state_len] in place; weight [dim, width]."""
-    return call(native_update.causal_conv1d_update, hidden_states, conv_state, weight, bias, activation)
+    out: Tensor = call(native_update.causal_conv1d_update, hidden_states, conv_state, weight, bias, activation)
+    return out
 
 
 def causal_conv1d_fn(
@@ -78,7 +80,8 @@ def causal_conv1d_fn(
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """hidden_states [batch, dim, length] -> a new tensor like it. seq_idx [batch, length] int32 keeps packed sequences apart."""
-    return call(native_conv.causal_conv1d, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+    out: Tensor = call(native_conv.causal_conv1d, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+    return out
 
 
 def mamba_selective_state_update(
@@ -86,7 +89,8 @@ def mamba_selective_state_update(
     dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """state [batch, dim, N] or [batch, heads, headdim, N] in place; the others as in ssmgen.selective_state_update."""
-    return call(selective_state_update.selective_state_update, state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    out: Tensor = call(selective_state_update.selective_state_update, state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    return out
 
 
 def mamba_selective_scan(
@@ -103,7 +107,8 @@ def mamba_selective_scan(
         raise ArgumentError("mamba_selective_scan", [f"{' and '.join(given)}: packed sequences are not told apart here"])
     operands = mamba1_prompts.Operands(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus)
     run = partial(call, native_selective_scan.selective_scan)
-    return mamba1_prompts.scan("mamba_selective_scan", operands, run, return_final_states=return_last_state)
+    out: Tensor | tuple[Tensor, Tensor] = mamba1_prompts.scan("mamba_selective_scan", operands, run, return_final_states=return_last_state)
+    return out
 
 
 def mamba2_chunk_scan(
@@ -119,10 +124,11 @@ def mamba2_chunk_scan(
     if kwargs.get("cu_seqlens") is not None:
         raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given: packed sequences are told apart by seq_idx"])
     x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (hidden_states, B, C))  # they are not behind a window of the cache
-    return call(
+    out: Tensor | tuple[Tensor, Tensor] = call(
         native_scan.chunk_scan, x, dt, A, B, C, D, kwargs.get("z"), dt_bias, dt_softplus, dt_limit=limits(dt_softplus, dt_limit),
         seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states,
     )  # fmt: skip
+    return out
 
 
 def limits(softplus: bool, dt_limit: tuple[float, float]) -> tuple[float, float] | None:
@@ -279,10 +285,11 @@ class Replacement:
         self.original = getattr(module, name)
         self.served = self.kept = 0  # calls that ours computed, and that the original did; not those in code made by torch.compile
         self.owners: set[object] = set()
-        self.run = run_of(self, self.original)
-        self.run.__name__, self.run.__doc__, self.run.__wrapped__ = name, self.run.__doc__ or self.original.__doc__, self.original
-        setattr(self.run, OURS, True)
-        setattr(module, name, self.run)
+        run: Any = run_of(self, self.original)
+        run.__name__, run.__doc__, run.__wrapped__ = name, run.__doc__ or self.original.__doc__, self.original
+        setattr(run, OURS, True)
+        setattr(module, name, run)
+        self.run: Callable[..., Any] = run
         self.reasons: dict[str, str] = {}  # why the original computed calls: in which layer first
 
     @property
@@ -326,14 +333,14 @@ def run_function(replacement: Replacement, original: Callable[..., Any], ours: C
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
-            reason = "  - an operand requires grad, and ssmgen's functions have no backward"
+            reason: str | None = "  - an operand requires grad, and ssmgen's functions have no backward"
         elif is_compiling() and _ends_a_trace(ours, args, kwargs):
             reason = ""  # is not said: code that is compiled warns of nothing
         else:
             result, reason = attempt(replacement, ours, *args, **kwargs)
             if reason is None:
                 return result
-        if not is_compiling():
+        if not is_compiling() and reason is not None:
             replacement.keep(reason)
         return original(*args, **kwargs)
 
@@ -362,7 +369,7 @@ def _ends_a_trace(ours: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def calling_layer() -> str:
     """The layer of a model that the call comes from, in words: the nearest caller that is a method of a module."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):

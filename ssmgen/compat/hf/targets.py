@@ -8,7 +8,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from . import between, copies, functions, lightning, norms, roles
+from . import between, block_sums, copies, functions, lightning, norms, roles
 from .functions import FUNCTIONS, Replacement
 from .layers import TABLE, run
 
@@ -31,7 +31,7 @@ class Target(NamedTuple):
         found = getattr(module, self.name)
         if not isinstance(found, type):
             return Replacement(label, module, self.name, self.run)
-        return Replacement(label, between.Forward(found) if self.between else found, "forward", self.run)
+        return Replacement(label, block_sums.Forward(found) if self.between else found, "forward", self.run)
 
 
 def targets(module: ModuleType, fuse: bool) -> list[Target]:
@@ -46,7 +46,7 @@ def targets(module: ModuleType, fuse: bool) -> list[Target]:
     found += [Target(name, partial(run, layer), mixer) for name, layer in copies.mixers(module).items()]
     found += [Target(name, norms.run, norms.objection) for name in norms.classes(module)]
     taken = {target.name for target in found}
-    return found + [Target(name, between.run, lambda _: "", between=True) for name in between.classes(module) if name not in taken]
+    return found + [Target(name, between.run, between.objection, between=True) for name in between.classes(module) if name not in taken]
 
 
 def _of_function(name: str, original: Any) -> str:
