@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import card_memory
 import pytest
 import torch
 
+# Test modules import each other, and what they share, by names that are unique in all folders.
+sys.path.extend(str(folder) for folder in sorted(Path(__file__).parent.rglob("*")) if folder.is_dir() and folder.name != "__pycache__")
 pytest_plugins = ["native_build", "worker_memory"]
 pytest.register_assert_rewrite("remote_cases")  # a plugin of some modules, which import it first
 

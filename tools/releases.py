@@ -91,7 +91,7 @@ def _tried(install: Callable[[Pip], None], layered: bool = False) -> str:
             install(pip)
         except subprocess.CalledProcessError as e:
             return f"pip could not install these releases, so nothing was tried: exit code {e.returncode}"
-        files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests").glob(f"test_{name}.py"))
+        files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests").rglob(f"test_{name}.py"))
         report = root / "tests.xml"
         subprocess.run([python, "-m", "pytest", "-q", "-n", "2", "-m", "not matrix", f"--junitxml={report}", *files], cwd=ROOT)
         said = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from tools import constraints, extra, releases
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = sorted(constraints.FOLDER.glob("*.txt"))
 
 

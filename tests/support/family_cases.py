@@ -1,4 +1,4 @@
-"""What tests of all families ask of each, of families that say it in a file of their own, `tests/cases/<family>.py`."""
+"""What tests of all families ask of each, of families that say it in a file of their own, `tests/support/cases/<family>.py`."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ def checkout(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     fresh(root)
     shutil.copy(ROOT / "pyproject.toml", root)
-    (root / "tests").mkdir()
-    for name in ("conftest.py", "card_memory.py", "native_build.py", "worker_memory.py"):
-        shutil.copy(ROOT / "tests" / name, root / "tests")
+    (root / "tests" / "support").mkdir(parents=True)
+    for name in ("conftest.py", "support/card_memory.py", "support/native_build.py", "support/worker_memory.py"):
+        shutil.copy(ROOT / "tests" / name, root / "tests" / name)
     write(root, NAME)
     return root
 

@@ -21,7 +21,7 @@ from ssmgen.compat.hf.functions import FUNCTIONS, unknown_parameters
 from ssmgen.compat.hf.lightning import CLASSES
 from ssmgen.errors import PatchError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def test_auto_replaces_all_that_is_known_and_undo_restores_every_attribute():
@@ -178,7 +178,7 @@ def test_installed_packages_are_replaced_too(tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(body.format(f) for f in functions))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    program = PROGRAM.format(tests=str(ROOT / "tests"))
+    program = PROGRAM.format(tests=str(ROOT / "tests" / "support"))
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

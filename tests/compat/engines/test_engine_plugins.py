@@ -384,7 +384,7 @@ def test_entry_points_are_the_register_functions():
         import tomllib
     else:
         import tomli as tomllib
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     groups = project["entry-points"]
     assert groups == {
         "vllm.general_plugins": {"ssmgen": "ssmgen.compat.vllm:register"},

@@ -1,4 +1,4 @@
-"""`ssmgen` with a stand-in for a GPU, as a process of a crew: `python tests/crew_cases.py tune …`, under torchrun or not.
+"""`ssmgen` with a stand-in for a GPU, as a process of a crew: `python tests/support/crew_cases.py tune …`, under torchrun or not.
 
 CREW_KILL=RANK:N kills the process of a rank by SIGKILL when it begins its N-th case or compilation, but not one that torchrun has started
 again. Nobody begins before all are there.
@@ -83,7 +83,7 @@ def stand_in(put: Callable[[Any, str, Any], None]) -> None:
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """For processes whose caches lie in a folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SSMGEN_", "TORCHELASTIC"))}
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     return kept | {"SSMGEN_CACHE_DIR": str(folder), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NEEDS_A_GPU = "needs a GPU"  # a block's title; "needs …" of anything else is only compiled
 _FENCE = re.compile(r"^```(?P<language>[a-z]+)(?: (?P<info>[^\n]*))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

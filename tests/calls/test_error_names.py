@@ -13,7 +13,7 @@ import torch
 from ssmgen.calls.operator import call_of
 from ssmgen.errors import ArgumentError
 
-sys.path.insert(0, str(Path(__file__).parent / "attack"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "attack"))
 from fuzz import leaves, replaced
 from fuzz_calls import Form, native
 

@@ -157,7 +157,7 @@ def test_the_page_lists_every_folder_and_what_is_replaced_there():
         pytest.skip(f"the page lists the folders of transformers 5.24, and this is {transformers.__version__}")
     files = [f for f in hf_found.folder().glob("*/modeling_*.py") if f.stem == f"modeling_{f.parent.name}" and f.parent.name != "auto"]
     folders = {f.parent.name for f in files if RECURRENT.search(f.read_text())}
-    page = (Path(__file__).parent.parent / "docs/migrate/transformers.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/migrate/transformers.md").read_text()
     section = page.partition("### Every model folder")[2].partition("\n## ")[0]
     table = {name: (functions, layers) for name, functions, layers in re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", section, re.M)}
     assert table.keys() == hf.models().keys()

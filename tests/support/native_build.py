@@ -18,7 +18,7 @@ from types import ModuleType
 
 import pytest
 
-SOURCES = Path(__file__).parents[1] / "native"
+SOURCES = Path(__file__).parents[2] / "native"
 
 
 @functools.cache

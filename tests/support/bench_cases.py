@@ -48,7 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     **cases("BENCH"),
 }
-assert SMALL.keys() == benchmarks().keys(), "each benchmark has a small run: here, or in BENCH of tests/cases/<family>.py"
+assert SMALL.keys() == benchmarks().keys(), "each benchmark has a small run: here, or in BENCH of tests/support/cases/<family>.py"
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 HEAD = {"device": "a GPU", "torch": "2", "compiler": "CL-1", "ceilings_tbs": {"in_place": 4.0, "out_of_place": 4.5}, "method": "Patience."}
