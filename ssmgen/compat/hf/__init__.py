@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,18 +23,12 @@ from ...calls import api
 from ...errors import PatchError, bullets
 from ...launch import runtime
 from . import found, functions, remote, targets
+from .functions import Calls as Calls
 from .functions import Replacement
 from .fusible import fusible as fusible
 
 _lock = threading.Lock()
 _active: dict[tuple[str, str], Replacement] = {}  # by model and function; what `patch` put in place and no `undo` has taken out
-
-
-class Calls(NamedTuple):
-    """Calls of one function: those that ssmgen computed, and those that went on to transformers' own."""
-
-    ssmgen: int
-    original: int
 
 
 class Patch:
