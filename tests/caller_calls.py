@@ -97,7 +97,7 @@ def _vllm_mamba2(model: Any) -> None:
 
 
 def _packed_scan(model: Any) -> dict[str, Any]:
-    """What SGLang's and TensorRT-LLM's layers pass."""
+    """The scan of a prompt as SGLang's and TensorRT-LLM's layers call it."""
     ids = torch.tensor([[0, 0, 1, 1, 1, 1]], dtype=torch.int32)
     more = {"chunk_size": 256, "cu_seqlens": STARTS, "seq_idx": ids, "dt_softplus": True, "return_varlen_states": True}
     return _mamba2_operands(model, 1, TOKENS) | more | {"out": bf16(1, TOKENS, model.nheads, model.headdim), "state_dtype": F32}
@@ -111,7 +111,7 @@ def _sglang_mamba2(model: Any) -> None:
 
 
 def _trtllm_mamba2(model: Any) -> None:
-    """It has convolutions of its own; its step is called through FlashInfer's name."""
+    """Its convolutions are not replaced; its step is called through FlashInfer's name."""
     for states in (None, f32(BATCH, model.nheads, model.headdim, model.d_state)):
         trtllm.mamba_chunk_scan_combined(**_packed_scan(model), initial_states=states)
     given = _mamba2_operands(model, BATCH)
@@ -164,7 +164,7 @@ def _vllm_gdn(model: Any) -> None:
 
 
 def _sigmoid_step(model: Any) -> dict[str, Any]:
-    """A step's rows beside a prompt's, as packed sequences of one token."""
+    """The decode rows of a batch that also has prompts, as packed sequences of one token."""
     H = model.nheads
     gate = {"a": bf16(1, BATCH, H), "b": bf16(1, BATCH, H)} | _weights(model)
     return _rows(model, 1, BATCH) | gate | {"cu_seqlens": torch.arange(BATCH + 1, dtype=torch.int32), "use_qk_l2norm_in_kernel": True}

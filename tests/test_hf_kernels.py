@@ -1,4 +1,4 @@
-"""ssmgen's functions for the package `kernels`. Most of it runs on stand-ins of what that package makes of transformers' functions."""
+"""ssmgen's functions for the package `kernels`. Most tests run on stand-ins for the modules that this package makes of functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ needs_kernels = pytest.mark.skipif(
 
 
 class Mode(enum.Flag):
-    """As that of `kernels`."""
+    """The flags of `kernels`."""
 
     INFERENCE = enum.auto()
     TRAINING = enum.auto()
@@ -49,7 +49,7 @@ def as_module(function: Any, hub_name: str, signature: inspect.Signature | None 
 
 @pytest.fixture
 def stand_ins(monkeypatch) -> None:
-    """The convolutions of two folders as modules, and no other folder. With `kernels` installed, its own are put away."""
+    """The convolutions of two folders as modules, and no other folder. They replace the modules of an installed `kernels`."""
     monkeypatch.setattr(kernels, "_mode", lambda: Mode)
     monkeypatch.setattr(kernels.found, "names", lambda: ("lfm2", "lfm2_moe"))
     for folder in ("lfm2", "lfm2_moe"):
@@ -79,7 +79,7 @@ def test_functions_are_found_by_name_and_parameters(stand_ins):
 
 
 def test_a_class_is_as_kernels_wants_it(stand_ins):
-    """No constructor, no member of its own, and the parameters of what it stands for."""
+    """No constructor, no further member, and the parameters of the function that it replaces."""
     layer = of(kernels.mapping(), "causal_conv1d_fn").load()
     members, known = ({name for name, _ in inspect.getmembers(c)} for c in (layer, torch.nn.Module))
     assert issubclass(layer, torch.nn.Module) and layer.__init__ is torch.nn.Module.__init__
@@ -151,7 +151,7 @@ def test_without_kernels_one_sentence_says_what_to_install():
         kernels.mapping()
 
 
-# With the package itself.
+# Tests that need the package.
 
 
 @needs_kernels

@@ -266,18 +266,18 @@ def unknown_parameters(ours: Callable[..., Any], theirs: Callable[..., Any]) -> 
 _KEYWORDS = ("seq_idx", "cu_seqlens")  # which models only pass by name
 
 
-OURS = "_ssmgen"  # an attribute of what stands in the place of something
+OURS = "_ssmgen"  # an attribute that marks ssmgen's replacements
 
 
 class Calls(NamedTuple):
-    """Calls of one function: those that ssmgen computed, and those that went on to transformers' own."""
+    """Calls of one function: how many ssmgen computed, and how many transformers' own function did."""
 
     ssmgen: int
     original: int
 
 
 class Tally:
-    """Counts the calls of one function, without those in code made by torch.compile, and says why the original computed some.
+    """Counts the calls of one function, except in code made by torch.compile, and says why the original computed some.
 
     label: such as "mamba2.causal_conv1d_update"
     """
@@ -299,10 +299,10 @@ class Tally:
 
 
 class Replacement(Tally):
-    """What stands for a function of a modeling file, or a class's method: ours, and the original where ours does not serve the call."""
+    """Our function instead of a function of a modeling file, or of a method. The original computes calls that ours does not serve."""
 
     def __init__(self, label: str, module: Any, name: str, run_of: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]):
-        """run_of: what makes our function of this and the original. Puts that into the module, or the class."""
+        """run_of: makes our function from this object and the original. The constructor puts it into the module, or the class."""
         super().__init__(label)
         self.module, self.name = module, name
         self.original = getattr(module, name)
@@ -338,7 +338,7 @@ def attempt(tally: Tally, ours: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def run_function(replacement: Replacement, original: Callable[..., Any], ours: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """What stands for a function of a modeling file; ours: None for that of its name."""
+    """The function that `patch` puts into a modeling file; ours: None for the function of FUNCTIONS with its name."""
     ours = FUNCTIONS[replacement.name] if ours is None else ours
 
     def run(*args: Any, **kwargs: Any) -> Any:

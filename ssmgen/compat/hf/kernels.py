@@ -58,9 +58,9 @@ _kernel = cache(Kernel)  # `kernels` loads an object once
 
 
 def mapping(model: torch.nn.Module | None = None, device: str = "cuda") -> Mapping:
-    """What `kernels.use_kernel_mapping` and `kernels.register_kernel_mapping` take: ssmgen's functions, for inference.
+    """ssmgen's functions for inference, as `kernels.use_kernel_mapping` and `kernels.register_kernel_mapping` take them.
 
-    model: only the functions that its modeling files have. Default: those of all models of the installed transformers
+    model: only the functions that its modeling files have. Default: the functions of all models of the installed transformers
     device: the type of device on which models use them
     Warns of functions that this transformers does not have as expected, and leaves them out. `kernels` sees only a name, so a function
     that has other parameters in one modeling file is left out for all.
