@@ -1,4 +1,7 @@
-"""CI's steps that try other releases than the constraints have: `newest`, `newest_torch`, `oldest`. They report, and fail nothing."""
+"""CI's steps that try other releases than the constraints have: `newest`, `newest_torch`, `oldest`. They report, and fail nothing.
+
+`python -m tools.releases transformers==5.15.0` tries the releases that are named, on top of this environment.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +76,11 @@ def _oldest_python() -> str:
     return found
 
 
+def these(*requirements: str) -> str:
+    """Tries these releases, on top of this environment; everything else stays. Returns a summary."""
+    return _tried(lambda python: python.pip(*requirements), layered=True)
+
+
 def lowest() -> list[str]:
     """Constraints that pin the requirements of ssmgen and its extra `hf` to their lower bounds. Packages for tests stay free."""
     found = []
@@ -137,3 +145,9 @@ def _told(installed: Mapping[str, str], report: Path) -> str:
     return "\n".join(
         [*lines, f"{len(failed)} of {ran} tests failed, {len(broken)} had errors" + ":" * bool(failed or broken), *failed, *broken]
     )
+
+
+if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m tools.releases REQUIREMENT …, such as transformers==5.15.0")
+    print(these(*sys.argv[1:]))
