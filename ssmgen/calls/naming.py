@@ -10,7 +10,7 @@ _ENGLISH = frozenset(("read", "write", "erase", "checkpoints", "bonus"))
 
 
 def spoken(sentences: Iterable[str], words: Mapping[str, str]) -> list[str]:
-    """words: role -> parameter, where they differ. What stands in brackets, shapes, is left alone."""
+    """words: role -> parameter, where they differ. Shapes, in brackets, stay as they are."""
     if not words:
         return list(sentences)
     found = re.compile(r"\[[^\]]*\]|(?<![\w.])(" + "|".join(map(re.escape, words)) + r")(?![\w\]])")

@@ -13,8 +13,11 @@ from click.testing import CliRunner
 from ssmgen import emulator
 from ssmgen.cli import main
 from ssmgen.compile.render import render
+from ssmgen.emulator import check as emulator_check
 from ssmgen.emulator.check import check
 from ssmgen.engine.recurrences.attention.switches import Form
+from ssmgen.engine.trial import ordered
+from ssmgen.errors import TrialError
 from ssmgen.families.causal_conv1d import call as conv
 from ssmgen.families.causal_conv1d import trial as conv_trial
 from ssmgen.families.causal_conv1d.spec import ConvSpec
@@ -217,3 +220,32 @@ def test_check_makes_operands_for_any_spec(change):
     kinds = {"operand_loads": Loads, "state_loads": Loads, "index": Index, "pool": PoolMode}
     fields = {k: kinds[k](v) if k in kinds else v for k, v in change.items()}
     assert check(SsuSpec(d_state=32, headdim=32, nheads=4, ngroups=2, lanes=8, vec=4, tile=32, threads=64, **fields), SM90).passed
+
+
+# A family's author forgets an operand.
+
+STEP = "selective_state_update:d_state=16,headdim=64,nheads=2,lanes=4,vec=4,tile=64,threads=64,index=i32,tied=no"
+
+
+def test_a_trial_without_an_operand_says_which_one_and_where_to_make_it():
+    spec = parse_spec(STEP, SPECS)
+    made = dict.fromkeys(spec.operands(), torch.zeros(1))
+    assert list(ordered(spec, made)) == list(spec.operands())
+    del made["dt"], made["B"]
+    with pytest.raises(TrialError, match=r"the trial of selective_state_update makes no dt, B, which .* Make it in trial\.py\."):
+        ordered(spec, made)
+
+
+def test_check_tells_an_author_of_an_operand_that_the_trial_does_not_have(monkeypatch):
+    """Before any kernel is compiled, and without a traceback."""
+    made = emulator_check.trial_of
+
+    def trial(*args):
+        found = made(*args)
+        return found._replace(named={name: t for name, t in found.named.items() if name != "dt"})
+
+    monkeypatch.setattr(emulator_check, "trial_of", trial)
+    monkeypatch.setattr(emulator_check, "run", lambda *args: pytest.fail("a kernel ran"))
+    result = CliRunner().invoke(main, ["check", STEP])
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert "the trial of selective_state_update makes no dt, which is an operand of " in result.output

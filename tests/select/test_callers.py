@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from caller_calls import CALLS, bf16
 
-import ssmgen
 from ssmgen.calls import planning
 from ssmgen.calls.checks import STORED_DTYPES
 from ssmgen.engine.norm_kernel import NormProblem
@@ -15,7 +15,6 @@ from ssmgen.select.model_variants import specs_for
 from ssmgen.select.models import Client, Wanted, find_model
 from ssmgen.spec.kernel import Arch, DType, Index, Pdl, Problem
 
-BF16, F32 = torch.bfloat16, torch.float32
 SM90 = Arch.parse("sm_90a")
 LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -85,10 +84,6 @@ def test_transformers_asks_for_nothing_else(name, posed):
     assert all(getattr(p, "query_start_loc", getattr(p, "cu_seqlens", Index.NONE)) is not Index.NONE for p in left)
 
 
-def bf16(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=BF16)
-
-
 def test_mamba_ssm_asks_for_nothing_else(posed):
     """Mamba2.forward and Mamba2.step of mamba-ssm, with the functions of causal-conv1d."""
     from ssmgen.compat import causal_conv1d as conv
@@ -115,28 +110,11 @@ def test_mamba_ssm_asks_for_nothing_else(posed):
     assert len(posed) >= 5 and set(posed) <= asked("mamba2-130m", Client.MAMBA_SSM)
 
 
-def test_engines_ask_for_nothing_else(posed):
-    """A layer of vLLM's Mamba mixer 2: prompts and decode steps."""
-    from ssmgen.compat import vllm
-
-    model, tokens = find_model("nemotron-h-8b"), 6
-    H, P, N, G, channels = model.nheads, model.headdim, model.d_state, model.ngroups, model.conv_channels
-    weight, bias, A, D, dt_bias = bf16(channels, 4), bf16(channels), torch.zeros(H), bf16(H), bf16(H)
-    starts, slots, windows = torch.tensor([0, 2, 6]).int(), torch.tensor([2, 1]).int(), bf16(4, 3, channels).transpose(1, 2)
-    more = {"cache_indices": slots, "has_initial_state": torch.ones(2).bool(), "query_start_loc": starts, "activation": "silu"}
-    vllm.causal_conv1d_fn(bf16(tokens, channels).t(), weight, bias, conv_states=windows, **more)
-    vllm.causal_conv1d_update(bf16(2, channels), windows, weight, bias, "silu", conv_state_indices=slots)
-    pool = torch.zeros(4, H, P, N)
-    for states in (None, pool[:2].clone()):
-        vllm.mamba_chunk_scan_combined_varlen(
-            bf16(tokens, H, P), bf16(tokens, H), A, bf16(tokens, G, N), bf16(tokens, G, N), chunk_size=256, cu_seqlens=starts, D=D,
-            dt_bias=dt_bias, dt_softplus=True, state_dtype=F32, cu_chunk_seqlens=starts, last_chunk_indices=slots, seq_idx=slots,
-            out=bf16(tokens, H, P), initial_states=states, final_states_out=pool, final_state_indices=slots,
-        )  # fmt: skip
-    ssmgen.selective_state_update(
-        pool, bf16(2, H, P), bf16(2, H), A, bf16(2, G, N), bf16(2, G, N), D, dt_bias=dt_bias, dt_softplus=True, state_indices=slots
-    )
-    assert len(posed) == 5 and set(posed) <= asked("nemotron-h-8b", Client.ENGINES)
+@pytest.mark.parametrize("engine", CALLS)
+def test_engines_ask_for_nothing_else(engine, posed):
+    name, make_calls, count = CALLS[engine]
+    make_calls(find_model(name))
+    assert len(posed) == count and set(posed) <= asked(name, Client.ENGINES)
 
 
 def test_each_caller_has_a_part():

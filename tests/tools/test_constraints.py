@@ -85,6 +85,21 @@ def test_lowest_versions_are_those_of_the_project():
     assert all(re.fullmatch(r"[\w-]+==[\d.]+", line) for line in lines)
 
 
+def test_the_test_extra_admits_the_lowest_versions():
+    """Otherwise pip cannot install what `oldest` tries."""
+    lowest = dict(line.split("==") for line in releases.lowest())
+    wrong = [str(r) for r in constraints.named(("hf", "test")) if r.name in lowest and lowest[r.name] not in r.specifier]
+    assert not wrong
+
+
+def test_oldest_takes_the_oldest_python_that_is_promised(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(releases.shutil, "which", lambda name: asked.append(name) or sys.executable)
+    assert releases._oldest_python() == sys.executable and asked == ["python3.10"] and not capsys.readouterr().out
+    monkeypatch.setattr(releases.shutil, "which", lambda name: "/bin/false")  # as a shim of a version that is not installed
+    assert releases._oldest_python() == sys.executable and "python3.10 is not installed" in capsys.readouterr().out
+
+
 def test_a_report_names_packages_and_tests(tmp_path, monkeypatch):
     report = tmp_path / "tests.xml"
     report.write_text(

@@ -72,7 +72,7 @@ class Forward:
 
 
 def _cell(owner: Any) -> Any:
-    """Where the innermost of the wrappers around a forward holds it; None where there is none. transformers 5.24 has up to two."""
+    """The cell in which the innermost wrapper of a forward holds it; None without wrappers. transformers 5.24 has up to two."""
     outer, cell = owner.forward, None
     while inspect.isfunction(outer) and not hasattr(outer, OURS) and (inner := getattr(outer, "__wrapped__", None)) is not None:
         found = next((c for c in outer.__closure__ or () if c.cell_contents is inner), None)

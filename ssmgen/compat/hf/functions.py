@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -107,8 +107,10 @@ def mamba_selective_scan(
         raise ArgumentError("mamba_selective_scan", [f"{' and '.join(given)}: packed sequences are not told apart here"])
     operands = mamba1_prompts.Operands(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus)
     run = partial(call, native_selective_scan.selective_scan)
-    out: Tensor | tuple[Tensor, Tensor] = mamba1_prompts.scan("mamba_selective_scan", operands, run, return_final_states=return_last_state)
-    return out
+    found: Tensor | tuple[Tensor, Tensor] = mamba1_prompts.scan(
+        "mamba_selective_scan", operands, run, return_final_states=return_last_state
+    )
+    return found
 
 
 def mamba2_chunk_scan(
@@ -272,32 +274,26 @@ def unknown_parameters(ours: Callable[..., Any], theirs: Callable[..., Any]) -> 
 _KEYWORDS = ("seq_idx", "cu_seqlens")  # which models only pass by name
 
 
-OURS = "_ssmgen"  # an attribute of what stands in the place of something
+OURS = "_ssmgen"  # an attribute that marks ssmgen's replacements
 
 
-class Replacement:
-    """What stands for a function of a modeling file, or a class's method: ours, and the original where ours does not serve the call."""
+class Calls(NamedTuple):
+    """Calls of one function: how many ssmgen computed, and how many transformers' own function did."""
 
-    def __init__(self, label: str, module: Any, name: str, run_of: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]):
-        """label: such as "mamba2.causal_conv1d_update"; run_of: what makes our function of this and the original. Puts that into the
-        module, or the class."""
-        self.label, self.module, self.name = label, module, name
-        self.original = getattr(module, name)
-        self.served = self.kept = 0  # calls that ours computed, and that the original did; not those in code made by torch.compile
-        self.owners: set[object] = set()
-        run: Any = run_of(self, self.original)
-        run.__name__, run.__doc__, run.__wrapped__ = name, run.__doc__ or self.original.__doc__, self.original
-        setattr(run, OURS, True)
-        setattr(module, name, run)
-        self.run: Callable[..., Any] = run
+    ssmgen: int
+    original: int
+
+
+class Tally:
+    """Counts the calls of one function, except in code made by torch.compile, and says why the original computed some.
+
+    label: such as "mamba2.causal_conv1d_update"
+    """
+
+    def __init__(self, label: str):
+        self.label = label
+        self.served = self.kept = 0  # calls that ours computed, and that the original did
         self.reasons: dict[str, str] = {}  # why the original computed calls: in which layer first
-
-    @property
-    def in_place(self) -> bool:
-        return getattr(self.module, self.name, None) is self.run
-
-    def restore(self) -> None:
-        setattr(self.module, self.name, self.original)
 
     def keep(self, reason: str) -> None:
         """Counts a call that goes to the original, and says why, once for each reason."""
@@ -310,7 +306,29 @@ class Replacement:
             )  # fmt: skip
 
 
-def attempt(replacement: Replacement, ours: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
+class Replacement(Tally):
+    """Our function instead of a function of a modeling file, or of a method. The original computes calls that ours does not serve."""
+
+    def __init__(self, label: str, module: Any, name: str, run_of: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]):
+        """run_of: makes our function from this object and the original. The constructor puts it into the module, or the class."""
+        super().__init__(label)
+        self.module, self.name = module, name
+        self.original = getattr(module, name)
+        self.owners: set[object] = set()
+        self.run = run = cast(Any, run_of(self, self.original))
+        run.__name__, run.__doc__, run.__wrapped__ = name, run.__doc__ or self.original.__doc__, self.original
+        setattr(run, OURS, True)
+        setattr(module, name, run)
+
+    @property
+    def in_place(self) -> bool:
+        return getattr(self.module, self.name, None) is self.run
+
+    def restore(self) -> None:
+        setattr(self.module, self.name, self.original)
+
+
+def attempt(tally: Tally, ours: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
     """(what ours returns, None), or (None, why ours does not serve the call). Raises what is not for the original to mend."""
     try:
         result = ours(*args, **kwargs)
@@ -320,32 +338,37 @@ def attempt(replacement: Replacement, ours: Callable[..., Any], *args: Any, **kw
         return None, bullets(e.reasons)
     except SsmgenError as e:
         all_of_it = "\nFor all that a model needs: ssmgen.compat.hf.warm(model, batches=…)." if isinstance(e, CaptureError) else ""
-        e.args = (f"{replacement.label}, in {calling_layer()}: {e.args[0]}{all_of_it}", *e.args[1:])
+        e.args = (f"{tally.label}, in {calling_layer()}: {e.args[0]}{all_of_it}", *e.args[1:])
         raise
     if not is_compiling():
-        replacement.served += 1
+        tally.served += 1
     return result, None
 
 
 def run_function(replacement: Replacement, original: Callable[..., Any], ours: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """What stands for a function of a modeling file; ours: None for that of its name."""
+    """The function that `patch` puts into a modeling file; ours: None for the function of FUNCTIONS with its name."""
     ours = FUNCTIONS[replacement.name] if ours is None else ours
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
-            reason: str | None = "  - an operand requires grad, and ssmgen's functions have no backward"
-        elif is_compiling() and _ends_a_trace(ours, args, kwargs):
-            reason = ""  # is not said: code that is compiled warns of nothing
-        else:
-            result, reason = attempt(replacement, ours, *args, **kwargs)
-            if reason is None:
-                return result
-        if not is_compiling() and reason is not None:
-            replacement.keep(reason)
-        return original(*args, **kwargs)
+        return serve(replacement, ours, original, args, kwargs)
 
     run.__doc__ = ours.__doc__
     return run
+
+
+def serve(tally: Tally, ours: Callable[..., Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of ours, or of the original where ours does not serve the call."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
+        reason: str | None = "  - an operand requires grad, and ssmgen's functions have no backward"
+    elif is_compiling() and _ends_a_trace(ours, args, kwargs):
+        reason = ""  # is not said: code that is compiled warns of nothing
+    else:
+        result, reason = attempt(tally, ours, *args, **kwargs)
+        if reason is None:
+            return result
+    if not is_compiling() and reason is not None:
+        tally.keep(reason)
+    return original(*args, **kwargs)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -372,7 +395,7 @@ def calling_layer() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
+        if isinstance(owner, torch.nn.Module) and (owner._modules or owner._parameters):  # with `kernels`, functions are modules
             index = getattr(owner, "layer_idx", None)
             return type(owner).__name__ + ("" if index is None else f" of layer {index}")
         frame = frame.f_back

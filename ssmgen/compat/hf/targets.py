@@ -1,4 +1,4 @@
-"""What `patch` replaces in a modeling file: functions and forwards of classes, and why one of them is left alone."""
+"""The functions and forwards that `patch` replaces in a modeling file, and why it leaves one of them alone."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .layers import TABLE, run
 MIXER = ("hidden_states", "cache", "attention_mask")
 """Roles of the parameters of a mixer's forward."""
 Objection = Callable[[Any], str]
-"""What there is in the modeling file -> why it is left alone, or nothing."""
+"""An attribute of a modeling file -> why it is left alone; empty if it is replaced."""
 
 
 class Target(NamedTuple):
     """A function, or a class, of a modeling file."""
 
     name: str
-    run: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]  # what makes ours
+    run: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]  # makes ours
     objection: Objection
     between: bool = False  # a class whose forward may be wrapped, of which the innermost one is replaced
 
