@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -34,6 +34,11 @@ EXACT = {
 Shapes = Mapping[str, tuple[int, ...]]  # of a tensor: words such as "[batch, dim]" and the sizes that they stand for
 TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 STORED_DTYPES: dict[DType | Narrow, torch.dtype] = {ours: theirs for theirs, ours in STATES.items()}
+
+
+def dtypes_of(views: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Any]:
+    """The fields of a problem that say the types of these operands, of those that there are."""
+    return {name: DTYPES[views[name].dtype] for name in names if name in views}
 
 
 def describe(t: Tensor) -> str:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..spec.kernel import Index, Loads
+from ..spec.operands import Table
 from . import checks
 
 STATES = ("initial_states", "final_states", "state", "checkpoints")
@@ -18,7 +20,6 @@ CONTROL = (
     "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state", "checkpoint_positions", "checkpoints",
     "workspace", "out",
 )  # fmt: skip
-WRITTEN_WORDS = {"final_states": "final_states_out", "checkpoints": "checkpoints_out"}  # operand -> parameter (see planning.Caller)
 _FINAL, _CHECKPOINTS = CONTROL.index("final_states"), CONTROL.index("checkpoints")
 
 
@@ -166,6 +167,52 @@ def check_layout(views: Views, rows: Sequence[str], written: Sequence[str], narr
     ]
 
 
+def sizes_of(views: Views, sequences: int) -> dict[str, int]:
+    """The sizes that tables of operands call so. sequences: how many there are."""
+    slots, positions = views.get("state"), views.get("checkpoint_positions")
+    found = {"sequences": sequences, "starts": sequences + 1, "position": 0 if positions is None else positions.numel()}
+    return found if slots is None else found | {"slot": slots.shape[0] if slots.dim() else 0}
+
+
+def states_go_together(views: Views, sequences: int, problems: list[str]) -> None:
+    """Whether what belongs to states is there, and nothing else."""
+    if "state" in views:
+        if "final_states" in views:
+            problems.append("final_states is given together with state, which takes its place")
+        if "initial_states" in views and "has_initial_state" in views:
+            problems.append("initial_states and has_initial_state are both given: each says what a sequence starts from")
+        if "state_indices" not in views and views["state"].dim() and len(views["state"]) < sequences:
+            problems.append(f"state has {len(views['state'])} slots for {sequences} sequences, and there are no state_indices")
+    else:
+        problems += [f"{name} is given without state" for name in ("state_indices", "has_initial_state") if name in views]
+    if "checkpoints" in views and "checkpoint_positions" not in views:
+        problems.append("checkpoints_out is given without checkpoint_positions")
+    if "checkpoint_positions" in views and "checkpoints" not in views:
+        problems.append("checkpoint_positions is given, but neither checkpoints_out nor return_checkpoints")
+
+
+def check_strides(table: Table, views: Views, like: str, problems: list[str]) -> None:
+    """Types that go together, and strides. like: the operand that all axes of tokens are of."""
+    for name in (like, "initial_states"):
+        first, *others = [n for n in table.alike(name) if n in views] or [""]
+        problems += unlike(views, first, others)
+    for name, t in views.items():
+        strides, taken = f"{name} has strides {list(t.stride())}", table.strided(name)
+        if taken and not t[(slice(1),) * min(taken, t.dim())].is_contiguous():
+            rest = "its rows must be contiguous" if t.dim() - taken == 1 else "the state of each head must be dense"
+            problems.append(f"{strides}; {rest}")
+        if name in table.written and checks.overlaps_itself(t):
+            problems.append(f"{strides}: two of its elements share memory")
+        wide = table[name].strides.partition(" ")[0].partition("?")[0].endswith(":64")
+        if any(s >= 2**32 for s in t.stride()[wide:]):
+            problems.append(f"{strides}; kernels take strides below 2^32 elements")
+    problems += [
+        f"{name} is {list(views[name].shape)}; kernels take axes below 2^31"
+        for name in (like, "checkpoints")
+        if name in views and max(views[name].shape) >= 2**31
+    ]
+
+
 def unlike(views: Views, first: str, others: Sequence[str]) -> list[str]:
     """Which of the others are of another dtype than the first."""
     return [
@@ -173,6 +220,31 @@ def unlike(views: Views, first: str, others: Sequence[str]) -> list[str]:
         for n in others
         if views[n].dtype != views[first].dtype
     ]
+
+
+def fields_of(views: Views, pointers: Mapping[str, int], together: int) -> dict[str, Any]:
+    """The fields of a problem that say what sequences and states a call has. together: numbers of a state that kernels load at once."""
+    states = [n for n in STATES if n in views]
+
+    def index(name: str) -> Index:
+        return checks.INDEX[views[name].dtype if name in views else None]
+
+    found = {
+        "cu_seqlens": index("cu_seqlens"),
+        "initial": "initial_states" in views,
+        "final": "final_states" in views,
+        "pool": "state" in views,
+        "started": "has_initial_state" in views,
+        "index": index("state_indices"),
+        "state_loads": Loads.VECTOR if all(checks.aligned(views[n], pointers[n], together) for n in states) else Loads.ELEMENT,
+    }
+    found |= {"checkpoints": index("checkpoint_positions")} if "checkpoint_positions" in views else {}
+    return found | ({"state": checks.DTYPES[views[states[0]].dtype]} if states else {})
+
+
+def values_of(views: Views) -> dict[str, int]:
+    """The kernel arguments that say how many slots and positions there are."""
+    return {name: len(views[of]) if of in views else 0 for name, of in (("slots", "state"), ("positions", "checkpoints"))}
 
 
 def together(views: Views, pointers: Mapping[str, int], rows: Sequence[str]) -> int:

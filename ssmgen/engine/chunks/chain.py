@@ -48,6 +48,7 @@ class Chain(ChunkKernel, Stated, Divided):
 
     __slots__ = ()
     terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
+    walks: ClassVar[bool] = True
 
     role: Role
     backend: Backend
@@ -159,16 +160,12 @@ class Chain(ChunkKernel, Stated, Divided):
     # A launch
 
     @property
-    def written(self) -> tuple[str, ...]:
-        outputs = ("out", "final_states", "state", "checkpoints")
-        return {Role.CHAIN: outputs, Role.LEAD: (*outputs, "images"), Role.SUMS: ("images",), Role.ENDS: ("ends",)}[self.role]
+    def outputs(self) -> bool:
+        return not self.sums
 
-    def roles(self) -> list[str]:
-        starts = ("initial_states", "has_initial_state") if self.behind else ()
-        return [role for role in super().roles() if role not in starts]
-
-    def elements(self) -> dict[str, str]:
-        return super().elements() | ({"ends": "f32"} if self.ends else {})
+    @property
+    def leaves(self) -> bool:
+        return self.role in (Role.LEAD, Role.SUMS)
 
     @property
     def tiles(self) -> int:

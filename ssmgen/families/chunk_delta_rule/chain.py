@@ -48,17 +48,6 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
     transitions: bool = field(default=True, metadata=NAMED)  # of ends: M too
 
-    @property
-    def here(self) -> tuple[str, ...]:
-        if self.ends:
-            return ("images", "k", "v", "cu_seqlens", "ends")
-        if self.sums:
-            return ("images", "k", "v", "cu_seqlens", "state_indices")
-        return (
-            "images", "q", "k", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
-            "checkpoint_positions", "checkpoints", "out",
-        )  # fmt: skip
-
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
         return PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
 

@@ -7,11 +7,11 @@ from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.chunks.problem import CHUNK, cut_from
-from ...engine.chunks.views import WRITTEN
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, slot_indices, trial
 from ...spec.kernel import DType, Index, Layout, Loads
 from .chain import ChainSpec
-from .planning import CALLERS, NAMES, Options
+from .operands import OPERANDS
+from .planning import CALLERS, Options
 from .problem import OPERATOR, Gate
 from .segments import workspace_for
 
@@ -64,7 +64,7 @@ def operands(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> dict[st
     size = workspace_for(lead[0] * lead[1], batch, HEADS, spec.head_k, spec.head_v, segments, lead[1])
     made["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8)
     used = {name for part in spec.kernels for name in part.operands()}
-    return {name: made[name] for name in NAMES if name in used}
+    return {name: made[name] for name in OPERANDS.names if name in used}
 
 
 def _states(spec: ChainSpec, count: int, g: Generator) -> Tensor:
@@ -80,7 +80,7 @@ def chunk_delta_rule(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) ->
     options = Options(spec.gate.value, spec.beta_form.value, spec.l2norm, spec.head_k**-0.5, spec.layout.value, segments=spec.segments)
     name = OPERATOR if spec.gate is Gate.NONE else "chunk_gated_delta_rule"
     named = operands(spec, batch, seed, tokens)
-    return trial(CALLERS[name], named, options, slack=dict.fromkeys(WRITTEN, SLACK[spec.x]), between=("workspace",))
+    return trial(CALLERS[name], named, options, slack=dict.fromkeys(OPERANDS.written, SLACK[spec.x]), between=("workspace",))
 
 
 TRIALS = {ChainSpec: chunk_delta_rule}

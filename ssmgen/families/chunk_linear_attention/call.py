@@ -13,7 +13,7 @@ from ...calls.prompts import States
 from ...engine.chunks.segments import SEGMENTS
 from ...engine.recurrences.attention.switches import beta_objections, beta_of, gate_objections, gate_of, scale_of
 from ...errors import ArgumentError
-from .operands import OPERANDS
+from .operands import GATED, OPERANDS
 from .planning import CALLERS, WHAT, Options
 from .problem import OPERATOR, Rule
 from .segments import workspace_for
@@ -252,7 +252,7 @@ def _product(v: Tensor, w: Tensor) -> tuple[Tensor, tuple[str, ...]]:
     given = {"v": v, "w": w}
     if not checks.check_tensors(given, problems):
         return v, tuple(p for p in problems if p.startswith("w "))  # those of v are among what the call checks
-    checks.check_common(given, "v", problems, WHAT)
+    checks.check_types(GATED, given, "v", problems, WHAT)
     checks.check_shape("w", w, {"[…, HV, V]": tuple(v.shape)}, problems)
     return (v, tuple(p for p in problems if p.startswith("w "))) if problems else (torch.empty_like(v, memory_format=_DENSE), ())
 
@@ -278,6 +278,6 @@ def _call(
         return workspace_for(count, sequences, heads, cast(int, head_k), head_v, Rule(options.rule), options.segments, longest)
 
     behind = states.operands(v, head_k, options.state_layout, bytes_of)
-    given = (*(tokens.get(role) for role in OPERANDS), *behind)
+    given = (*(tokens.get(role) for role in OPERANDS.names[: -len(behind)]), *behind)
     objections += states.objections
     return run(CALLERS[name], given, options, pdl, returns=states.returns(behind), objections=objections, before=before)

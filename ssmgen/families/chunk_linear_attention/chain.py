@@ -27,6 +27,7 @@ from ...engine.chunks.segments import why_not
 from ...engine.chunks.warpgroups import ROWS
 from ...engine.recurrences.attention.problem import Beta, Gate
 from ...spec.kernel import NAMED, SM90, Arch, KernelSpec, Loads, Needs, Pdl, must
+from .operands import OF_OWN_TYPE
 from .prepare import PrepareSpec
 from .problem import MAX_SIZE, OPERATOR, PANELS, SIZE, ImageProblem, LinearPromptProblem, Rule
 from .segments import FEWEST, JoinSpec
@@ -52,22 +53,11 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
     transitions: bool = field(default=True, metadata=NAMED)  # of ends: M too
 
-    @property
-    def here(self) -> tuple[str, ...]:
-        if self.ends:
-            return ("images", "v", "cu_seqlens", "ends")
-        if self.sums:
-            return ("images", "v", "cu_seqlens", "state_indices")
-        return (
-            "images", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
-            "checkpoint_positions", "checkpoints", "out",
-        )  # fmt: skip
-
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
         return PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
 
     def unread(self) -> dict[str, Any]:
-        none: dict[str, Any] = dict.fromkeys(("g", "gk", "A_log", "dt_bias", "beta", "erase"))
+        none: dict[str, Any] = dict.fromkeys(OF_OWN_TYPE)
         return none | {"gate": Gate.LOG, "beta_form": Beta.PLAIN, "rule": Rule.DELTA, "read": False, "l2norm": False}
 
     def shape(self) -> list[str]:

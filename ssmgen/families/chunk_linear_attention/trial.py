@@ -7,13 +7,12 @@ from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.chunks.problem import cut_from
-from ...engine.chunks.views import WRITTEN
 from ...engine.recurrences.attention.problem import Gate
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, slot_indices, trial
 from ...spec.kernel import DType, Index, Layout, Loads
 from .chain import ChainSpec
-from .operands import ALIKE
-from .planning import CALLERS, NAMES, Options
+from .operands import OPERANDS
+from .planning import CALLERS, Options
 from .problem import Rule
 from .segments import workspace_for
 
@@ -32,7 +31,7 @@ def operands(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> dict[st
     counts = cycled((length, 3, 0, chunk, 1), batch)
     lead = (1, sum(counts)) if spec.ragged else (batch, length)
     slots = batch if spec.index is Index.NONE else 3 * batch
-    made = {name: _rows(spec, lead, name, g) for name in ALIKE}
+    made = {name: _rows(spec, lead, name, g) for name in OPERANDS.alike("v")}
     made["out"].fill_(float("nan"))
     made |= _gates(spec, lead, g)
     if spec.ragged:
@@ -51,7 +50,7 @@ def operands(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> dict[st
     size = workspace_for(lead[0] * lead[1], batch, HEADS, spec.head_k, spec.head_v, spec.rule, segments, lead[1])
     made["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8)
     used = {name for part in spec.kernels for name in part.operands()}
-    return {name: made[name] for name in NAMES if name in used}
+    return {name: made[name] for name in OPERANDS.names if name in used}
 
 
 def _rows(spec: ChainSpec, lead: tuple[int, ...], name: str, g: Generator) -> Tensor:
@@ -102,7 +101,7 @@ def chunk_linear_attention(spec: ChainSpec, batch: int, seed: int, tokens: int =
         segments=spec.segments,
     )  # fmt: skip
     named = operands(spec, batch, seed, tokens)
-    slack = dict.fromkeys(WRITTEN, SLACK[spec.x])
+    slack = dict.fromkeys(OPERANDS.written, SLACK[spec.x])
     return trial(CALLERS[_function(spec)], named, options, slack=slack, between=("workspace",))
 
 

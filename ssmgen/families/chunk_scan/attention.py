@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...calls.dispatch import callers
+from ...calls.naming import WRITTEN_WORDS
 from ...calls.operator import operator, run
 from ...calls.planning import Family
-from ...calls.prompts import WRITTEN_WORDS
 from ...spec.arguments import Value
 from ...spec.operands import Table, plain
 from . import call as scan

@@ -12,9 +12,10 @@ from torch import Tensor
 from ...calls import checks, prompts
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
+from ...calls.naming import WRITTEN_WORDS
 from ...calls.operator import operator, run
 from ...calls.planning import Family
-from ...calls.prompts import STATES, WRITTEN_WORDS
+from ...calls.prompts import STATES
 from ...engine.chunks.segments import SEGMENTS
 from ...engine.tiles import maps
 from ...spec.arguments import Value
