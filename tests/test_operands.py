@@ -178,11 +178,12 @@ def test_operands_of_one_type_and_the_axes_that_kernels_take_strides_of():
 
 # Families.
 
-DECLARED = {record.name: record for record in records() if record.name != "chunk_scan"}
+DECLARED = {record.name: record for record in records()}
 PUBLIC = {name: record for name, record in DECLARED.items() if record.functions}
-OPERATORS = {"gated_rms_norm": ("gated_rms_norm", "gated_layer_norm", "rms_norm")}  # of torch; else one of the family's name
+# Of torch, where there is not one of the family's name.
+OPERATORS = {"gated_rms_norm": ("gated_rms_norm", "gated_layer_norm", "rms_norm"), "chunk_scan": ("chunk_scan", "chunk_attention")}
 # Modules that may list tensors: the table, signatures, checks that relate tensors to each other, the reference, trials and benchmarks.
-SIGNATURES = ("call", "options", "bonus", "delta", "low_rank", "plain", "centred", "context")
+SIGNATURES = ("call", "attention", "options", "bonus", "delta", "low_rank", "plain", "centred", "context")
 MAY_LIST = ("operands", *SIGNATURES, "views", "reference", "trial", "tuning", "models")
 
 

@@ -15,12 +15,8 @@ from . import checks
 
 STATES = ("initial_states", "final_states", "state", "checkpoints")
 Views = Mapping[str, Tensor]
-# Operands of a call over sequences, behind those of its tokens.
-CONTROL = (
-    "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state", "checkpoint_positions", "checkpoints",
-    "workspace", "out",
-)  # fmt: skip
-_FINAL, _CHECKPOINTS = CONTROL.index("final_states"), CONTROL.index("checkpoints")
+Operands = dict[str, "Tensor | None"]  # by name
+_ASKED = ("return_final_states", "final_states_out", "checkpoints_out", "return_checkpoints")  # of States, what is no operand
 
 
 class States(NamedTuple):
@@ -36,31 +32,30 @@ class States(NamedTuple):
     checkpoint_positions: Tensor | None
     checkpoints_out: Tensor | None
     return_checkpoints: bool
-    workspace: Tensor | None
     out: Tensor | None
+    workspace: Tensor | None = None
 
-    def operands(self, v: Any, head_k: int | None, layout: str, bytes_of: Callable[[int, int], int]) -> tuple[Tensor | None, ...]:
-        """What CONTROL names, with tensors made for what is written and was not given. Where v or K is nothing to go by, there are none.
+    def operands(self, v: Any, head_k: int | None, layout: str = "vk", bytes_of: Callable[[int, int], int] | None = None) -> Operands:
+        """The operands that say this, with tensors made for what is written and was not given. Where v or K is nothing to go by, there are
+        none.
 
-        v: […, HV, V], as the function has it; bytes_of: a workspace for so many tokens and sequences.
+        v: […, HV, V], as the function has it; bytes_of: a workspace for so many tokens and sequences, of functions that need one.
         """
         final, checkpoints, workspace, out = self.final_states_out, self.checkpoints_out, self.workspace, self.out
         if isinstance(v, Tensor):
             out = v.new_empty(v.shape) if out is None else out
             unmade = self.return_final_states and final is None, self.return_checkpoints and checkpoints is None
-            if (workspace is None or True in unmade) and v.dim() in (3, 4) and head_k is not None:
+            size = 0
+            if v.dim() in (3, 4) and head_k is not None:
                 count = v.shape[0] if not isinstance(self.cu_seqlens, Tensor) else max(self.cu_seqlens.numel() - 1, 0)
                 if True in unmade:
                     final, checkpoints = self._made(v, head_k, layout, count)
-                if workspace is None:
-                    tokens = v.shape[0] if v.dim() == 3 else v.shape[0] * v.shape[1]
-                    workspace = v.new_empty(bytes_of(tokens, count), dtype=torch.uint8)
-            elif workspace is None:
-                workspace = v.new_empty(0, dtype=torch.uint8)
-        return (
-            self.cu_seqlens, self.initial_states, final, self.state, self.state_indices, self.has_initial_state, self.checkpoint_positions,
-            checkpoints, workspace, out,
-        )  # fmt: skip
+                if bytes_of is not None and workspace is None:
+                    size = bytes_of(v.shape[0] if v.dim() == 3 else v.shape[0] * v.shape[1], count)
+            if bytes_of is not None and workspace is None:
+                workspace = v.new_empty(size, dtype=torch.uint8)
+        named = self._asdict() | {"final_states": final, "checkpoints": checkpoints, "out": out, "workspace": workspace}
+        return {name: t for name, t in named.items() if name not in _ASKED and (bytes_of is not None or name != "workspace")}
 
     def _made(self, v: Tensor, head_k: int, layout: str, count: int) -> tuple[Tensor | None, Tensor | None]:
         """(final states, checkpoints), made where they are asked for and not given. count: sequences."""
@@ -75,14 +70,10 @@ class States(NamedTuple):
             checkpoints = v.new_empty((self.checkpoint_positions.numel(), *inner), dtype=dtype)
         return final, checkpoints
 
-    def returns(self, operands: tuple[Tensor | None, ...]) -> tuple[str, ...]:
-        """Names of the operands that the function returns. operands: by CONTROL."""
-        names: tuple[str, ...] = ("out",)
-        if self.return_final_states and operands[_FINAL] is not None:
-            names += ("final_states",)
-        if self.return_checkpoints and operands[_CHECKPOINTS] is not None:
-            names += ("checkpoints",)
-        return names
+    def returns(self, operands: Operands) -> tuple[str, ...]:
+        """Names of the operands that the function returns."""
+        asked = {"final_states": self.return_final_states, "checkpoints": self.return_checkpoints}
+        return ("out", *[name for name, wanted in asked.items() if wanted and operands.get(name) is not None])
 
     @property
     def objections(self) -> tuple[str, ...]:
@@ -94,77 +85,6 @@ class States(NamedTuple):
 def sequences_of(views: Views, like: str) -> int:
     """How many there are; like: an operand [batch, …], where cu_seqlens does not say it."""
     return views["cu_seqlens"].numel() - 1 if "cu_seqlens" in views else views[like].shape[0]
-
-
-def states_fit(views: Views, sequences: int, axes: str, inner: tuple[int, ...], problems: list[str]) -> bool:
-    """Whether states have the shapes that go with so many sequences, and what belongs to them is there. axes, inner: of one state, in
-    words such as "H, P, N" and in numbers."""
-    per_sequence: checks.Shapes = {"[sequences]": (sequences,)}
-    states: checks.Shapes = {f"[sequences, {axes}]": (sequences, *inner)}
-    allowed = dict.fromkeys(("initial_states", "final_states"), states)
-    allowed |= dict.fromkeys(("state_indices", "has_initial_state"), per_sequence)
-    fits = [checks.check_shape(name, views[name], shapes, problems) for name, shapes in allowed.items() if name in views]
-    if "state" in views:
-        fits.append(_pool_fits(views, sequences, axes, inner, problems))
-    else:
-        problems += [f"{name} is given without state" for name in ("state_indices", "has_initial_state") if name in views]
-    fits.append(_checkpoints_fit(views, axes, inner, problems))
-    return all(fits)
-
-
-def _pool_fits(views: Views, sequences: int, axes: str, inner: tuple[int, ...], problems: list[str]) -> bool:
-    state = views["state"]
-    if "final_states" in views:
-        problems.append("final_states is given together with state, which takes its place")
-    if "initial_states" in views and "has_initial_state" in views:
-        problems.append("initial_states and has_initial_state are both given: each says what a sequence starts from")
-    if state.dim() != 1 + len(inner) or tuple(state.shape[1:]) != inner:
-        problems.append(f"state is {list(state.shape)}, not [slots, {axes}] = [slots, {', '.join(map(str, inner))}]")
-        return False
-    if "state_indices" not in views and state.shape[0] < sequences:
-        problems.append(f"state has {state.shape[0]} slots for {sequences} sequences, and there are no state_indices")
-    return True
-
-
-def _checkpoints_fit(views: Views, axes: str, inner: tuple[int, ...], problems: list[str]) -> bool:
-    positions, states = views.get("checkpoint_positions"), views.get("checkpoints")
-    if positions is None:
-        problems += ["checkpoints_out is given without checkpoint_positions"] if states is not None else []
-        return states is None
-    if positions.dim() != 1:
-        problems.append(f"checkpoint_positions is {list(positions.shape)}, not [count]")
-        return False
-    if states is None:
-        problems.append("checkpoint_positions is given, but neither checkpoints_out nor return_checkpoints")
-        return False
-    return checks.check_shape("checkpoints", states, {f"[count, {axes}]": (positions.shape[0], *inner)}, problems)
-
-
-def check_layout(views: Views, rows: Sequence[str], written: Sequence[str], narrow_from_one: Sequence[str], problems: list[str]) -> None:
-    """Dtypes that go together, and strides. rows: operands of one dtype, that of the first, whose last axis is contiguous; narrow_from_one:
-    those whose first axis may have a stride of 64 bits, beside states."""
-    like, *others = [n for n in rows if n in views]
-    problems += unlike(views, like, others)
-    first, *others = [n for n in STATES if n in views] or [""]
-    problems += unlike(views, first, others)
-    for name in rows:
-        if name in views and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
-            problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
-    for name in STATES:
-        if name in views and not views[name][:1, :1].is_contiguous():
-            problems.append(f"{name} has strides {list(views[name].stride())}; the state of each head must be dense")
-    for name in written:
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
-    for name, t in views.items():
-        narrow = t.stride()[1:] if name in narrow_from_one or name in STATES else t.stride()
-        if any(s >= 2**32 for s in narrow):
-            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
-    problems += [
-        f"{name} is {list(views[name].shape)}; kernels take axes below 2^31"
-        for name in (like, "checkpoints")
-        if name in views and max(views[name].shape) >= 2**31
-    ]
 
 
 def sizes_of(views: Views, sequences: int) -> dict[str, int]:

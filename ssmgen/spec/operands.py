@@ -363,9 +363,3 @@ class Table:
 def table(*operands: Operand, **words: str) -> Table:
     """The table of these operands. words: how messages and pages call an axis, where that is not its word."""
     return Table(operands, words)
-
-
-def plain(names: Iterable[str], required: Iterable[str], written: Iterable[str]) -> Table:
-    """A table that says which operands there are and nothing of their axes."""
-    kept, changed = frozenset(required), frozenset(written)
-    return Table([Operand(name, "", optional=name not in kept, written=name in changed) for name in names])

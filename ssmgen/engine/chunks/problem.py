@@ -5,7 +5,6 @@ from __future__ import annotations
 from ...spec.kernel import DType, Index, must
 
 CHUNK = 64  # tokens, of sequences that are cut into segments; part of the result's bits
-INTEGERS = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
 
 
 class Chunked:

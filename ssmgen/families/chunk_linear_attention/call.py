@@ -78,7 +78,7 @@ def chunk_kda(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     gate, beta_form = gate_of(A_log, lower_bound), beta_of(beta_sigmoid, allow_neg_eigval)
     how = Options("delta", gate, beta_form, use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id, segments)
@@ -106,7 +106,7 @@ def chunk_gla(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     objections = () if gv is None else (_GV,)
     how = Options("plain", scale=scale_of(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
@@ -134,7 +134,7 @@ def chunk_gdn2(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     gate = gate_of(A_log, lower_bound)
     how = Options("delta", gate, "plain", use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id, segments)
@@ -165,7 +165,7 @@ def chunk_comba(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     how = Options(
         "old", gate_of(A_log, None), beta_of(beta_sigmoid), use_qk_l2norm, scale_of(scale, q), 0.0, state_layout, pad_slot_id, segments
@@ -192,7 +192,7 @@ def chunk_rwkv7(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     how = Options("low_rank", scale=scale_of(scale, r), state_layout=state_layout, pad_slot_id=pad_slot_id)
     return _call("chunk_rwkv7", {"q": r, "gk": w, "k": k, "v": v, "read": kk, "alpha": a}, states, how, pdl)
@@ -216,7 +216,7 @@ def chunk_dplr_delta_rule(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     how = Options("low_rank", scale=scale_of(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
     tokens = {"q": q, "k": k, "v": v, "read": a, "write": b, "gk": gk}
@@ -278,6 +278,6 @@ def _call(
         return workspace_for(count, sequences, heads, cast(int, head_k), head_v, Rule(options.rule), options.segments, longest)
 
     behind = states.operands(v, head_k, options.state_layout, bytes_of)
-    given = (*(tokens.get(role) for role in OPERANDS.names[: -len(behind)]), *behind)
+    tensors = OPERANDS.Tensors(**tokens, **behind)
     objections += states.objections
-    return run(CALLERS[name], given, options, pdl, returns=states.returns(behind), objections=objections, before=before)
+    return run(CALLERS[name], tensors, options, pdl, returns=states.returns(behind), objections=objections, before=before)

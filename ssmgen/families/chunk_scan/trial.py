@@ -66,7 +66,7 @@ def operands(spec: ScanSpec, batch: int, seed: int, tokens: int = 0) -> dict[str
     if spec.index is not Index.NONE:
         made["state_indices"] = slot_indices(spec.index, batch, slots, g)
     made["has_initial_state"] = torch.arange(batch) % 3 == 0
-    return ordered(spec, dict(zip(spec.named(made), made.values(), strict=True)))
+    return ordered(spec, made)
 
 
 def _states(spec: ScanSpec, count: int, g: Generator) -> Tensor:
