@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
+from itertools import product
 from typing import Any, ClassVar, TypeVar
 
 from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, changed, made, must, text_of
@@ -289,6 +290,15 @@ def _kind(family: str, role: Role, backend: Backend) -> str:
     if role is Role.CHAIN:
         return family if backend is Backend.WARPS else f"{family}_warpgroups"
     return f"{family}_{role.value}" if backend is Backend.WARPS else f"{family}_warpgroup_{role.value}"
+
+
+def space(make: Callable[..., C], fetchers: tuple[int, ...], arch: Arch) -> Iterator[C]:
+    """Every legal variant by each warp's own products, within the axes worth trying. make: (its choices) -> spec."""
+    inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
+    for tile, stages, count, ahead in product(TILES, (1, 2, 3), fetchers, Pdl):
+        spec = make(tile=tile, stages=stages, fetchers=count, pdl=inner, ahead_pdl=ahead)
+        if not spec.violations(arch):
+            yield spec
 
 
 def by_warps(make: Callable[..., C], head_v: int, heads: int) -> Iterator[tuple[str, C | None, str]]:

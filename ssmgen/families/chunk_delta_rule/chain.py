@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from ...engine.chunks import warpgroups
-from ...engine.chunks.chain import TILES, Backend, Chain, Role, by_warps
+from ...engine.chunks import chain, warpgroups
+from ...engine.chunks.chain import Backend, Chain, Role, by_warps
 from ...engine.chunks.kernels import edge_of, of_problem
 from ...engine.chunks.problem import CHUNK
 from ...engine.chunks.segments import why_not
 from ...engine.recurrences.attention.problem import Beta
-from ...spec.kernel import NAMED, SM90, Arch, DType, KernelSpec, Loads, Needs, Pdl
+from ...spec.kernel import NAMED, Arch, DType, KernelSpec, Loads, Needs, Pdl
 from .prepare import PrepareSpec
 from .problem import COEFFICIENTS, MAX_SIZE, OPERATOR, PANEL_BYTES, PANELS, SIZE, ChunkProblem, DeltaProblem, Gate
 from .segments import JoinSpec
@@ -113,14 +113,7 @@ def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     yield from warpgroup_space(problem, arch)
-    inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
-    for tile in TILES:
-        for stages in (1, 2, 3):
-            for fetchers in (1, 2):
-                for ahead in Pdl:
-                    spec = _spec(problem, tile=tile, stages=stages, fetchers=fetchers, pdl=inner, ahead_pdl=ahead)
-                    if not spec.violations(arch):
-                        yield spec
+    yield from chain.space(partial(_spec, problem), (1, 2), arch)
 
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
