@@ -35,23 +35,24 @@ class States(NamedTuple):
     out: Tensor | None
     workspace: Tensor | None = None
 
-    def operands(self, v: Any, head_k: int | None, layout: str = "vk", bytes_of: Callable[[int, int], int] | None = None) -> Operands:
-        """The operands that say this, with tensors made for what is written and was not given. Where v or K is nothing to go by, there are
-        none.
+    def operands(self, v: Any, key: Any, layout: str = "vk", bytes_of: Callable[..., int] | None = None) -> Operands:
+        """The operands that say this, with tensors made for what is written and was not given; none where v and key are not what they
+        should be, to which the checks object.
 
-        v: […, HV, V], as the function has it; bytes_of: a workspace for so many tokens and sequences, of functions that need one.
+        v: […, HV, V] and key: […, HK, K], as the function has them; bytes_of: a workspace, of functions that need one, for so many tokens,
+        sequences, heads, channels of keys and of v, of which the longest sequence has so many tokens.
         """
         final, checkpoints, workspace, out = self.final_states_out, self.checkpoints_out, self.workspace, self.out
         if isinstance(v, Tensor):
             out = v.new_empty(v.shape) if out is None else out
-            unmade = self.return_final_states and final is None, self.return_checkpoints and checkpoints is None
             size = 0
-            if v.dim() in (3, 4) and head_k is not None:
+            if isinstance(key, Tensor) and v.dim() == key.dim() and v.dim() in (3, 4):
+                *lead, longest, heads, head_v = v.shape
                 count = v.shape[0] if not isinstance(self.cu_seqlens, Tensor) else max(self.cu_seqlens.numel() - 1, 0)
-                if True in unmade:
-                    final, checkpoints = self._made(v, head_k, layout, count)
+                if (self.return_final_states and final is None) or (self.return_checkpoints and checkpoints is None):
+                    final, checkpoints = self._made(v, key.shape[-1], layout, count)
                 if bytes_of is not None and workspace is None:
-                    size = bytes_of(v.shape[0] if v.dim() == 3 else v.shape[0] * v.shape[1], count)
+                    size = bytes_of(longest * lead[0] if lead else longest, count, heads, key.shape[-1], head_v, longest=longest)
             if bytes_of is not None and workspace is None:
                 workspace = v.new_empty(size, dtype=torch.uint8)
         named = self._asdict() | {"final_states": final, "checkpoints": checkpoints, "out": out, "workspace": workspace}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from functools import partial
 
 from torch import Tensor
 
@@ -163,13 +163,7 @@ def _call(
     name: str, tokens: dict[str, Tensor | None], states: States, options: Options, pdl: bool | None, objections: tuple[str, ...]
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """The result of a function, with tensors made for what it writes and was not given; the checks object to the rest."""
-    q, v = tokens["q"], tokens["v"]
-    head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None
-
-    def bytes_of(tokens: int, sequences: int) -> int:
-        *_, longest, heads, head_v = cast(Tensor, v).shape
-        return workspace_for(tokens, sequences, heads, cast(int, head_k), head_v, options.segments, longest)
-
-    behind = states.operands(v, head_k, options.state_layout, bytes_of)
+    bytes_of = partial(workspace_for, segments=options.segments)
+    behind = states.operands(tokens["v"], tokens["q"], options.state_layout, bytes_of)
     tensors = OPERANDS.Tensors(**tokens, **behind)
     return run(CALLERS[name], tensors, options, pdl, returns=states.returns(behind), objections=objections + states.objections)

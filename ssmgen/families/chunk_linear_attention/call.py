@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -270,14 +270,8 @@ def _call(
     before: Before | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """The result of a function, of its operands by their roles, with tensors made for what it writes and was not given."""
-    q, v = tokens["q"], tokens["v"]
-    head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None
-
-    def bytes_of(count: int, sequences: int) -> int:
-        *_, longest, heads, head_v = cast(Tensor, v).shape
-        return workspace_for(count, sequences, heads, cast(int, head_k), head_v, Rule(options.rule), options.segments, longest)
-
-    behind = states.operands(v, head_k, options.state_layout, bytes_of)
+    bytes_of = partial(workspace_for, rule=Rule(options.rule), segments=options.segments)
+    behind = states.operands(tokens["v"], tokens["q"], options.state_layout, bytes_of)
     tensors = OPERANDS.Tensors(**tokens, **behind)
     objections += states.objections
     return run(CALLERS[name], tensors, options, pdl, returns=states.returns(behind), objections=objections, before=before)

@@ -11,7 +11,7 @@ from ...calls.naming import WRITTEN_WORDS
 from ...calls.operator import operator, run
 from ...calls.prompts import States
 from ...engine.recurrences.attention.switches import scale_of
-from .call import FAMILY, SEGMENTS, Options, d_state_of, run_reference, views_of
+from .call import FAMILY, SEGMENTS, Options, run_reference, views_of
 from .operands import ATTENTIONS, WORDS
 
 
@@ -95,7 +95,7 @@ def _call(
     name: str, tokens: dict[str, Tensor | None], states: States, options: Options, pdl: bool | None
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The result of a function, of its operands as chunk_scan calls them."""
-    behind = states.operands(tokens["x"], d_state_of(tokens["x"], tokens["B"]))
+    behind = states.operands(tokens["x"], tokens["B"])
     tensors = ATTENTIONS[name].Tensors(**tokens, **{role: t for role, t in behind.items() if role in ATTENTIONS[name].rows})
     return run(CALLERS[name], tensors, options, pdl, returns=states.returns(behind))
 

@@ -114,15 +114,10 @@ def chunk_scan(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, out,
     )  # fmt: skip
-    behind = states.operands(x, d_state_of(x, B))
+    behind = states.operands(x, B)
     tensors = SCAN.Tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx, **behind)
     options = Options(dt_softplus, dt_limit, pad_slot_id, segments=segments)
     return run(CALLER, tensors, options, pdl, returns=states.returns(behind), objections=states.objections)
-
-
-def d_state_of(x: object, B: object) -> int | None:
-    """The size of a state's rows; None where operands do not say it."""
-    return B.shape[-1] if isinstance(x, Tensor) and isinstance(B, Tensor) and x.dim() == B.dim() > 0 else None
 
 
 def views_of(table: Table, named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
