@@ -157,7 +157,7 @@ def test_a_kernel_may_call_an_operand_by_its_role():
     assert gates.stride_values(Spec(), {"a": torch.zeros(2, 3)}) == {"g_batch": 3, "g_head": 1}
 
 
-def test_tokens_may_lie_in_several_ways_and_states_the_other_way_round():
+def test_rules_have_every_form_of_tokens_and_turned_tables_swap_two_axes():
     prompts = table(Operand("x", "token head n"), Operand("S", "sequences head n row"), Operand("d", "n"), n="N", row="P")
     assert prompts.axes(("batch token", "token"))["x"] == "batch token head n|token head n"
     turned = prompts.turned("n", "row")
@@ -165,7 +165,7 @@ def test_tokens_may_lie_in_several_ways_and_states_the_other_way_round():
     assert prompts.beside(Operand("out", "like x")).names == (*prompts.names, "out")
 
 
-def test_operands_of_one_type_and_the_axes_that_kernels_take_strides_of():
+def test_a_field_names_operands_of_one_type_and_strides_name_dense_axes():
     rows = table(
         Operand("x", "token head n", view="batch token head n", strides="batch:64?!ragged token head"),
         Operand("g", "head", strides="head"),

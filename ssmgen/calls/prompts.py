@@ -16,7 +16,7 @@ from . import checks
 STATES = ("initial_states", "final_states", "state", "checkpoints")
 Views = Mapping[str, Tensor]
 Operands = dict[str, "Tensor | None"]  # by name
-_ASKED = ("return_final_states", "final_states_out", "checkpoints_out", "return_checkpoints")  # of States, what is no operand
+_ASKED = ("return_final_states", "final_states_out", "checkpoints_out", "return_checkpoints")  # fields of States that are not operands
 
 
 class States(NamedTuple):
@@ -36,11 +36,11 @@ class States(NamedTuple):
     workspace: Tensor | None = None
 
     def operands(self, v: Any, key: Any, layout: str = "vk", bytes_of: Callable[..., int] | None = None) -> Operands:
-        """The operands that say this, with tensors made for what is written and was not given; none where v and key are not what they
-        should be, to which the checks object.
+        """These tensors by operand, with new tensors for outputs that are missing. It makes none if v or key have wrong shapes: the checks
+        object to those.
 
-        v: […, HV, V] and key: […, HK, K], as the function has them; bytes_of: a workspace, of functions that need one, for so many tokens,
-        sequences, heads, channels of keys and of v, of which the longest sequence has so many tokens.
+        v: […, HV, V]; key: […, HK, K]; bytes_of: (tokens, sequences, HV, K, V, longest=tokens of the longest sequence) -> bytes of the
+        workspace, for functions that need one.
         """
         final, checkpoints, workspace, out = self.final_states_out, self.checkpoints_out, self.workspace, self.out
         if isinstance(v, Tensor):
@@ -96,7 +96,7 @@ def sizes_of(views: Views, sequences: int) -> dict[str, int]:
 
 
 def states_go_together(views: Views, sequences: int, problems: list[str]) -> None:
-    """Whether what belongs to states is there, and nothing else."""
+    """Whether the states and their slots, flags and positions may be given together."""
     if "state" in views:
         if "final_states" in views:
             problems.append("final_states is given together with state, which takes its place")
@@ -113,7 +113,7 @@ def states_go_together(views: Views, sequences: int, problems: list[str]) -> Non
 
 
 def check_strides(table: Table, views: Views, like: str, problems: list[str]) -> None:
-    """Types that go together, and strides. like: the operand that all axes of tokens are of."""
+    """Operands that must have one type, and strides. like: the operand with the axes of tokens."""
     for name in (like, "initial_states"):
         first, *others = [n for n in table.alike(name) if n in views] or [""]
         problems += unlike(views, first, others)
@@ -144,7 +144,7 @@ def unlike(views: Views, first: str, others: Sequence[str]) -> list[str]:
 
 
 def fields_of(views: Views, pointers: Mapping[str, int], together: int) -> dict[str, Any]:
-    """The fields of a problem that say what sequences and states a call has. together: numbers of a state that kernels load at once."""
+    """The fields of a problem about sequences and states. together: numbers of a state that kernels load at once."""
     states = [n for n in STATES if n in views]
 
     def index(name: str) -> Index:

@@ -169,11 +169,11 @@ class Table:
         return Table([replace(row, name=names.get(row.name, row.name)) for row in self], self.words)
 
     def beside(self, *more: Operand) -> Table:
-        """The same table with further operands behind its own, such as those that only some kernels take."""
+        """The same table with more operands at its end."""
         return Table([*self, *more], self.words)
 
     def turned(self, one: str, other: str) -> Table:
-        """The same table where operands that have both of these axes have them the other way round."""
+        """The same table with two axes swapped in the operands that have both."""
         swap = {one: other, other: one}
         forms = {row.name: row.axes.split() for row in self}
         changed = {n: " ".join(swap.get(word, word) for word in form) for n, form in forms.items() if {one, other} <= {*form}}
@@ -186,13 +186,13 @@ class Table:
 
     @functools.cache  # noqa: B019
     def alike(self, name: str) -> tuple[str, ...]:
-        """The operands of one type, because the same field says it: this one first."""
+        """The operands whose type is given by the same field, this one first."""
         field = self.rows[name].field or name
         return (name, *[other for other, row in self.rows.items() if other != name and (row.field or other) == field])
 
     @functools.cache  # noqa: B019
     def strided(self, name: str) -> int:
-        """Axes of an operand's view up to the last one whose stride kernels take: behind them its elements must be dense."""
+        """The number of axes of an operand's view up to the last stride that kernels take. The axes after it must be dense."""
         row = self.rows[name]
         view = (row.view.partition("|")[0] or row.axes.partition("|")[0]).split()
         return max([view.index(axis) + 1 for axis, _, _ in _strides(row.strides)], default=0)
@@ -323,7 +323,7 @@ class Table:
     # DTensors.
 
     def axes(self, leads: Sequence[str] = ("*",)) -> dict[str, str]:
-        """The same axes in the words of `calls/sharding.py`. leads: how tokens may lie there."""
+        """The same axes in the words of `calls/sharding.py`. leads: the words for the axes of tokens, one for each form of a call."""
         known = {"slot": "batch", "kept": "batch", "sequences": "batch", "dim": "head"}
         found: dict[str, str] = {}
         for name, row in self.rows.items():

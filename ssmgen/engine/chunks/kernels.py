@@ -30,8 +30,8 @@ class ChunkKernel(KernelSpec, Chunked):
     __slots__ = ()
     word: ClassVar[str]  # for the family, in names of kernels
     table: ClassVar[Table]  # the tensors of the family's kernels
-    prepares: ClassVar[bool] = False  # whether it makes images, of keys and gates
-    walks: ClassVar[bool] = False  # whether it goes over chunks with the state
+    prepares: ClassVar[bool] = False  # whether it makes images
+    walks: ClassVar[bool] = False  # whether it scans chunks with the state
 
     @property
     def outputs(self) -> bool:
@@ -52,7 +52,7 @@ class ChunkKernel(KernelSpec, Chunked):
         return {}
 
     def operands(self) -> list[str]:
-        """Tensor arguments in order, as calls name them: those of the table, but images that are read come first."""
+        """Tensor arguments in order, as calls name them: the order of the table, except that images to be read come first."""
         return sorted(self.table.of(self), key=lambda name: self.prepares or name != "workspace")
 
     def roles(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""The tensors that all prompts have: where packed sequences start, and the states that sequences begin in and leave.
+"""Rows of the operand tables of prompt families: starts of packed sequences, states, checkpoints and the workspace.
 
-`of`, `first` and `slots` are attributes of a spec, as `Operand.there` has them: without them its kernel takes no states, none to begin in,
-or no slots.
+`of`, `first` and `slots` are conditions on a spec, written as in `Operand.there`. A kernel takes states if `of` holds, initial states if
+`first` holds too, and slots if `slots` holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BY_SEQUENCE: dict[str, Any] = {"optional": True, "view": "sequence", "strides":
 
 
 def sequences(axes: str, view: str, strides: str, of: str = "", first: str = "", slots: str = "") -> tuple[Operand, ...]:
-    """axes: of a sequence's state; view: as kernels call them; strides: of those that they take."""
+    """axes: of one state; view: the names of these axes in kernels; strides: the axes whose strides kernels take."""
     states: dict[str, Any] = {"optional": True, "field": "state", "view": f"slot {view}", "strides": f"slot:64 {strides}"}
     return (
         Operand("cu_seqlens", "starts", Types.INDEX, **_BY_SEQUENCE),
@@ -36,15 +36,15 @@ def checkpoints(axes: str, of: str = "") -> tuple[Operand, ...]:
     )
 
 
-# Of families whose first kernel leaves images of chunks for those that go over chunks with the state.
+# For families whose first kernel writes images of chunks into the workspace.
 
 WORKSPACE = Operand("workspace", "byte", Types.BYTES, written=True, writes="leaves", role="images", note="None: a new one")
-# Of a kernel that no call has: see Role.ENDS.
+# An operand of a kernel that only context parallelism launches: see Role.ENDS.
 ENDS = Operand("ends", "sequences head value+key key", Types.F32, written=True, there="walks&ends")
 
 
 def attention(*tokens: Operand) -> tuple[Operand, ...]:
-    """The tensors of a linear attention over prompts, behind those of its tokens; v is among those."""
+    """The rows of a linear attention over prompts. tokens: the rows of its tokens and gates, v included."""
     axes, outputs = "head value key", "outputs&"
     return (
         *tokens,

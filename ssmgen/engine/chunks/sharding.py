@@ -1,4 +1,4 @@
-"""The axes of prompts' tensors, of which a mesh of devices may divide heads and sequences."""
+"""Sharding rules of prompt families, from their operand tables."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ...calls.naming import WRITTEN_WORDS
 from ...calls.sharding import Rule
 from ...spec.operands import Table
 
-OWN = ("workspace",)  # each rank's: what is in it is of no use to others
+OWN = ("workspace",)  # each rank has its own, and nobody reads it later
 
 
 def rule_of(table: Table, like: str, words: Mapping[str, str] = {}, **more: Any) -> Rule:
-    """The rule of a prompt's function. like: the operand of each head; words: operand -> parameter, where they differ, beside those of all
-    prompts; more: of Rule. Parameters of other names than operands are added to those, as functions may call one by another's name."""
+    """The rule of a function over prompts. like: its parameter with tokens and heads; words: operand -> parameter, where names differ.
+    A parameter may have the name of another operand: `words` win. more: fields of Rule."""
     axes = table.axes(("batch token", "token"))
     spoken = {name: word for name, word in WRITTEN_WORDS.items() if name in axes}
     axes |= {word: axes[name] for name, word in {**spoken, **words}.items()} | more.pop("axes", {})

@@ -1,4 +1,4 @@
-"""What trials of prompts have in common: tokens of sequences of several lengths, and the states that these begin in and leave."""
+"""Operands that the trials of all chunked prompt families make: tokens of sequences of several lengths, and their states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..trial import INTEGERS, boundaries, cycled, slot_indices
 
 
 def tokens_of(spec: Any, batch: int, longest: int, chunk: int) -> tuple[tuple[int, int], list[int]]:
-    """(axes of tokens, tokens of each sequence): all of the longest, or packed ones also of a chunk, of less, of one token and of none."""
+    """(sizes of the axes of tokens, tokens of each sequence). Packed sequences have different lengths, some less than a chunk or empty."""
     counts = cycled((longest, 3, 0, chunk, 1), batch)
     return (1, sum(counts)) if spec.ragged else (batch, longest), counts
 
@@ -28,7 +28,7 @@ def rows(spec: Any, lead: tuple[int, ...], heads: int, channels: int, g: Generat
 def sequences(
     spec: Any, batch: int, lead: tuple[int, int], counts: list[int], state: tuple[int, ...], chunk: int, g: Generator
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Where sequences begin, and their states, each of this shape."""
+    """The starts of sequences, their slots, and their states. state: the shape of one state."""
     made = {"has_initial_state": torch.arange(batch) % 3 == 0}
     if spec.ragged:
         made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)

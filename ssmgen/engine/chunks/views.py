@@ -1,4 +1,4 @@
-"""What the calls of prompt families have in common that compute chunk by chunk: their operands with a batch, checked, and the workspace."""
+"""Checks and arguments that the calls of all chunked prompt families share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def token_views(
     table: Table, named: Mapping[str, Any], like: str, key: str, what: str, problems: list[str], groups: str = "key heads",
     own: Own = lambda sizes: {},
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The operands as [batch, T, heads, …]; of packed sequences, the batch is 1. Adds to `problems`; what comes back is only usable if
-    that is nothing.
+    """The operands as [batch, T, heads, …]; packed sequences become a batch of 1. Adds to `problems`; the views are usable only if it adds
+    nothing.
 
-    like: the operand of each head; key: one of the `groups` that heads share; own: shapes that only this call has; what: the call, in
-    messages.
+    like: an operand with an axis of heads; key: an operand with an axis of groups, which messages call `groups`; own: shapes that the table
+    does not have; what: the name of the call in messages.
     """
     if not checks.check_tensors(named, problems):
         return {}
@@ -58,7 +58,7 @@ def token_views(
     return views if fits else {}
 
 
-# Of calls whose first kernel leaves images for the others.
+# For calls with a workspace.
 
 
 def v_sizes(views: Views) -> tuple[int, int, int]:
@@ -85,7 +85,7 @@ def check_alignment(operator: str, pointers: Mapping[str, int]) -> None:
 
 
 def attention_values(views: Views, scale: float, pad_slot_id: int) -> dict[str, Value]:
-    """The kernel arguments that all kernels have, and that are no pointers or strides."""
+    """The arguments of all kernels, except pointers and strides."""
     v, sequences = views["v"], prompts.sequences_of(views, "v")
     values = {"tokens": v.shape[1], "sequences": sequences, "heads": v.shape[2], "group_heads": v.shape[2] // views["q"].shape[2]}
     return {**values, "scale": scale, "pad_slot_id": pad_slot_id, **prompts.values_of(views)}

@@ -12,7 +12,7 @@ _HEADS = f"{TOKENS} head"
 
 
 def _rows(name: str, axes: str, optional: bool = True, field: str = "", there: str = "", note: str = "") -> Operand:
-    """An operand with a number per channel, of which kernels take the heads' strides alone."""
+    """An operand with a number per channel. Channels must be dense: kernels take no stride for them."""
     how = there or f"prepares&{name}"
     return Operand(
         name, f"token {axes}", optional=optional, field=field, there=how, view="batch token head channel", strides=_HEADS, note=note
@@ -29,14 +29,14 @@ OPERANDS = table(
         _rows("k", "group key", optional=False, field="x", there="prepares"),
         _rows("v", "head value", optional=False, field="x", there="walks"),
         _rows("read", "group key", field="x", note="the key that is read with, if not k"),
-        _rows("write", "group key", field="x", note="low rank: what is written"),
+        _rows("write", "group key", field="x", note="low rank: the vector that is written"),
         _gate("g", "decay per head"),
         _rows("gk", "head key", note="decay per key channel"),
         _gate("beta"),
         Operand("A_log", "head", optional=True, there="prepares&A_log", strides="head"),
         Operand("dt_bias", "head key | head*key | head", optional=True, there="prepares&dt_bias", view="head channel", strides="head"),
-        _rows("erase", "head key", note="factor of what is read"),
-        _rows("alpha", "group key", note="low rank: what is written is -(read * alpha)"),
+        _rows("erase", "head key", note="factor of the key that is read with"),
+        _rows("alpha", "group key", note="low rank: -(read * alpha) is written"),
     ),
     **ATTENTION_WORDS | {"head*key": "HV K"},
 )
@@ -45,7 +45,7 @@ KERNELS = OPERANDS.beside(ENDS)
 OF_KEYS = tuple([row.name for row in OPERANDS if "group" in row.axes])
 OF_OWN_TYPE = tuple([row.name for row in OPERANDS if row.types is Types.FLOAT and not row.field])
 CHANNELS = tuple([name for name in OF_OWN_TYPE if "key" in OPERANDS[name].axes])
-# What the write gate of Gated DeltaNet 2 is multiplied with, ahead of all kernels.
+# torch multiplies v with the write gate of Gated DeltaNet 2, before the first kernel.
 GATED: Table = OPERANDS.only("v").beside(Operand("w", "token head value"))
 
 

@@ -1,4 +1,4 @@
-"""The tensors of chunk_scan: of Mamba-2 over prompts, and of linear attention with a decay per head, where v is x, k is B and q is C."""
+"""The tensors of chunk_scan: Mamba-2, and linear attention with a decay per head, whose v is x, k is B and q is C."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ...spec.operands import Operand, Table, Types, table
 
 _STATE = "head value key"
 _G = "batch:64?g_by_token&!ragged token?g_by_token head"
-# Of a kernel that no call has: what tokens add to a state of zeros, from a chunk of each sequence and head on.
+# Operands of a kernel that only context parallelism launches: see ends.py.
 _ALONE = (
     Operand("since", "sequences head", Types.I32, there="states_alone"),
     Operand("ends", f"sequences {_STATE}", Types.F32, written=True, there="states_alone"),
@@ -31,7 +31,7 @@ OPERANDS = table(
 KERNELS = OPERANDS.beside(*_ALONE)
 OF_OWN_TYPE = tuple([row.name for row in OPERANDS if row.types is Types.FLOAT and not row.field and row.name != "x"])
 SCAN = OPERANDS.only(*[name for name in OPERANDS.names if name != "g"])
-# Linear attention lacks some of them, and calls others, and their axes, otherwise.
+# Linear attention does not have these. It has other names for the rest, and for their axes.
 _LACKING = ("dt", "A", "D", "z", "dt_bias", "seq_idx", "checkpoint_positions", "checkpoints")
 _ATTENTION = Table([row for row in OPERANDS if row.name not in _LACKING], {**OPERANDS.words, **ATTENTION_WORDS})
 _OWN = {"x": "v", "B": "k", "C": "q"}

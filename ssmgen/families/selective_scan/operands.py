@@ -1,4 +1,4 @@
-"""The tensors of Mamba-1 over prompts; kernels call `dim` channels. With `channels_first`, tokens are the last axis where there are any."""
+"""The tensors of Mamba-1 over prompts; kernels call `dim` channels. With `channels_first`, tokens are the last axis."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ OPERANDS = table(
     Operand("out", "like u", field="x", written=True),
     group="G", n="N", starts="sequences + 1",
 )  # fmt: skip
-KEYS = ("B", "C")  # groups of channels share them
+KEYS = ("B", "C")  # shared by groups of channels
 ROWS = tuple([name for name in OPERANDS.alike("u") if name not in KEYS])

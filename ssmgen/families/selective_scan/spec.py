@@ -166,7 +166,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
         ]
 
-    # Kernels take no stride of an axis that they copy along.
+    # Kernels take no stride for the axis along which they copy.
 
     @property
     def by_token(self) -> bool:

@@ -13,7 +13,7 @@ from .operands import OPERANDS
 class SlotCopySpec(KernelSpec):
     family: ClassVar[str] = "slot_copy"
     template: ClassVar[str] = "slot_copy/slot_copy.cu.j2"
-    word: ClassVar[str] = "u32"  # what slots are copied as, whatever they hold
+    word: ClassVar[str] = "u32"  # the element type of copies
 
     slot_bytes: int
     threads: int = 128
