@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+# Operand -> parameter, of what functions over sequences write and may be given.
+WRITTEN_WORDS = {"final_states": "final_states_out", "checkpoints": "checkpoints_out"}
 # Roles that are English words as well: only the subject of a sentence, and the object of "overlaps", is an operand.
 _ENGLISH = frozenset(("read", "write", "erase", "checkpoints", "bonus"))
 

@@ -167,7 +167,7 @@ def walked(
         "group_heads": HV // p.q.shape[1],
     }
     values |= {"pad_slot_id": pad_slot_id, "slots": len(named.get("state", ())), "positions": len(positions or ())}
-    for role, axis in spec.strides():
+    for role, axis, _ in spec.table.strides(spec):
         t = named[role]
         dimension = (-2 if t.dtype == p.q.dtype and role in ("q", "k", "v", "out") else 1) if axis == "head" else _DIMENSIONS[axis]
         values[f"{role}_{axis}"] = t.stride(dimension)
@@ -177,9 +177,14 @@ def walked(
     grid = spec.blocks(Counts(chunks_of(tokens, count), count, HV, HV // p.q.shape[1]))
     if grid:
         source = change(render(spec, arch))
-        launch = spec.name, grid, spec.threads_per_block, packed, operands, spec.written, spec.dynamic_bytes
+        launch = spec.name, grid, spec.threads_per_block, packed, operands, written_by(spec), spec.dynamic_bytes
         run_source(source, *launch, early=spec.early_operands())
-    return {name: named[name] for name in spec.roles() if name in spec.written}
+    return {name: named[name] for name in spec.roles() if name in written_by(spec)}
+
+
+def written_by(spec: Any) -> tuple[str, ...]:
+    """Operands that a kernel writes, as it calls them."""
+    return tuple(p.name for p in spec.parameters() if p.code == "Q" and not p.ctype.startswith("const"))
 
 
 def poisoned(p: Prompt, begin: int, end: int) -> Prompt:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from chain_cases import written_by
 from delta_images import images_of, pack
 from scan_cases import NAN, SM90, error, placed, same, starts_of
 from ssu_cases import BF16, F16, F32, Memory
@@ -112,7 +113,7 @@ def launch_emulated(part: Any, views: Mapping[str, Tensor], call: Any, arch: Arc
     family = call.caller.family
     named = {n: call.operands[n] for n in part.operands()}
     packed = Arguments(part, family.values_of(part, views, call.options)).at([t.data_ptr() for t in named.values()])
-    writable = tuple(n for role, n in zip(part.roles(), part.operands(), strict=True) if role in part.written)
+    writable = tuple(n for role, n in zip(part.roles(), part.operands(), strict=True) if role in written_by(part))
     launch = part.name, family.grid_of(part, views), part.threads_per_block, packed, named, writable, part.dynamic_bytes
     run_source(change(render(part, arch)), *launch, early=part.early_operands(), cluster=part.cluster_blocks)
 
@@ -136,7 +137,7 @@ def exact(call: Mapping[str, Any], function: Any = None, **more: Any) -> dict[st
     built = (function or ssmgen.chunk_gated_delta_rule).build(**call, **more)
     views = views_of(built)
     views = placed(views, views["v"].shape[-2] * views["v"].shape[-1] * views["k"].shape[-1])
-    wanted = {n: views[n].double() for n in op.WRITTEN if n in views and n != "workspace"}
+    wanted = {n: views[n].double() for n in op.FAMILY.written if n in views and n != "workspace"}
     op.run_reference(views | wanted, built.options, torch.float64)
     return {n: t.cpu() for n, t in wanted.items()}
 

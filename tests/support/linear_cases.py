@@ -195,7 +195,7 @@ def exact(case: Case, call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]
     views = views_of(built)
     if built.before is not None:
         views["v"] = (call["v"].double() * call["w"].double()).view_as(views["v"])
-    wanted = {n: views[n].double() for n in op.WRITTEN if n in views and n != "workspace"}
+    wanted = {n: views[n].double() for n in op.FAMILY.written if n in views and n != "workspace"}
     op.run_reference(views | wanted, built.options, torch.float64)
     return {n: t.cpu() for n, t in wanted.items()}
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from chain_cases import BOUND, F64, NAMES, SM80, SM90
+from chain_cases import BOUND, F64, NAMES, SM80, SM90, written_by
 from linear_images import decays_of, images_of, operands_of, pack
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
@@ -214,7 +214,7 @@ def walked(
     )  # fmt: skip
     values: dict[str, Value] = {"tokens": tokens // count if batch else tokens, "sequences": count, "heads": HV, "group_heads": 1}
     values |= {"pad_slot_id": pad_slot_id, "slots": len(named.get("state", ())), "positions": len(positions or ())}
-    for role, axis in spec.strides():
+    for role, axis, _ in spec.table.strides(spec):
         dimension = (-2 if role in ("v", "out") else 1) if axis == "head" else _DIMENSIONS[axis]
         values[f"{role}_{axis}"] = named[role].stride(dimension)
     values |= maps({n: named[n] if named[n].dim() == 4 else named[n].unsqueeze(0) for n in spec.mapped}, spec.mapped, p.rule.tokens)
@@ -223,9 +223,9 @@ def walked(
     grid = spec.blocks(Counts(chunks_of(tokens, count, p.rule), count, HV, 1))
     if grid:
         source = change(render(spec, arch))
-        launch = spec.name, grid, spec.threads_per_block, packed, operands, spec.written, spec.dynamic_bytes
+        launch = spec.name, grid, spec.threads_per_block, packed, operands, written_by(spec), spec.dynamic_bytes
         run_source(source, *launch, early=spec.early_operands())
-    return {name: named[name] for name in spec.roles() if name in spec.written}
+    return {name: named[name] for name in spec.roles() if name in written_by(spec)}
 
 
 def poisoned(p: Prompt, begin: int, end: int) -> Prompt:

@@ -237,7 +237,7 @@ def operands(**changes: Any) -> dict[str, Any]:
     [
         ({"v": torch.zeros(2, 5, 32)}, "v is [2, 5, 32], not [batch, T, HV, V]"),
         ({"cu_seqlens": torch.zeros(3).int()}, "not [tokens, HV, V] or [1, tokens, HV, V], as cu_seqlens asks for"),
-        ({"q": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads, which is not a multiple of the 3 heads of q"),
+        ({"q": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads, which is not a multiple of the 3 key heads"),
         ({"q": torch.zeros(2, 5, 32).bfloat16()}, "q is [2, 5, 32], not […, HK, K] as v [2, 5, 2, 32] asks for"),
         ({"k": torch.zeros(2, 5, 1, 16).bfloat16()}, "k is [2, 5, 1, 16], not […, HK, K] = [2, 5, 1, 32]"),
         ({"k": torch.zeros(2, 5, 1, 32)}, "k is float32, v is bfloat16"),
@@ -247,10 +247,10 @@ def operands(**changes: Any) -> dict[str, Any]:
         ({"A_log": torch.zeros(2), "linear_gate": True}, "linear_gate says that g is the decay itself"),
         ({"allow_neg_eigval": True}, "allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too"),
         ({"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
-        ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [slots, 2, 32, 32]"),
+        ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [2, 2, 32, 32]"),
         (
             {"v": torch.zeros(2, 5, 2, 16).bfloat16(), "state": torch.zeros(2, 2, 16, 32), "state_layout": "kv"},
-            "state is [2, 2, 16, 32], not [slots, HV, K, V] = [slots, 2, 32, 16]",
+            "state is [2, 2, 16, 32], not [slots, HV, K, V] = [2, 2, 32, 16]",
         ),
         ({"state_layout": "kvv"}, "state_layout is 'kvv', not 'vk' or 'kv'"),
         ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states_out is given together with state"),

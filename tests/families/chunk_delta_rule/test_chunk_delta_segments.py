@@ -10,6 +10,7 @@ from typing import Any
 import delta_cases as laws
 import pytest
 import torch
+from chain_cases import written_by
 from compiled import compiled
 from delta_cases import ADVERSARIAL, BF16, F16, F32, SM90, Sizes, emulated, exact, make, problem_of, same, starts_of
 from selection import few
@@ -287,7 +288,7 @@ def test_sums_go_on_beside_the_first_segments(spec):
     _, lead, sums, _ = spec.ahead
     for text in body_of(lead).split("allow_dependents();")[:-1]:
         assert "wait_for_upstream();" in text.split("return;")[-1]
-    assert not {*lead.written} & {*sums.roles()} - {"images"} and set(sums.early_operands()) == set(sums.operands())
+    assert not {*written_by(lead)} & {*sums.roles()} - {"images"} and set(sums.early_operands()) == set(sums.operands())
     body = body_of(sums)
     behind = body[body.index("SHARED(") :].split("leave_state(left);")
     assert len(behind) == 2 and "wait_for_upstream" not in behind[0] and behind[1].lstrip().startswith("wait_for_upstream();")

@@ -60,7 +60,7 @@ def operands(function: str = "chunk_kda", **changes: Any) -> dict[str, Any]:
         ("chunk_dplr_delta_rule", {"b": None}, "b is a NoneType, not a tensor"),
         ("chunk_kda", {"q": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads, which is not a multiple of the 3 key heads"),
         ("chunk_kda", {"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
-        ("chunk_kda", {"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [slots, 2, 32, 32]"),
+        ("chunk_kda", {"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [2, 2, 32, 32]"),
         ("chunk_kda", {"state_layout": "kvv"}, "state_layout is 'kvv', not 'vk' or 'kv'"),
         ("chunk_kda", {"return_checkpoints": True}, "return_checkpoints asks for states after tokens, and checkpoint_positions"),
         ("chunk_kda", {"workspace": torch.zeros(9)}, "workspace is [9] float32, not dense bytes: [147968 or more] uint8"),

@@ -109,7 +109,8 @@ def run(
     axes = {"batch": 0, "token": 1, "head": 2, "sequence": 0}
     values = {"tokens": tokens, "sequences": sequences, "heads": heads, "group_heads": sizes.group, "scale": SCALE}
     values |= {"lower_bound": LOWER_BOUND, **spec.counted(counts)}
-    values |= {f"{op}_{axis}": views[op].stride(0 if op in ("A_log", "dt_bias") else axes[axis]) for op, axis in spec.strides()}
+    strides = spec.table.strides(spec)
+    values |= {f"{op}_{axis}": views[op].stride(0 if op in ("A_log", "dt_bias") else axes[axis]) for op, axis, _ in strides}
     taken = {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
     at = Arguments(spec, taken).at([t.data_ptr() for t in named.values()])
     launch = spec.blocks(counts), spec.threads_per_block, at, named, ("workspace",), spec.dynamic_bytes

@@ -104,7 +104,7 @@ def test_a_kernel_has_what_its_gate_needs(spec):
         ("log", {"q": torch.zeros(2, 5, 1, 32)}, "q is float32, v is bfloat16"),
         ("log", {"g": torch.zeros(2, 2)}, "g is [2, 2], not […, HV] = [2, 5, 2]"),
         ("slope", {"slope": torch.zeros(2, 5, 2)}, "slope is [2, 5, 2], not [HV]"),
-        ("slope", {"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [slots, 2, 32, 32]"),
+        ("slope", {"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [2, 2, 32, 32]"),
     ],
 )
 def test_what_is_wrong_in_words(form, changes, words):

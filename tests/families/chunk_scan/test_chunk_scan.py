@@ -173,7 +173,7 @@ def operands(**changes: object) -> dict[str, object]:
         ({"C": torch.zeros(2, 5, 1, 16).bfloat16()}, "C is [2, 5, 1, 16], not […, G, N] = [2, 5, 1, 32]"),
         ({"C": torch.zeros(2, 5, 1, 32)}, "C is float32, x is bfloat16"),
         ({"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
-        ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, H, P, N] = [slots, 2, 32, 32]"),
+        ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, H, P, N] = [2, 2, 32, 32]"),
         ({"state": torch.zeros(1, 2, 32, 32)}, "state has 1 slots for 2 sequences, and there are no state_indices"),
         ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states_out is given together with state"),
         (
