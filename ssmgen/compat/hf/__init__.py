@@ -23,9 +23,9 @@ from ...calls import api
 from ...errors import PatchError, bullets
 from ...launch import runtime
 from . import between, found, functions, remote, targets
-from .functions import Calls as Calls
-from .functions import Replacement
 from .fusible import fusible as fusible
+from .replacements import Calls as Calls
+from .replacements import Replacement
 
 _lock = threading.Lock()
 _active: dict[tuple[str, str], Replacement] = {}  # by model and function: every replacement in force

@@ -24,8 +24,9 @@ from ...engine.norm_kernel import MAX_GROUP
 from ...errors import ArgumentError, UnsupportedError
 from ...families.gated_rms_norm import plain as native
 from . import block_sums, norm_styles
-from .functions import Replacement, attempt, call
+from .functions import call
 from .norm_styles import Style, style_of
+from .replacements import Replacement, attempt
 
 
 @cache  # as they are before any of them is replaced

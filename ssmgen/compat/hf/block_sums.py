@@ -16,7 +16,7 @@ from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
-from .functions import OURS
+from .replacements import OURS
 
 KNOWN = {
     "BailingHybridDecoderLayer": 2,

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ...errors import PatchError, bullets
-from . import found, functions, targets
-from .functions import FUNCTIONS, Tally
+from . import found, functions, replacements, targets
+from .functions import FUNCTIONS
+from .replacements import Tally
 
 Mapping = dict[str, dict[str, dict[Any, "Kernel"]]]
 
@@ -40,8 +41,8 @@ class Kernel:
         self._layer = type(name, (torch.nn.Module,), members)
 
     @property
-    def calls(self) -> functions.Calls:
-        return functions.Calls(self._tally.served, self._tally.kept)
+    def calls(self) -> replacements.Calls:
+        return replacements.Calls(self._tally.served, self._tally.kept)
 
     def load(self) -> type[torch.nn.Module]:
         """The class whose forward `kernels` puts into transformers' function; a call that ssmgen does not serve goes to that function."""

@@ -19,7 +19,8 @@ from ...calls.checks import DTYPES
 from ...families.delta_layer import call as native_gdn
 from ...families.mamba2_layer import call as native_mamba2
 from . import projections, prompts
-from .functions import Replacement, attempt, call
+from .functions import call
+from .replacements import Replacement, attempt
 from .roles import Roles
 
 _ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to

@@ -19,7 +19,8 @@ from ...calls.checks import DTYPES
 from ...errors import ArgumentError
 from ...families.gated_rms_norm import call as native
 from . import roles
-from .functions import Replacement, attempt, call
+from .functions import call
+from .replacements import Replacement, attempt
 
 SUFFIX = "RMSNormGated"
 

@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from . import between, block_sums, copies, functions, lightning, norms, roles
-from .functions import FUNCTIONS, Replacement
+from .functions import FUNCTIONS
 from .layers import TABLE, run
+from .replacements import Replacement
 
 MIXER = ("hidden_states", "cache", "attention_mask")
 """Roles of the parameters of a mixer's forward."""
