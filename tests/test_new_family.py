@@ -39,7 +39,7 @@ def checkout(tmp_path_factory) -> Path:
     fresh(root)
     shutil.copy(ROOT / "pyproject.toml", root)
     (root / "tests").mkdir()
-    for name in ("conftest.py", "card_memory.py", "native_build.py", "worker_memory.py"):
+    for name in ("conftest.py", "card_memory.py", "native_build.py", "selection.py", "worker_memory.py"):
         shutil.copy(ROOT / "tests" / name, root / "tests")
     write(root, NAME)
     return root
