@@ -179,6 +179,7 @@ def test_build_of_all_models_of_an_operator(own_cache):
     assert {v["spec"].partition(":")[0] for v in rows["variants"]} == {"linear_attention"} and len(rows["variants"]) > 8
 
 
+@pytest.mark.matrix
 def test_built_layer_can_be_shipped(own_cache, tmp_path, monkeypatch):
     """All of the model's operators, with one type of states and one of slots: the other types take as long again, and are built alike."""
     layer, model = tmp_path / "layer", ["--model", "mamba-130m", "--arch", "sm_90a", "--state", "bf16", "--index", "i32", "--json"]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from bench_cases import MEASURED, SMALL, small_run, without_a_gpu
 from click.testing import CliRunner
+from compiled import compile_once
 from rich.console import Console
 
 from ssmgen import cli
@@ -46,6 +47,7 @@ def measured() -> Suite:
 def small_reports() -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         without_a_gpu(monkeypatch)
+        compile_once(monkeypatch)
         return [small_run(op) for op in SMALL]
 
 

@@ -12,6 +12,7 @@ import torch
 from bench_cases import HEAD, MEASURED, SILENT, SMALL, small_run, without_a_gpu
 from click.testing import CliRunner
 from rich.console import Console
+from selection import costly
 
 from ssmgen import cli
 from ssmgen.bench import bench_of, benchmarks, case, rows, suite, table, timing
@@ -21,6 +22,8 @@ from ssmgen.bench.progress import Display, Watch
 from ssmgen.errors import ModelError, SsmgenError
 from ssmgen.select.catalog import parse
 from ssmgen.spec.kernel import DType
+
+pytestmark = pytest.mark.usefixtures("one_compile")
 
 
 class Recording(Watch):
@@ -148,6 +151,7 @@ def test_flat_rows_have_the_same_keys():
 # Cases that fail.
 
 
+@costly(8)
 @pytest.mark.parametrize("op", benchmarks())
 def test_a_case_that_is_wrong_is_not_timed_and_the_others_are(op, bench):
     kind = Layer if op.endswith("_layer") else case.Case

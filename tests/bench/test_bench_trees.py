@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from bench_cases import broken, small_run, usage_error, without_a_gpu
+from selection import costly
 from test_bench import case_of
 from test_bench_conv import update_case
 
@@ -48,6 +49,7 @@ def test_the_gate_sees_a_tree_that_is_not_followed():
         case.gate()
 
 
+@costly(1)
 @pytest.mark.parametrize(("op", "tokens"), [("gated_delta_rule", 4), ("kda", 4), ("causal_conv1d_update", 4)])
 def test_a_tree_is_timed_beside_its_chain(op, tokens, monkeypatch):
     without_a_gpu(monkeypatch)

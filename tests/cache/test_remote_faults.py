@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 from remote_cases import MARKS, ONE, fresh, got, no_warning, one_warning, pushed
+from selection import costly
 
 from ssmgen.cache import exchange, remote
 from ssmgen.cache.layer import Layer
@@ -24,6 +25,7 @@ pytest_plugins = ["remote_cases"]
 pytestmark = MARKS
 
 
+@costly(1)
 @pytest.mark.parametrize(
     ("fault", "match"),
     [
@@ -121,6 +123,7 @@ def test_threads_fail_together_not_one_by_one(server, sender, reader, tmp_path, 
 # Turns.
 
 
+@costly(1)
 def test_who_finds_a_claim_waits_for_what_is_sent(url, sender, tmp_path, compiled):
     first, second = SharedStore(sender(url)), SharedStore(sender(url))
     with first.turn(ONE.key, ONE.symbol, ARCH) as none:
@@ -130,6 +133,7 @@ def test_who_finds_a_claim_waits_for_what_is_sent(url, sender, tmp_path, compile
             assert sent == ONE
 
 
+@costly(1)
 def test_claim_of_the_dead_or_of_a_liar_delays_once(url, sender, tmp_path, compiled, monkeypatch):
     monkeypatch.setattr(remote, "CLAIM_SECONDS", 0.5)
     shared = SharedStore(sender(url))
@@ -150,6 +154,7 @@ def test_failed_compilation_gives_its_turn_back(sender):
     assert shared.transport.names("v1/claims") == []
 
 
+@pytest.mark.matrix
 def test_eight_machines_that_start_cold_at_once(server, tmp_path, capsys):
     """Each kernel is compiled by few and fetched by the rest; then by none."""
     url, kernels = fresh(server), 4

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import costly
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
@@ -137,6 +138,7 @@ def tokens_of(name: str, tokens: int, dim: int = 64) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, "g": gate, "beta": torch.rand(1, tokens, 2, generator=g), "use_qk_l2norm": True, "out": out}
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(
     ("name", "kind", "tokens", "count", "layout"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selection import costly
 from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, small_matrix
 
 from ssmgen import emulator
@@ -44,6 +45,7 @@ def select(call, arch=SM90):
 # The whole matrix of the GPU tests.
 
 
+@costly(10, 30)
 @pytest.mark.parametrize("case", small_matrix(), ids=lambda c: c.id)
 def test_within_rounding_of_float64(case):
     call = make_call(case, "cpu")
@@ -52,6 +54,7 @@ def test_within_rounding_of_float64(case):
     assert_matches(call, want)
 
 
+@costly(1)
 @pytest.mark.parametrize("name", ["m2-bf16-pool", "m1-f32-pool", "m2-d96-f32"])
 def test_without_pdl_for_an_old_architecture(name):
     call = make_call(next(c for c in small_matrix() if c.id == name), "cpu")
@@ -60,6 +63,7 @@ def test_without_pdl_for_an_old_architecture(name):
     assert_matches(call, want)
 
 
+@costly(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -373,6 +377,7 @@ EDITS = {
 }
 
 
+@costly(5)
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
     case, old, new, words = EDITS[edit]

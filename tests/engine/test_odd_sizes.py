@@ -15,6 +15,7 @@ import ssu_cases
 import ssu_token_cases
 import test_ring as rings
 import torch
+from selection import costly
 from test_emulator import emulate as emulate_mamba
 from test_emulator import select
 from test_linear_attention import emulate as emulate_linear
@@ -35,6 +36,7 @@ def named(cases):
     return pytest.mark.parametrize("case", cases, ids=lambda c: c.id)
 
 
+@costly(4)
 @emulated
 @named(odd_sizes.linear())
 def test_linear_attention(case):
@@ -44,6 +46,7 @@ def test_linear_attention(case):
     la_cases.assert_matches(call, want)
 
 
+@costly(4)
 @emulated
 @named(odd_sizes.mamba())
 def test_selective_state_update(case):

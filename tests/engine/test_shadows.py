@@ -41,6 +41,7 @@ def hidden(folder: Path, texts: dict[str, str]) -> list[tuple[str, str, str]]:
     return [(file, re.sub(r" ?\[.*", "", typed).split()[-1], lines[file][int(number) - 1].strip()) for file, number, typed in found]
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")
 def test_no_name_hides_another_one(tmp_path):
     specs = {spec.name: spec for spec, _ in generate.default_variants([SM90])}

@@ -94,6 +94,7 @@ def test_scans_of_every_model():
     assert asks()["chunk_scan"].size(find_model("nemotron-h-8b").divided(8), Wanted(), batch=32) == 16, "heads alone"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tp", [1, 4, 8], ids="{} ranks".format)
 def test_scans_of_packed_sequences_compile(tp):
     """With the blocks that a sequence is divided among at so many heads of a rank."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from selection import costly
 
 from ssmgen.bench import benchmarks
 from ssmgen.engine.recurrences.attention.problem import Layout, Ring
@@ -25,6 +26,7 @@ QWEN = find_model("qwen3.5-397b-a17b").problem(DType.BF16, Index.I32, PoolMode.S
 WITHOUT_A_RING = ("lightning_attn", "rwkv7")
 
 
+@costly(2)
 @pytest.mark.parametrize("arch", [SM80, SM90, Arch.parse("sm_100a"), Arch.parse("sm_120")], ids=str)
 def test_every_model_has_a_variant_at_every_batch(arch):
     several = {"tokens": 4, "intermediates": True}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,14 +19,21 @@ from torch_conv import F32, randn
 from ssmgen.compat import sglang, vllm
 
 
-def replaced(tmp_path, monkeypatch, plugin, package: str):
+@functools.cache
+def published(package: str) -> tempfile.TemporaryDirectory:
+    """A folder with the package's stand-in, for all tests of this process: Python compiles its files once."""
+    folder = tempfile.TemporaryDirectory(prefix="ssmgen-engine-")
+    write(Path(folder.name), package)
+    return folder
+
+
+def replaced(monkeypatch, plugin, package: str):
     """The engine's functions by name, as its layers hold them, those of the same name by that of the drop-in; and ssu_backend, its backend
     of Mamba's."""
     if torch.version.cuda is None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("SSMGEN_ENGINE_KEEP", raising=False)
-    write(tmp_path, package)
-    with importable(tmp_path, package):
+    with importable(Path(published(package).name), package):
         plugin.register()
         found = SimpleNamespace()
         for module, name in SIGNATURES:
@@ -42,14 +52,14 @@ def replaced(tmp_path, monkeypatch, plugin, package: str):
 
 
 @pytest.fixture(name="vllm")
-def vllm_functions(tmp_path, monkeypatch):
-    yield from replaced(tmp_path, monkeypatch, vllm, "vllm")
+def vllm_functions(monkeypatch):
+    yield from replaced(monkeypatch, vllm, "vllm")
 
 
 @pytest.fixture(name="sglang")
-def sglang_functions(tmp_path, monkeypatch):
+def sglang_functions(monkeypatch):
     """causal_conv1d_update is that of the layers, causal_conv1d_update_triton the other."""
-    for engine in replaced(tmp_path, monkeypatch, sglang, "sglang"):
+    for engine in replaced(monkeypatch, sglang, "sglang"):
         engine.causal_conv1d_update = import_module("sglang.srt.models.lfm2").causal_conv1d_update
         yield engine
 

@@ -21,7 +21,7 @@ SLACK = 64  # MiB that tests may leave behind, code that they run again among it
 MADV_DONTNEED = 4
 M_MMAP_THRESHOLD, OWN_PAGES = -3, 1 << 20  # bytes from which a block has pages of its own
 PEAKS = pytest.StashKey[dict[str, int]]()
-COLLECTED = pytest.StashKey[int]()
+COLLECTED, LEFT = pytest.StashKey[int](), pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,7 @@ def pytest_configure() -> None:
 
 
 def held(field: str) -> int:
-    """MiB that this process holds (VmRSS) or has held at most (VmHWM)."""
+    """MiB that this process holds (VmRSS), without files (RssAnon), or has held at most (VmHWM)."""
     return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field)) // 1024
 
 
@@ -67,23 +67,27 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         if bounded():
-            collect(item.config)
-            check(item, int(item.config.getini("worker_memory_mib")))
+            bound = int(item.config.getini("worker_memory_mib"))
+            collect(item.config, bound)
+            check(item, bound)
 
 
-def collect(config: pytest.Config) -> None:
-    """What tests leave in the frames of errors, in what was compiled for them, and what C's allocator keeps, when it is much: Python counts
-    objects, not their tensors."""
-    if held("VmRSS") > config.stash.get(COLLECTED, 0) + SLACK:
+def collect(config: pytest.Config, bound: int) -> None:
+    """Collects what tests leave in frames of errors, in compiled code and in the allocator of C, when it is much: Python counts
+    objects, not their tensors. Code counts only near the bound: pages that are given back too early are read again by the next test."""
+    libc = ctypes.CDLL(None)
+    if held("RssAnon") > config.stash.get(COLLECTED, 0) + SLACK:
         if dynamo := sys.modules.get("torch._dynamo"):
             dynamo.reset()
         if emulator := sys.modules.get("ssmgen.emulator"):
             emulator.compile_source.cache_clear()
         gc.collect()
-        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)
+        config.stash[COLLECTED] = held("RssAnon")
+    if held("VmRSS") > max(bound * 5 // 8, config.stash.get(LEFT, 0) + SLACK):
         leave_code(libc)
-        config.stash[COLLECTED] = held("VmRSS")
+        config.stash[LEFT] = held("VmRSS")
 
 
 def leave_code(libc: ctypes.CDLL) -> None:

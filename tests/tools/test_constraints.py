@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from selection import costly
 
 from tools import constraints, extra, releases
 
@@ -185,12 +186,14 @@ def metadata_of_the_project() -> list[str]:
     return [*project["dependencies"], *(f'{line}; extra == "{name}"' for name in ("cu12", "cu13") for line in extras[name])]
 
 
+@costly(1)
 @pytest.mark.parametrize(("torch", "cuda"), [("2.14.1", "13.0"), ("2.10.0", "12.8"), ("2.13.0+cpu", None)])
 def test_the_install_line_keeps_the_torch_that_is_there(beside, torch, cuda):
     found = beside(torch, f"[{extra.extra_of(cuda)}]")
     assert found.keys() >= {"ssmgen", "cuda-python"} and "torch" not in found
 
 
+@pytest.mark.matrix
 def test_no_extra_is_needed_where_torch_brings_nvrtc(beside):
     found = beside("2.14.1", "")
     assert "torch" not in found and found["cuda-python"].startswith("13.") and not [name for name in found if "nvrtc" in name]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from selection import costly
 
 pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
@@ -99,6 +100,7 @@ def test_a_family_that_is_not_there_is_refused():
 # The step.
 
 
+@costly(4)
 @pytest.mark.parametrize("name", HERE)
 def test_a_step_gives_what_generate_does_with_either_cache_patched_or_not(name):
     model = tiny(name)
@@ -112,6 +114,7 @@ def test_a_step_gives_what_generate_does_with_either_cache_patched_or_not(name):
         assert torch.equal(want[:, 1:], Greedy(model, ids, steps=5).tokens(5))
 
 
+@costly(3)
 @pytest.mark.parametrize("name", HERE)
 def test_a_step_on_a_static_cache_can_be_captured(name):
     """On the meta device: nothing is asked of a tensor's contents, and nothing comes from the host."""
@@ -235,6 +238,7 @@ def test_accelerate_is_timed_by_token_and_leaves_the_model_as_it_was(monkeypatch
     assert clock.now >= 4 + 5 and len(model.generation_config.eos_token_id) == 1024 and not hf._active
 
 
+@costly(1)
 @pytest.mark.parametrize("preset", [narrow(), narrow_delta_rule()], ids=lambda preset: preset.name)
 def test_prompts_are_measured_patched_and_not(on_cpu, preset):
     rows, failed = run.family(preset, (1, 2), Options(layers=2, rounds=2, prompts=(3, 70)), "cpu")
@@ -272,12 +276,14 @@ def test_recurrent_layers_are_bypassed_and_come_back():
         assert torch.equal(model(ids).logits, want)
 
 
+@costly(4)
 @pytest.mark.parametrize("name", HERE)
 def test_the_rest_of_every_model_can_be_timed_without_its_recurrent_layers(name):
     model, found = tiny(name), {"notes": {}}
     assert prompts._without(model, lambda: Greedy(model, prompt(2, 64, "cpu")), found) is not None and not found["notes"]
 
 
+@costly(1)
 @pytest.mark.parametrize(("fits", "found"), [(4, "of 5 tokens: "), (5, "")])
 def test_prompts_that_transformers_has_no_memory_for(on_cpu, monkeypatch, fits, found):
     """Chunks are as long as the model's own, and what is patched is measured all the same; also where a part of the prompt does fit."""
@@ -299,6 +305,7 @@ def test_prompts_that_transformers_has_no_memory_for(on_cpu, monkeypatch, fits, 
     assert rows[0].notes == dict.fromkeys((f"{PLAIN} {unit}" for unit in ("ms", "kernels", "memory")), reason)
 
 
+@costly(1)
 @pytest.mark.parametrize(
     ("free", "taken", "reason"),
     [

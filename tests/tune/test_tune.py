@@ -140,6 +140,7 @@ def test_a_digest_is_of_code(monkeypatch):
         assert (digest(OTHER, SM90) == want) is same
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("share", kept((16, 1), lambda share: share > 1), ids=("some", "all"))
 def test_no_variant_of_the_packages_tables_spills(monkeypatch, share):
     """Under this compiler, for no problem that its row may serve; a row that does is taken out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from selection import costly
 
 from ssmgen.bench import case as bench_case
 from ssmgen.errors import SsmgenError
@@ -48,6 +49,7 @@ def test_the_nearest_of_what_may_win_are_tried():
 # The cases.
 
 
+@costly(8)
 @pytest.mark.parametrize("operator", TUNED)
 def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
     monkeypatch.setattr(bench_case, "MOST", 1)

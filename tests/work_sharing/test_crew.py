@@ -322,6 +322,7 @@ def tuning(path: Path) -> list[str]:
     return [SCRIPT, "tune", crew_cases.OP, "--out", str(path), "--lease", "2"]
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_torchrun_tunes_one_table_though_a_process_is_killed(alone, tmp_path):
     path = tmp_path / "table.json"
@@ -330,6 +331,7 @@ def test_torchrun_tunes_one_table_though_a_process_is_killed(alone, tmp_path):
     assert out.count(f"{len(crew_cases.SIZES)} cases in") == 1 and err.count("cases by 2 processes in") == 1
 
 
+@pytest.mark.matrix
 def test_ranks_tune_one_table_though_one_is_killed(alone, tmp_path):
     path = tmp_path / "table.json"
     first, second = [ended(p) for p in ranks(*tuning(path), folder=tmp_path, processes=2, CREW_KILL="1:1")]
@@ -338,6 +340,7 @@ def test_ranks_tune_one_table_though_one_is_killed(alone, tmp_path):
     assert f"{len(crew_cases.SIZES)} cases in" in first[1]
 
 
+@pytest.mark.matrix
 def test_without_rank_0_what_is_there_is_kept_and_the_same_command_goes_on(alone, tmp_path):
     path = tmp_path / "table.json"
     first, second = [ended(p) for p in ranks(*tuning(path), folder=tmp_path, processes=2, CREW_KILL="0:2")]

@@ -11,6 +11,7 @@ from delta_oracles import states as delta_states
 from delta_oracles import vllm_call as delta_vllm_call
 from engine_calls import HV, K, V, gdn_operands, no_call_goes_to_the_engine, sglang_functions, vllm_functions  # noqa: F401
 from prompt_oracles import sglang_call, vllm_call
+from selection import costly
 from test_compat_ssu import operands, states
 from test_engine_forms import starts_of
 from torch import Tensor
@@ -39,6 +40,7 @@ NORM = {"x": randn(4, 16), "weight": randn(16)}
 SIGMOID = "fused_sigmoid_gating_delta_rule_update"
 
 
+@costly(16)
 @pytest.mark.refused
 @pytest.mark.parametrize(
     ("engine", "name", "call", "words"),

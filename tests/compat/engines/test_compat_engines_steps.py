@@ -19,6 +19,7 @@ from engine_calls import (  # noqa: F401
     sglang_functions,
     vllm_functions,
 )
+from selection import costly
 from test_engine_forms import same, starts_of, stored
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
@@ -184,6 +185,7 @@ def test_what_the_norm_refuses_leaves_the_states_of_drafts(vllm):
     assert same(state, before)
 
 
+@costly(6)
 @pytest.mark.parametrize("group", [None, 8])
 @pytest.mark.parametrize("first", [True, False], ids=["norm first", "gate first"])
 @pytest.mark.parametrize("form", ["vllm", "vllm in place", "sglang", "mixer"])

@@ -7,6 +7,7 @@ import torch
 from conv_laws import SM90, needs_emulator
 from engine_calls import no_call_goes_to_the_engine, sglang_functions, vllm_functions  # noqa: F401
 from engine_cases import FORMS, SHARED, load, operands, padded_with
+from selection import costly
 from test_fast_path import launched  # noqa: F401
 
 from ssmgen.calls import planning
@@ -19,6 +20,7 @@ ONE_OF_EACH = [*{(f.arguments, f.relay): f for f in FORMS if "noisy" not in f.id
 named = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.id)
 
 
+@costly(55)
 @pytest.mark.parametrize(
     ("form", "mode"),
     [(f, mode) for f in FORMS for mode in (torch.no_grad, torch.inference_mode) if mode is torch.no_grad or f in ONE_OF_EACH],
@@ -33,6 +35,7 @@ def test_results_are_within_the_families_bounds(request, form, mode):
         form.check(call, want)
 
 
+@costly(12)
 @named
 def test_a_call_on_other_operands_in_the_same_memory(request, form):
     """What a CUDA graph does: the same tensors, and other numbers in them."""
@@ -60,6 +63,7 @@ def test_padded_rows_that_share_slot_0_change_nothing_of_others(request, form):
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
+@costly(16, 40)
 @named
 def test_the_second_call_finds_what_the_first_has_made(request, form, launched):  # noqa: F811
     """Views that are made anew in each call are no new kind of call."""
@@ -90,6 +94,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(planning.Caller, "plan", plan)
 
 
+@costly(12)
 @needs_emulator
 @pytest.mark.parametrize("form", ONE_OF_EACH, ids=lambda f: f.id)
 def test_kernels_of_what_the_engines_pass(request, form, emulated):

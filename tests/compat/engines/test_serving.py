@@ -13,6 +13,7 @@ import types
 import pytest
 import torch
 from click.testing import CliRunner
+from selection import costly
 
 from tools.demo.presets import presets
 from tools.serving import __main__ as program
@@ -102,6 +103,7 @@ def test_an_engine_that_fails_stops_no_other(fails, served):
     assert "| – | – |" in table(pairs) and "no such kernel" in answers(pairs)
 
 
+@costly(1)
 @pytest.mark.parametrize("asked", ["tune", "answers"])
 def test_an_engine_that_does_not_answer_is_ended(asked, served):
     pairs, _, _ = served(f"mamba2 {asked} silently", functools.partial(Impatient, module="tests.serving_stand_in"))

@@ -29,7 +29,7 @@ from hf_cases import (
     unserved,
 )
 from hf_cases import nothing_stays_patched as nothing_stays_patched
-from selection import kept
+from selection import costly, kept
 from transformers import CompileConfig
 
 import ssmgen
@@ -140,6 +140,7 @@ def ours_in(targets):
     return sum(n for target, n in targets.items() if target.startswith("ssmgen."))
 
 
+@costly(1)
 @pytest.mark.parametrize("name", kept(TINY, lambda name: name in (*COMPILED, *NOT_COMPILED)))
 def test_a_decode_step_compiles_into_one_graph(name):
     model = built(name)

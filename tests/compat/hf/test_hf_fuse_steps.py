@@ -39,7 +39,7 @@ from hf_cases import (
     undo_leaks,
 )
 from hf_cases import nothing_stays_patched as nothing_stays_patched
-from selection import kept
+from selection import costly, kept
 from transformers import CompileConfig
 
 from ssmgen.calls import api
@@ -182,6 +182,7 @@ def compiled_nodes(step, *args):
 
 
 # An indexer's own step is no single graph. The others take seconds each.
+@costly(2)
 @pytest.mark.parametrize(
     "name", kept([n for n in LAYERS if n not in INDEXED], {"mamba2", "falcon_h1", "qwen3_next", "qwen3_5"}.__contains__)
 )
@@ -209,6 +210,7 @@ def test_a_compiled_step_follows_its_weights():
         assert_close(compiled(copy.deepcopy(step.cache)), step(copy.deepcopy(step.cache)))
 
 
+@costly(1)
 @pytest.mark.parametrize("name", [name for name in LAYERS if name in ("mamba2", "qwen3_5", "qwen3_next")])
 def test_a_static_cache_which_transformers_compiles(name):
     compile_config = CompileConfig(backend="aot_eager", mode=None)

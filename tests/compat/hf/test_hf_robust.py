@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from selection import costly
 
 pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
@@ -19,6 +20,7 @@ from ssmgen.errors import CaptureError, CompileError, LaunchError, LoadError, No
 ONE_OF_EACH = ("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2")
 
 
+@costly(1)
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
 def test_long_generations_keep_no_objects(name):
     """Within what interpreter and torch keep of their own, which does not grow with the steps."""

@@ -13,7 +13,7 @@ import torch
 from conv_cases import FIRST, I32, I64, LAST, POOL, RING, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call, make_update
 from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
 from conv_matrices import matrix, update_matrix
-from selection import few
+from selection import costly, few
 from ssu_cases import BF16, F16, F32
 from varying import named
 
@@ -30,6 +30,7 @@ from ssmgen.spec.kernel import Arch, KernelSpec, Pdl
 # The reference.
 
 
+@costly(80, 120)
 @named(*matrix(), *update_matrix())
 def test_reference_is_within_rounding_of_float64(case):
     call = make(case, "cpu")

@@ -12,7 +12,7 @@ import pytest
 from compiled import compiled
 from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase, make
 from conv_laws import SM90, assert_matches, emulate, expected, needs_emulator
-from selection import few, kept
+from selection import costly, few, kept
 
 from ssmgen.compile.render import render, uses_pdl
 from ssmgen.emulator import EmulatorError
@@ -186,6 +186,7 @@ EDITS = {
 }
 
 
+@costly(6)
 @needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conv_cases import FIRST, LAST, POOL, SHORT, STATEFUL, Case, make
 from conv_laws import SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from selection import costly
 from ssu_cases import BF16, F16, F32
 from varying import named, vary
 
@@ -25,6 +26,7 @@ BESIDE = (253, 1, 1, 1, 250, 3, 0, 2, 500, 2, 1, 9, 0, 0)  # begin up to 3 token
 IN_PLACE = {"initial": True, "final": "in_place"}
 
 
+@costly(2)
 @named(
     *vary(replace(FIRST, id="aligned", dim=3, lengths=BESIDE), pool=POOL, in_place=IN_PLACE, w8={**IN_PLACE, "width": 8, "x": F32}),
     *vary(replace(FIRST, id="slice", layout="first_slice", lengths=BESIDE), pool=POOL, w2={**POOL, "width": 2}, w1={"width": 1}),

@@ -11,7 +11,7 @@ import torch
 from chain_cases import SM80, SM90, poisoned, prompt, recurrence, walked
 from compiled import compiled
 from scan_cases import error, same
-from selection import few
+from selection import costly, few
 from ssu_cases import BF16, F16, F32, Memory
 
 from ssmgen import emulator
@@ -148,6 +148,7 @@ def test_a_pool_may_begin_elsewhere(pad):
     assert same(found["out"], wanted["out"])
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("loads", Loads)
 @pytest.mark.parametrize("state", [F32, BF16])
@@ -257,6 +258,7 @@ EDITS = {
 }
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_kernels_are_found(edit):

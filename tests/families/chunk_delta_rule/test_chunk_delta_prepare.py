@@ -11,6 +11,7 @@ import torch
 from delta_cases import PER_TOKEN, launch_emulated, views_of
 from delta_images import Images, images_are_right, images_of, unpack
 from scan_cases import NAN, SM90, starts_of
+from selection import costly
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
 
@@ -208,6 +209,7 @@ MISTAKES = {
 }
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from delta_cases import ADVERSARIAL, BF16, F16, F32, PER_TOKEN, SM90, Sizes, emulated, exact, make, problem_of, same, views_of
 from delta_images import Images, images_are_right, images_of, pack, spans_of, unpack
+from selection import costly
 from torch import Tensor
 
 import ssmgen
@@ -108,6 +109,7 @@ def test_images_are_kept_and_read_again():
 # Laws of both kernels.
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("form", list(Backend))
 def test_steps_of_two_over_many_tokens(form):
@@ -119,6 +121,7 @@ def test_steps_of_two_over_many_tokens(form):
     laws.is_accurate(partial(emulated, spec=spec), replace(SMALL, head_k=64, head_v=64), 700, **ADVERSARIAL["beta 2"])
 
 
+@costly(3)
 @needs_emulator
 @pytest.mark.parametrize("sizes", [SMALL, UNEVEN], ids=["bf16", "f16-uneven"])
 @pytest.mark.parametrize("kind", [{}, *ADVERSARIAL.values()], ids=["random", *ADVERSARIAL])
@@ -126,71 +129,84 @@ def test_results_are_those_of_float64(sizes, kind):
     laws.is_accurate(emulated, sizes, 130, **kind)
 
 
+@costly(2)
 @by_both
 def test_lengths_are_accurate(run):
     laws.lengths_are_accurate(run, SMALL, (0, 1, 15, 16, 17, 63, 64, 65))
 
 
+@costly(2)
 @by_both
 def test_packing_changes_no_bit(run):
     laws.packing_changes_no_bit(run, SMALL, (65, 0, 7, 64, 130))
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize("cut", [64, 128])
 def test_a_cut_changes_no_bit(run, cut):
     laws.a_cut_changes_no_bit(run, SMALL, 150, cut)
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize(("state", "layout"), [(F32, "vk"), (BF16, "kv")])
 def test_a_pool_is_touched_where_it_should_be(run, state, layout):
     laws.a_pool_is_touched_where_it_should_be(run, SMALL, state, layout)
 
 
+@costly(2)
 @by_both
 def test_neighbours_do_not_matter(run):
     laws.neighbours_do_not_matter(run, SMALL, (5, 64, 70))
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize(("state", "index"), [(BF16, torch.int64), (F32, None)], ids=["bf16-i64", "in-order"])
 def test_states_of_a_pool_may_begin_elsewhere(run, state, index):
     laws.states_of_a_pool_may_begin_elsewhere(run, SMALL, state, index)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("offset", [8, 4, 2])
 def test_layout_changes_no_bit(offset):
     laws.layout_changes_no_bit(emulated, SMALL, offset)
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize("state", [F32, F16])
 def test_order_of_states_changes_no_bit(run, state):
     laws.order_of_states_changes_no_bit(run, SMALL, state)
 
 
+@costly(1)
 @pytest.mark.parametrize("runs", [GATED, pytest.param(PLAIN, marks=needs_emulator)], ids=["reference", "emulated"])
 def test_gates_agree(runs):
     laws.gates_agree(*runs, SMALL)
 
 
+@costly(2)
 @by_both
 def test_decoding_goes_on(run):
     laws.decoding_goes_on(run, SMALL, 70)
 
 
+@costly(2)
 @by_both
 def test_checkpoints_are_final_states(run):
     laws.checkpoints_are_final_states(run, SMALL, BF16, (65, 0, 130))
 
 
+@costly(2)
 @by_both
 def test_checkpoints_of_a_batch(run):
     laws.checkpoints_of_a_batch(run, SMALL)
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize("state", [F32, BF16])
 def test_states_of_sequences_without_tokens(run, state):
@@ -203,6 +219,7 @@ def test_states_of_sequences_without_tokens(run, state):
     assert same(after, before) and same(pool, before)
 
 
+@costly(2)
 @by_both
 def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
     call = make(SMALL, 20)
@@ -212,6 +229,7 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
     assert not run(**call, cu_seqlens=torch.tensor([3]), return_final_states=True)[1].numel(), "no sequences at all"
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(
     "problem",
@@ -299,6 +317,7 @@ def test_what_no_kernel_serves_in_words():
     assert "need sm_80, not sm_75" in refused(DeltaProblem(head_k=64, head_v=16), Arch(75))
 
 
+@costly(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120"])
 def test_every_size_is_served_where_there_is_shared_memory_for_it(arch):
     where = Arch.parse(arch)

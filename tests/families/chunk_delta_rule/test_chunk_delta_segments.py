@@ -13,7 +13,7 @@ import torch
 from chain_cases import written_by
 from compiled import compiled
 from delta_cases import ADVERSARIAL, BF16, F16, F32, SM90, Sizes, emulated, exact, make, problem_of, same, starts_of
-from selection import few
+from selection import costly, few
 
 import ssmgen
 from ssmgen import emulator
@@ -52,6 +52,7 @@ def served(form: Any, segments: int) -> Any:
 # Laws.
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(("sizes", "form"), FORMS, ids=["warps", "warpgroups"])
 @pytest.mark.parametrize("kind", few([{}, *ADVERSARIAL.values()]), ids=["random", *ADVERSARIAL])
@@ -59,6 +60,7 @@ def test_errors_are_those_of_one_segment(sizes, form, kind):
     laws.segments_are_as_accurate(served(form, 1), served(form, 4), replace(sizes, heads=1), 7 * CHUNK, **kind)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(("sizes", "form"), FORMS, ids=["warps", "warpgroups"])
 @pytest.mark.parametrize("segments", few([3, 2, 5]))
@@ -66,6 +68,7 @@ def test_lengths_are_accurate(sizes, form, segments):
     laws.lengths_are_accurate(served(form, segments), sizes, RAGGED)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("lengths", [RAGGED, SPARSE], ids=["all-may-be-cut", "few-may-be-cut"])
 @pytest.mark.parametrize(("sizes", "form"), FORMS, ids=["warps", "warpgroups"])
@@ -78,6 +81,7 @@ def test_neighbours_do_not_matter():
     laws.neighbours_do_not_matter(served(Backend.WARPS, 3), SMALL, (5, 330, 70))
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("arch", few([Arch(80), SM90]))
 @pytest.mark.parametrize("sizes", [Sizes(heads=3, key_heads=3, head_k=48, head_v=16, x=F16), Sizes(heads=1, head_k=160, head_v=64)])
@@ -103,6 +107,7 @@ def test_a_pool_is_touched_where_it_should_be(sizes, form):
     laws.a_pool_is_touched_where_it_should_be(served(form, 2), sizes, state, layout)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("form", list(Backend))
 def test_states_may_go_where_they_come_from(form):
@@ -121,6 +126,7 @@ def test_states_may_go_where_they_come_from(form):
     assert same(again, out) and same(pool[slots.long()], last)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("form", list(Backend))
 def test_states_at_positions_are_those_on_the_way(form):
@@ -319,6 +325,7 @@ EDITS = {
 }  # fmt: skip
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):

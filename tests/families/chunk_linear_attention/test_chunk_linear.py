@@ -10,7 +10,7 @@ import linear_laws as laws
 import pytest
 import torch
 from linear_cases import ADVERSARIAL, BF16, F16, F32, FUNCTIONS, SM90, Case, emulated, error, exact, make, public, recurrence, same
-from selection import few
+from selection import costly, few
 
 from ssmgen import emulator
 from ssmgen.emulator.check import check
@@ -40,6 +40,7 @@ def served_by(form: Backend) -> Any:
 # The reference.
 
 
+@costly(7)
 @each
 @pytest.mark.parametrize("kind", ["random", "near keys, steps of 1", "one channel at once"])
 def test_the_reference_does_what_formulas_say(case, kind):
@@ -50,6 +51,7 @@ def test_the_reference_does_what_formulas_say(case, kind):
     assert error(wanted["out"][0], out) < 1e-12 and error(wanted["final_states"][0], states[-1]) < 1e-12
 
 
+@costly(7)
 @each
 def test_gates_are_what_formulas_say(case):
     for more in laws.gates(case, 5):
@@ -58,6 +60,7 @@ def test_gates_are_what_formulas_say(case):
         assert error(exact(case, call)["out"][0], out) < 1e-12, more.keys()
 
 
+@costly(7)
 @each
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 def test_tokens_do_what_decode_steps_do(case, layout):
@@ -71,6 +74,7 @@ def test_tokens_do_what_decode_steps_do(case, layout):
     assert error(out, case.decode(state, **call).double()) < near and error(last, state.double()) < near
 
 
+@costly(7)
 @each
 def test_a_scale_is_a_factor_of_the_output(case):
     call = make(case, 1, 5)
@@ -82,6 +86,7 @@ def test_a_scale_is_a_factor_of_the_output(case):
 # Laws of both kernels together.
 
 
+@costly(7)
 @needs_emulator
 @each
 @pytest.mark.parametrize("kind", few(["random", "near keys, steps of 1", "no decay", "-5", "one channel never", "one channel at once"]))
@@ -96,6 +101,7 @@ def test_results_of_other_data(case, kind):
     laws.is_accurate(emulated, case, 130, **ADVERSARIAL[kind])
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("function", ["chunk_gdn2", "chunk_comba", "chunk_dplr_delta_rule"])
 @pytest.mark.parametrize("kind", [{}, ADVERSARIAL["near keys, steps of 1"]], ids=["random", "near keys"])
@@ -103,6 +109,7 @@ def test_sizes_that_are_no_powers_of_two(function, kind):
     laws.is_accurate(emulated, Case(function, heads=3, key_heads=3, head_k=48, head_v=16, x=F16), 70, **kind)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("function", ["chunk_kda", "chunk_gla", "chunk_rwkv7"])
 @pytest.mark.parametrize("form", list(Backend))
@@ -118,18 +125,21 @@ def test_keys_that_are_nearly_one_from_zeros(form, heads):
     laws.is_accurate_from_zeros(served_by(form), Case(head_k=64, head_v=64, heads=heads, key_heads=heads), 260)
 
 
+@costly(2)
 @needs_emulator
 @each
 def test_lengths_are_accurate(case):
     laws.lengths_are_accurate(emulated, case, (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65))
 
 
+@costly(2)
 @by_both
 @both
 def test_packing_changes_no_bit(case, run):
     laws.packing_changes_no_bit(run, case, (65, 0, 7, 33))
 
 
+@costly(1)
 @needs_emulator
 @each
 def test_a_cut_changes_no_bit(case):
@@ -137,6 +147,7 @@ def test_a_cut_changes_no_bit(case):
         laws.a_cut_changes_no_bit(emulated, case, 100, at)
 
 
+@costly(2)
 @by_both
 @both
 @pytest.mark.parametrize(("state", "layout"), [(F32, "vk"), (BF16, "kv")])
@@ -144,12 +155,14 @@ def test_a_pool_is_touched_where_it_should_be(case, run, state, layout):
     laws.a_pool_is_touched_where_it_should_be(run, case, state, layout)
 
 
+@costly(1)
 @needs_emulator
 @each
 def test_neighbours_do_not_matter(case):
     laws.neighbours_do_not_matter(emulated, case, (5, 64, 40))
 
 
+@costly(1)
 @needs_emulator
 @both
 @pytest.mark.parametrize(("state", "index"), [(BF16, torch.int64), (F32, None)], ids=["bf16-i64", "in-order"])
@@ -157,6 +170,7 @@ def test_states_of_a_pool_may_begin_elsewhere(case, state, index):
     laws.states_of_a_pool_may_begin_elsewhere(emulated, case, state, index)
 
 
+@costly(1)
 @needs_emulator
 @each
 @pytest.mark.parametrize("offset", [8, 2])
@@ -164,6 +178,7 @@ def test_layout_changes_no_bit(case, offset):
     laws.layout_changes_no_bit(emulated, case, offset)
 
 
+@costly(1)
 @needs_emulator
 @both
 @pytest.mark.parametrize("state", [F32, F16])
@@ -171,30 +186,35 @@ def test_order_of_states_changes_no_bit(case, state):
     laws.order_of_states_changes_no_bit(emulated, case, state)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("function", ["chunk_kda", "chunk_comba", "chunk_gla"])
 def test_gates_agree(function):
     laws.gates_agree(emulated, replace(SMALL, function=function))
 
 
+@costly(2)
 @by_both
 @both
 def test_decoding_goes_on(case, run):
     laws.decoding_goes_on(run, case, 33)
 
 
+@costly(2)
 @by_both
 @both
 def test_checkpoints_are_final_states(case, run):
     laws.checkpoints_are_final_states(run, case, BF16, (65, 0, 40))
 
 
+@costly(1)
 @needs_emulator
 @each
 def test_batches_change_no_bit(case):
     laws.batches_change_no_bit(emulated, case)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(
     "problem",

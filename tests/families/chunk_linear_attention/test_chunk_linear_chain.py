@@ -13,7 +13,7 @@ import torch
 from compiled import compiled
 from linear_chain_cases import BF16, F16, F32, SM80, SM90, Prompt, hard, poisoned, prompt, recurrence, walked
 from scan_cases import error, same
-from selection import few, kept
+from selection import costly, few, kept
 from ssu_cases import Memory
 
 from ssmgen import emulator
@@ -51,6 +51,7 @@ CASES: dict[str, Any] = {
 ALL = [f"{rule.value}: {case}" for case in CASES for rule in Rule]
 
 
+@costly(2, 20)
 @needs_emulator
 @pytest.mark.parametrize("arch", few([SM90, SM80]))
 @pytest.mark.parametrize("case", kept(ALL, lambda case: ALL.index(case) % 5 == 0))
@@ -75,6 +76,7 @@ def test_hard_data(rule, kind):
     assert error(found["out"], out) <= 1.5e-2 and error(found["final_states"], torch.stack(states)) <= 1.5e-2
 
 
+@costly(1)
 @needs_emulator
 @rules
 def test_packing_changes_no_bit(rule):
@@ -109,6 +111,7 @@ def test_a_batch_is_its_sequences():
     assert same(found["out"].flatten(0, 1), packed["out"]) and same(found["final_states"], packed["final_states"])
 
 
+@costly(1)
 @needs_emulator
 @rules
 def test_choices_change_no_bit(rule):

@@ -11,6 +11,7 @@ import torch
 from compiled import compiled
 from linear_images import Images, images_are_right, images_of, unpack
 from scan_cases import NAN, SM90, starts_of
+from selection import costly
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
 
@@ -156,12 +157,14 @@ SIZES = {  # of heads and channels, and from multiples of 16 bytes
 }
 
 
+@costly(6)
 @needs_emulator
 @pytest.mark.parametrize("sizes", RULES.values(), ids=RULES)
 def test_images_are_those_of_float64(sizes):
     prepared(sizes, make(sizes, 1, 70))
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize(("sizes", "offset"), SIZES.values(), ids=SIZES)
 def test_sizes_and_strides(sizes, offset):
@@ -295,6 +298,7 @@ MISTAKES = {
 }
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake):

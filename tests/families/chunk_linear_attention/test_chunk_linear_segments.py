@@ -11,7 +11,7 @@ import pytest
 import torch
 from compiled import compiled
 from linear_cases import ADVERSARIAL, BF16, BOUNDS, F16, F32, SM90, Case, emulated, error, exact, make, problem_of, same, starts_of
-from selection import few
+from selection import costly, few
 
 import ssmgen
 from ssmgen import emulator
@@ -46,6 +46,7 @@ def served(form: Any, segments: int) -> Any:
 # Laws.
 
 
+@costly(1)
 @needs_emulator
 @FORMS
 @pytest.mark.parametrize("kind", few(["random", "near keys, steps of 1", "slow"]))
@@ -59,12 +60,14 @@ def test_errors_are_those_of_one_segment(case, form, kind):
         assert error(several, wanted[name]) <= 1.05 * error(one, wanted[name]), name
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("function", ["chunk_comba", "chunk_gdn2"])
 def test_other_rules(function):
     laws.is_accurate(partial(emulated, segments=3), replace(SMALL, function=function), 260)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("arch", few([Arch(80), SM90]))
 @pytest.mark.parametrize("case", [Case(heads=3, key_heads=3, head_k=48, head_v=16, x=F16), Case(heads=1, head_k=160, head_v=64)])
@@ -83,6 +86,7 @@ def test_two_warpgroups_share_a_block():
     laws.is_accurate(served(Backend.WARPGROUPS, 4), case, 200)
 
 
+@costly(1)
 @needs_emulator
 @FORMS
 def test_packing_changes_no_bit(case, form):
@@ -94,6 +98,7 @@ def test_neighbours_do_not_matter():
     laws.neighbours_do_not_matter(served(Backend.WARPS, 3), SMALL, (5, 330, 70))
 
 
+@costly(1)
 @needs_emulator
 @FORMS
 def test_a_pool_is_touched_where_it_should_be(case, form):
@@ -101,6 +106,7 @@ def test_a_pool_is_touched_where_it_should_be(case, form):
     laws.a_pool_is_touched_where_it_should_be(served(form, 2), case, state, layout)
 
 
+@costly(1)
 @needs_emulator
 @FORMS
 def test_states_may_go_where_they_come_from(case, form):
@@ -117,6 +123,7 @@ def test_states_may_go_where_they_come_from(case, form):
     assert same(again, out) and same(before, last)
 
 
+@costly(1)
 @needs_emulator
 @FORMS
 def test_states_at_positions_are_those_on_the_way(case, form):
@@ -233,6 +240,7 @@ EDITS = {
 }  # fmt: skip
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):

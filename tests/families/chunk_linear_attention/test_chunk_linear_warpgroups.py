@@ -11,7 +11,7 @@ import torch
 from compiled import compiled
 from linear_chain_cases import BF16, BOUND, F16, F32, HARD, SM90, Prompt, hard, images, poisoned, prompt, recurrence, walked
 from scan_cases import error, same
-from selection import few, kept
+from selection import costly, few, kept
 
 from ssmgen import emulator
 from ssmgen.compile.render import render
@@ -49,6 +49,7 @@ CASES: dict[str, Any] = {
 ALL = [f"{rule.value}: {case}" for case in CASES for rule in Rule]
 
 
+@costly(3)
 @needs_emulator
 @pytest.mark.parametrize("case", kept(ALL, lambda case: ALL.index(case) % 4 == ALL.index(case) // 4 % 4))
 def test_results_are_those_of_float64(case):
@@ -69,6 +70,7 @@ def test_hard_data(rule, kind):
     assert accurate(chain(p, before=states_of(p)), p, states_of(p), 1.5e-2)
 
 
+@costly(2)
 @needs_emulator
 @rules
 def test_stages_and_rows_of_a_block_change_no_bit(rule):
@@ -77,6 +79,7 @@ def test_stages_and_rows_of_a_block_change_no_bit(rule):
     assert all(same(f[name], found[0][name]) for f in found[1:] for name in ("out", "final_states"))
 
 
+@costly(2)
 @needs_emulator
 @rules
 def test_packing_changes_no_bit(rule):
@@ -94,6 +97,7 @@ def test_a_batch_is_sequences_of_one_length():
     assert same(batch["out"].flatten(0, 1), packed["out"]) and same(batch["final_states"], packed["final_states"])
 
 
+@costly(2)
 @needs_emulator
 @rules
 def test_a_cut_changes_no_bit(rule):
@@ -169,6 +173,7 @@ def test_a_pool_is_touched_where_it_should_be(rule, own):
     assert not found["out"][65:72].any() and not found["out"][88:].any()
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize(("rule", "layout"), [(Rule.DELTA, Layout.VK), (Rule.LOW_RANK, Layout.KV), (Rule.PLAIN, Layout.VK)])
 def test_states_at_positions(rule, layout):

@@ -10,6 +10,7 @@ import attention_cases as laws
 import pytest
 import torch
 from attention_cases import BF16, F16, F32, FORMS, Sizes, make
+from selection import costly
 
 import ssmgen
 from ssmgen import emulator
@@ -34,6 +35,7 @@ def runners(name: str) -> list[laws.Scan]:
     return [getattr(ssmgen, name), *([emulated(name)] if emulator.available() else [])]
 
 
+@costly(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("x", [BF16, F32])
 def test_results_are_those_of_a_formula(form, x):

@@ -9,6 +9,7 @@ import scan_cases as laws
 import torch
 from compiled import compiled
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
+from selection import costly
 
 import ssmgen
 from ssmgen import emulator
@@ -32,6 +33,7 @@ by_both = pytest.mark.parametrize("scan", [ssmgen.chunk_scan, pytest.param(emula
 # Laws.
 
 
+@costly(4)
 @needs_emulator
 @pytest.mark.parametrize(
     ("sizes", "tokens", "decay", "more"),
@@ -56,6 +58,7 @@ def test_packing_changes_no_bit(scan):
     laws.packing_changes_no_bit(scan, SMALL if scan is emulated else replace(SMALL, x=F32))
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize("cut", [64, 128])
 @pytest.mark.parametrize("x", [BF16, F32])
@@ -69,12 +72,14 @@ def test_a_pool_is_touched_where_it_should_be(scan, state, x):
     laws.a_pool_is_touched_where_it_should_be(scan, replace(SMALL, x=x), state)
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)], ids=["i32", "bf16-i64", "in-order"])
 def test_states_of_a_pool_may_begin_elsewhere(scan, state, index):
     laws.states_of_a_pool_may_begin_elsewhere(scan, SMALL, state, index)
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize(("offset", "x"), [(8, BF16), (4, BF16), (2, BF16), (2, F32), (1, F32)])
 def test_layout_changes_no_bit(scan, offset, x):
@@ -96,6 +101,7 @@ def test_ids_go_on(scan):
     laws.ids_go_on(scan, SMALL)
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False), (F16, False)], ids=["f32", "ids", "bf16", "f16"])
 def test_checkpoints_are_final_states(scan, state, ids):
@@ -262,6 +268,7 @@ def test_the_wait_precedes_every_access(spec):
     assert "__restrict__" not in body and "allow_dependents();" in body
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize("spec", SPECS[1:], ids=lambda s: s.stem)
 def test_check_of_variants(spec):
@@ -309,6 +316,7 @@ EDITS = {
 }
 
 
+@costly(4)
 @needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_kernels_are_found(edit):
@@ -340,6 +348,8 @@ def test_what_a_launch_asks_for_counts_too():
     assert stats["blocks_per_sm"] == 1 and Candidate(SPECS[0], 1, registers=32).resident(Card(SM90, 132, 4.0)) == 132
 
 
+@costly(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("arch", "turn"), [("sm_80", 0), ("sm_90a", 1), ("sm_100a", 0)])
 def test_no_variant_spills(arch, turn):
     """Beside those in generated/: the most registers per thread that there are, and the fewest; half of them on each architecture."""

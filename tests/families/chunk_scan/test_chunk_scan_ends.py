@@ -13,7 +13,7 @@ import scan_cases as laws
 import torch
 from compiled import compiled
 from scan_cases import BF16, BOUNDS, F32, SM90, Sizes, emulated, error, exact, make, same
-from selection import few
+from selection import costly, few
 from test_chunk_scan_warpgroups import SMALL, SPECS, variant
 
 import ssmgen
@@ -40,6 +40,7 @@ def by(parts: int, stages: int = 2, **more: Any) -> laws.Scan:
     return partial(emulated, spec=sharing(parts, stages), **more)
 
 
+@costly(2)
 @pytest.mark.parametrize(
     ("sizes", "parts", "stages", "tokens", "decay", "more"),
     [
@@ -124,6 +125,7 @@ def test_linear_attention(form):
     attention_cases.is_accurate(by(2, function=getattr(ssmgen, name)), call)
 
 
+@costly(1)
 @pytest.mark.parametrize("spec", few([replace(s, ends=True) for s in SPECS if s.parts > 1]), ids=lambda s: s.stem)
 def test_variants(spec):
     assert check(spec, SM90, 4).passed
@@ -160,6 +162,7 @@ EDITS = {
 }
 
 
+@costly(1)
 @pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]

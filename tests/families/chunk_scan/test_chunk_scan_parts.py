@@ -12,6 +12,7 @@ import scan_cases as laws
 import torch
 from compiled import compiled
 from scan_cases import BF16, F32, SM90, Sizes, emulated, make, same, starts_of, variant
+from selection import costly
 
 import ssmgen
 from ssmgen import emulator
@@ -38,6 +39,7 @@ TOKENS = 64 * 11 + 7  # twelve chunks, the last of them not whole
 # Laws.
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(
     ("how", "sizes", "more"),
@@ -82,6 +84,7 @@ def test_sequences_share_the_blocks(parts):
     assert all(same(a, b) for a, b in zip(by(parts=parts)(**call), WHOLE(**call), strict=True))
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("ids", [False, True])
 def test_checkpoints_are_final_states(ids):

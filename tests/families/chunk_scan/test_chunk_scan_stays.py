@@ -14,7 +14,7 @@ import scan_cases as laws
 import torch
 from compiled import compiled
 from scan_cases import BF16, F32, SM90, Sizes, emulated, make, same, starts_of
-from selection import few
+from selection import costly, few
 from test_chunk_scan_warpgroups import SMALL, SPECS, variant
 
 import ssmgen
@@ -48,6 +48,7 @@ def has_the_bits_of_others(call: dict[str, Any], stages: int = 2, function: Any 
     assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@costly(1)
 @pytest.mark.parametrize(("tokens", "stages"), [(0, 2), (130, 2), (200, 4)])  # chunks: none, an odd number, an even one
 def test_batches(tokens, stages):
     """Each block has three or four heads of sequences."""
@@ -56,6 +57,7 @@ def test_batches(tokens, stages):
     has_the_bits_of_others(call | {"initial_states": states, "return_final_states": True}, stages)
 
 
+@costly(1)
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS * 5], ids=["7", "35"])  # which are looked at 32 at once
 def test_packed_sequences(lengths):
     call = make(HEADS if len(lengths) < 32 else SMALL, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu")}
@@ -83,6 +85,7 @@ def test_rows_and_groups():
     has_the_bits_of_others(make(Sizes(heads=4, groups=2, headdim=128, d_state=128), 2, 70) | {"return_final_states": True})
 
 
+@costly(1)
 @pytest.mark.parametrize("ids", [False, True])
 def test_checkpoints(ids):
     call = make(HEADS, sum(LENGTHS), decay=0.1)
@@ -102,6 +105,7 @@ def test_linear_attention(form):
     has_the_bits_of_others(call | {"return_final_states": True}, function=getattr(ssmgen, name))
 
 
+@costly(1)
 @pytest.mark.parametrize("spec", few([replace(s, stays=True) for s in SPECS if s.parts == 1]), ids=lambda s: s.stem)
 def test_variants(spec):
     assert check(spec, SM90, 4).passed

@@ -207,6 +207,7 @@ def every_rule() -> list[tuple[CombineSpec, Arch]]:
     return list(found)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("share", kept((12, 3), lambda share: share > 3), ids=("some", "third"))
 def test_no_variant_spills_or_uses_local_memory(share):
     def resources(pair: tuple[CombineSpec, Arch]):

@@ -32,6 +32,7 @@ from combine_cases import (
     named,
     needs_emulator,
 )
+from selection import costly
 
 import ssmgen
 from ssmgen.families.combine_splits import call as op
@@ -40,6 +41,7 @@ from ssmgen.select import registry
 from ssmgen.spec.kernel import Arch, Pdl
 
 
+@costly(40, 80)
 @named(*matrix())
 def test_reference_is_within_rounding_of_float64(case):
     call = make(case, "cpu")
@@ -91,6 +93,7 @@ def covering() -> list[Case]:
     return chosen
 
 
+@costly(8, 20)
 @needs_emulator
 @named(*covering())
 def test_kernels_are_within_rounding_of_float64(case):
@@ -120,6 +123,7 @@ VARIED = [
 ]
 
 
+@costly(2)
 @needs_emulator
 @named(*VARIED)
 def test_variants_are_bit_equal(case):
@@ -171,6 +175,7 @@ def test_batch_size_and_position_change_nothing(splits):
     assert all(equal(a[69:], b) for a, b in zip(whole, alone, strict=True))
 
 
+@costly(6)
 @needs_emulator
 @pytest.mark.parametrize("empty_lse", [INF, -INF])
 @pytest.mark.parametrize("kind", LSES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, GDN, GDN_TOKENS, I32, I64, KDA, KDA_TOKENS, named
-from selection import few
+from selection import costly, few
 from test_check import edited
 
 import ssmgen
@@ -51,6 +51,7 @@ def test_kernels_equal_those_of_the_separate_operators(case):
     assert not differing(call, chain)
 
 
+@costly(1)
 @needs_emulator
 @named(
     [
@@ -256,6 +257,7 @@ def test_problems_say_what_is_asked_for():
 # Registration.
 
 
+@costly(2)
 @named(
     [
         *[replace(base, id=f"{base.id}-final", tokens=3) for base in (GDN, KDA)],

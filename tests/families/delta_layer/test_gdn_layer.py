@@ -11,7 +11,7 @@ import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, GDN, GDN_HEADS, GDN_MATRIX, I32, I64, Gdn, named, vary
-from selection import few
+from selection import costly, few
 from test_check import edited
 
 import ssmgen
@@ -83,6 +83,7 @@ def test_the_next_step_finds_what_this_one_left(inside):
 VARIED = [GDN, *vary(GDN, kv={"layout": "kv"}, f32={"state": F32}, v40={"V": 40, "window": "any", "extra": 1}, odd={"odd": True})]
 
 
+@costly(1)
 @needs_emulator
 @named(VARIED)
 def test_variants_are_bit_equal(case):
@@ -270,6 +271,7 @@ def test_problems_say_where_operands_lie():
 # Registration.
 
 
+@costly(2)
 @named([GDN, *vary(GDN, bare={"norm": None, "bias": False, "conv_bias": None}, kv={"layout": "kv", "index": None, "batch": 3})])
 def test_opcheck(case):
     call = make(case).built()

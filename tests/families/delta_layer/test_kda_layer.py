@@ -13,7 +13,7 @@ import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, I32, KDA, KDA_MATRIX, named, vary
-from selection import few
+from selection import costly, few
 from test_check import edited
 
 import ssmgen
@@ -63,6 +63,7 @@ def test_kernels_equal_those_of_the_separate_operators(case):
         assert not differing(call, chain), variant
 
 
+@costly(1)
 @needs_emulator
 @named([KDA, *vary(KDA, kv={"layout": "kv"}, tail={"state": F32, "V": 40, "lower_bound": -5.0}, odd={"odd": True})])
 def test_variants_are_bit_equal(case):
@@ -177,6 +178,7 @@ def test_problems_say_where_operands_lie():
 # Registration.
 
 
+@costly(2)
 @named([KDA, *vary(KDA, bare={"norm": None, "bias": False, "conv_bias": None}, bounded={"lower_bound": -5.0, "bare_gate": True})])
 def test_opcheck(case):
     call = make(case).built()

@@ -204,6 +204,7 @@ def every_rule() -> list[tuple[NormSpec, Arch]]:
     return list(found)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("share", kept((20, 5), lambda share: share > 5), ids=("some", "fifth"))
 def test_no_variant_spills_or_uses_local_memory(share):
     def resources(pair: tuple[NormSpec, Arch]):

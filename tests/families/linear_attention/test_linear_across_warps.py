@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from la_cases import BF16, F16, F32, GDN, I32, RAW, Call, Case, assert_matches, expected, make_call
 from norm_cases import needs_emulator
+from selection import costly
 from test_linear_attention import SM80, SM90, emulate, equal
 
 from ssmgen.compile.render import render
@@ -66,6 +67,7 @@ VARIED = [
 ]  # fmt: skip
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from la_cases import BF16, F16, F32, GDN, I32, RAW, RULES, Call, Case, assert_matches, expected, kv_matrix, make_call, matrix, usual
-from selection import kept
+from selection import costly, kept
 
 import ssmgen
 from ssmgen import emulator
@@ -41,6 +41,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 # The reference.
 
 
+@costly(40, 80)
 @pytest.mark.parametrize("case", kept(matrix() + kv_matrix(), usual), ids=lambda c: c.id)
 def test_reference_is_within_rounding_of_float64(case):
     call = make_call(case, "cpu")
@@ -227,6 +228,7 @@ def test_faults_of_a_problem(change, words):
 # Registration with torch, and what answers without a launch.
 
 
+@costly(4)
 @pytest.mark.parametrize("name", ["gdn-t4-accepted", "kda-each", "gla-both"])
 def test_opcheck(name):
     call = make_call(next(c for c in matrix() if c.id == name), "cpu")
@@ -234,6 +236,7 @@ def test_opcheck(name):
     torch.library.opcheck(torch.ops.ssmgen.linear_attention.default, (call.case.rule, *call.built.given, *form, *rest, None))
 
 
+@costly(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_torch_compile_fullgraph(rule):
     call, eager = (make_call(Case(rule, rule=rule, group=1, K=64, tokens=2), "cpu") for _ in range(2))
@@ -275,6 +278,7 @@ def emulate(call: Call, spec=None, arch: Arch = SM90, change=lambda source: sour
     run_source(change(render(spec, arch)), spec.name, grid, spec.threads, packed, call.operands, written)
 
 
+@costly(16, 40)
 @emulated
 @pytest.mark.parametrize("case", kept(matrix() + kv_matrix()[::4], usual), ids=lambda c: c.id)
 def test_within_rounding_of_float64(case):
@@ -284,6 +288,7 @@ def test_within_rounding_of_float64(case):
     assert_matches(call, want)
 
 
+@costly(2)
 @emulated
 @pytest.mark.parametrize("name", ["qwen3", "i64-pad7", "no-pool", "ragged-pool"])
 def test_prefetch_stays_within_the_pool(name):
@@ -305,6 +310,7 @@ VARIED = [
 ]  # fmt: skip
 
 
+@costly(2)
 @emulated
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
@@ -334,6 +340,7 @@ STEPS = [
 ]  # fmt: skip
 
 
+@costly(2)
 @emulated
 @pytest.mark.parametrize("case", STEPS, ids=lambda c: c.id)
 def test_token_t_equals_single_steps(case):
@@ -386,6 +393,7 @@ EDITS = {
 }
 
 
+@costly(4)
 @emulated
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):

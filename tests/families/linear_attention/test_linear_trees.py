@@ -11,7 +11,7 @@ import torch
 from compiled import compiled
 from la_cases import GDN, I32, assert_matches, expected, make_call
 from la_trees import DRAWS, LAWS, Draw, cases
-from selection import few
+from selection import costly, few
 from test_linear_attention import PROBLEM, SM80, SM90, bad, emulate, emulated, equal, select
 from varying import named
 
@@ -56,6 +56,7 @@ def run(function: Any, **kwargs: Any) -> None:
     run_source(render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, built.operands, written)
 
 
+@costly(3)
 @emulated
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("draw", DRAWS[:4], ids=lambda d: f"{d[0]}-{d[1]}-{d[2]}".replace("torch.", ""))

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from selection import costly
 from torch import Tensor
 
 import ssmgen
@@ -41,6 +42,7 @@ def problem(state: Narrow, form: str) -> LinearAttentionProblem:
     return LinearAttentionProblem(**(SHAPE | {"state": state} | FORMS[form]))
 
 
+@costly(2)
 @emulated
 @pytest.mark.parametrize(
     ("state", "form"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from selection import costly
 from torch import Tensor
 
 import ssmgen
@@ -74,6 +75,7 @@ CASES = [
 ]
 
 
+@costly(3)
 @runs
 @pytest.mark.parametrize(("name", "state", "how"), CASES)
 def test_a_step_keeps_its_inputs_and_leaves_the_state(name, state, how, run):
@@ -92,6 +94,7 @@ def test_a_step_keeps_its_inputs_and_leaves_the_state(name, state, how, run):
     assert torch.allclose(out, plain, rtol=1e-5, atol=1e-5)
 
 
+@costly(3)
 @runs
 @pytest.mark.parametrize(("name", "state", "how"), [c for c in CASES if c.id != "delta-bf16"])
 def test_a_commit_is_the_update_by_the_accepted_tokens(name, state, how, run):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, I32, I64, MAMBA, MAMBA_MATRIX, named, vary
-from selection import few
+from selection import costly, few
 from test_check import edited
 
 import ssmgen
@@ -67,6 +67,7 @@ def test_the_next_step_finds_what_this_one_left():
     assert not differing(call, chain)
 
 
+@costly(1)
 @needs_emulator
 @named([MAMBA, *vary(MAMBA, f32={"state": F32}, p40={"P": 40, "window": "any", "extra": 1}, odd={"odd": True}, noise={"philox": 7})])
 def test_variants_are_bit_equal(case):
@@ -252,6 +253,7 @@ def test_problems_say_where_operands_lie():
 # Registration.
 
 
+@costly(2)
 @named([MAMBA, *vary(MAMBA, gated={"norm": None, "conv_bias": None, "D": "none"}, noise={"philox": 7})])
 def test_opcheck(case):
     call = make(case).built()

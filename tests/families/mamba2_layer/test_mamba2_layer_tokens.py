@@ -12,7 +12,7 @@ import pytest
 import torch
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import BF16, F32, I32, I64, MAMBA, MAMBA_TOKENS, named
-from selection import few
+from selection import costly, few
 from test_check import edited
 
 import ssmgen
@@ -54,6 +54,7 @@ def test_kernels_equal_those_of_the_separate_operators(case):
     assert not differing(call, chain)
 
 
+@costly(1)
 @needs_emulator
 @named(
     [
@@ -277,6 +278,7 @@ def test_one_token_with_an_axis_is_one_without():
 # Registration.
 
 
+@costly(2)
 @named([T3, ACCEPTED, VERIFY])
 def test_opcheck(case):
     call = make(case).built()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from narrow_cases import RINGED, assert_rounded_once, bits, caught_up, ringed, ringed_tokens
+from selection import costly
 from torch import Tensor
 
 import ssmgen
@@ -41,6 +42,7 @@ def problem(state: Narrow, form: str) -> ReplayProblem:
     return ReplayProblem(**(SHAPE | {"state": state} | FORMS[form]))
 
 
+@costly(3)
 @emulated
 @pytest.mark.parametrize(
     ("state", "form"), [(Narrow.I8, form) for form in FORMS] + [(t, f) for t in (Narrow.I16, Narrow.E4M3) for f in ("noise", "odd")]

@@ -30,6 +30,7 @@ from replay_cases import (
     same,
 )
 from replay_runs import Run
+from selection import costly
 from varying import named, vary
 
 import ssmgen
@@ -52,11 +53,13 @@ def checked(case: Case, seed: int = 0) -> Call:
 # One step.
 
 
+@costly(16)
 @named(*matrix())
 def test_reference_is_within_rounding_of_float64(case):
     checked(case)
 
 
+@pytest.mark.matrix
 @named(*[c for c in (*matrix(), *at_shapes()) if c.out != F32])
 def test_exact_outputs_rounded_are_well_within_their_bound(case):
     """No kernel is nearer than they are: of outputs that a few large ones make up, their rounding alone may be off by more."""
@@ -131,6 +134,7 @@ RUNS = [
 ]
 
 
+@costly(2)
 @named(*RUNS)
 def test_twenty_steps_of_random_acceptance_equal_the_sequential_recurrence(case):
     run = Run(replace(case, batch=5), "cpu")

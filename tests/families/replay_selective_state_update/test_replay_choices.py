@@ -87,6 +87,7 @@ def chosen(shape: str, batch: int, more: dict[str, Any], arch: Arch) -> tuple[Re
     return spec.kernels
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("target", CHOSEN)
 def test_chosen_kernels_compile_without_spills(target):
     arch = Arch.parse(target)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make, same
+from selection import costly
 
 from ssmgen import emulator
 from ssmgen.compile.render import render, uses_pdl
@@ -75,6 +76,7 @@ MATRIX = {
 }
 
 
+@costly(6)
 @needs_emulator
 @pytest.mark.parametrize("name", MATRIX)
 def test_kernels_are_within_rounding_of_float64(name):

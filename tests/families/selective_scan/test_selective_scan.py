@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import selective_cases as laws
 import torch
+from selection import costly
 from selective_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same, variant
 from torch import Tensor
 
@@ -68,6 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("x", [F32, BF16])
@@ -120,6 +122,7 @@ def test_a_cut_changes_no_bit(run, cut):
     laws.a_cut_changes_no_bit(run, SMALL, 75, cut)
 
 
+@costly(2)
 @by_both
 @pytest.mark.parametrize("state", [F32, BF16, F16])
 def test_a_pool_is_touched_where_it_should_be(run, state):
@@ -131,6 +134,7 @@ def test_neighbours_do_not_matter(run):
     laws.neighbours_do_not_matter(run, SMALL, (5, 16, 21))
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize("sizes", [EXACT, replace(SMALL, x=F16, groups=2), replace(SMALL, dim=21, d_state=6)], ids=["f32", "groups", "odd"])
 def test_layout_changes_no_bit(sizes):
@@ -142,6 +146,7 @@ def test_decoding_goes_on(run):
     laws.decoding_goes_on(run, SMALL, 37)
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
 @pytest.mark.parametrize("d_state", [16, 36])
@@ -180,6 +185,7 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
     assert not run(**call, cu_seqlens=torch.tensor([3]), return_final_states=True)[1].numel(), "no sequences at all"
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -206,6 +212,7 @@ PROBLEMS = [
 ]
 
 
+@costly(2)
 @needs_emulator
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["pool", "few-states", "any-strides"])
 def test_checks_of_variants(problem):
@@ -219,6 +226,7 @@ def operands(**changes: Any) -> dict[str, Any]:
     return make(SMALL, 2, 5) | changes
 
 
+@costly(2)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

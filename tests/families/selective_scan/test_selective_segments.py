@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import selective_cases as laws
 import torch
+from selection import costly
 from selective_cases import BF16, F32, SM90, Sizes, emulated, error, exact, make, same, starts_of, states, variant
 
 import ssmgen
@@ -50,6 +51,7 @@ def test_a_pool_of_sequences_that_are_cut():
     assert same(found[[1, 3]], pool[[1, 3]]) and not out[2 * TOKENS + 1 :].any()
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
 def test_variants_are_bit_equal(first):
@@ -68,6 +70,7 @@ MISTAKES = {
 }
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(("old", "new"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_found(old, new):

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from narrow_cases import E4M3, F32, I8, I16, WRITTEN, Call, Case, assert_matches, bits, matrix
+from selection import costly
 from torch import Tensor
 
 import ssmgen
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TYPES = list(NARROW)
 
 
+@costly(20)
 @pytest.mark.parametrize("case", matrix(), ids=lambda c: c.id)
 def test_reference_is_within_a_step_of_float64(case):
     call = Call(case)
@@ -51,6 +53,7 @@ def emulate(call: Call, spec=None) -> None:
     run_source(render(spec, SM90), spec.name, op.FAMILY.grid_of(spec, views), spec.threads, packed, ordered, WRITTEN)
 
 
+@costly(6, 15)
 @emulated
 @pytest.mark.parametrize("case", matrix(), ids=lambda c: c.id)
 def test_kernels_are_within_a_step_of_float64(case):
@@ -66,6 +69,7 @@ VARIED = [
 ]  # fmt: skip
 
 
+@costly(1)
 @emulated
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from la_cases import I32, I64
-from selection import few
+from selection import costly, few
 from ssu_cases import BF16, F16, F32
 from ssu_token_cases import Call, Case, assert_matches, expected, make_call, matrix
 
@@ -39,6 +39,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(bits(a), bits(b))
 
 
+@costly(12)
 @pytest.mark.parametrize("case", few(matrix()), ids=lambda c: c.id)
 def test_reference_is_within_rounding_of_float64(case):
     call = make_call(case, "cpu")
@@ -60,6 +61,7 @@ def emulate(call: Call, spec=None, arch: Arch = SM90, change=lambda source: sour
     run_source(change(render(spec, arch)), spec.name, family.grid_of(spec, call.views), spec.threads, packed, call.operands, WRITTEN)
 
 
+@costly(6)
 @emulated
 @pytest.mark.parametrize("case", few(matrix()), ids=lambda c: c.id)
 def test_within_rounding_of_float64(case):
@@ -69,6 +71,7 @@ def test_within_rounding_of_float64(case):
     assert_matches(call, want)
 
 
+@costly(1)
 @emulated
 @pytest.mark.parametrize("name", ["t4-bf16", "t4-no-pool", "ragged-f32"])
 def test_prefetch_stays_within_the_pool(name):
@@ -89,6 +92,7 @@ VARIED = [
 ]  # fmt: skip
 
 
+@costly(1)
 @emulated
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
@@ -119,6 +123,7 @@ STEPS = [
 ]  # fmt: skip
 
 
+@costly(2)
 @emulated
 @pytest.mark.parametrize("case", STEPS, ids=lambda c: c.id)
 def test_token_t_equals_single_steps(case):
@@ -164,6 +169,7 @@ def test_siblings_in_a_tree_are_alike_and_a_chain_of_f32_states_is_none():
     assert all(equal(chain.kwargs[n], plain.kwargs[n]) for n in WRITTEN)
 
 
+@costly(2)
 @emulated
 @pytest.mark.parametrize("columns", [1, 4])
 def test_every_count_of_accepted_tokens(columns):
@@ -318,6 +324,7 @@ def test_bind_and_explain():
 # Registration with torch.
 
 
+@costly(2)
 @pytest.mark.parametrize("name", ["t4-kept-each", "tree-rows", "ragged-accepted", "noisy-kept"])
 def test_opcheck(name):
     case = next(c for c in matrix() if c.id == name)
@@ -326,6 +333,7 @@ def test_opcheck(name):
     torch.library.opcheck(torch.ops.ssmgen.selective_state_update.default, (*call.given, softplus, limit, *rest, None))
 
 
+@costly(1)
 @pytest.mark.parametrize("name", ["t4-kept-bf16", "noisy-bf16"])
 def test_torch_compile_fullgraph(name):
     call, eager = (make_call(next(c for c in matrix() if c.id == name), "cpu") for _ in range(2))
@@ -359,6 +367,7 @@ EDITS = {
 }  # fmt: skip
 
 
+@costly(4)
 @emulated
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):

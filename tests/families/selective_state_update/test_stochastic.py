@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from selection import costly
 from ssu_cases import BF16, F16, F32, ulp
 from torch import Tensor
 
@@ -69,6 +70,7 @@ RANGES = {
 }  # fmt: skip
 
 
+@costly(2)
 @pytest.mark.parametrize("name", RANGES)
 def test_unbiased(name):
     """Over 2^21 numbers, in units of the last place: the mean error is that of a sum of as many errors of variance below 1/4."""

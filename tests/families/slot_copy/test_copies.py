@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from selection import costly
 from torch import Tensor
 
 from ssmgen import emulator
@@ -148,6 +149,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@costly(3)
 @emulated
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug(bug):
@@ -234,6 +236,7 @@ RING_BUGS = {
 }  # fmt: skip
 
 
+@costly(3)
 @emulated
 @pytest.mark.parametrize("bug", RING_BUGS)
 def test_planted_bug_in_a_ring(bug):
@@ -283,6 +286,7 @@ MEETING_BUGS = {
 }  # fmt: skip
 
 
+@costly(3)
 @emulated
 @pytest.mark.parametrize("bug", MEETING_BUGS)
 def test_planted_bug_in_a_meeting(bug):
@@ -293,6 +297,7 @@ def test_planted_bug_in_a_meeting(bug):
     assert words in str(e.value)
 
 
+@costly(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
 def test_ptxas_takes_them(arch):
     compiled = nvrtc.compile_cubin(with_library(PRODUCT), Arch.parse(arch), "product")
@@ -304,6 +309,7 @@ def test_ptxas_takes_them(arch):
     assert all(word in text for word in ("LDGSTS", "LDGDEPBAR", "LDSM.16.M88.4", "LDSM.16.MT88.4", "HMMA.16816"))
 
 
+@costly(1)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120"])
 def test_ptxas_takes_barriers(arch):
     compiled = nvrtc.compile_cubin(with_library(RING, barriers=True), Arch.parse(arch), "product")
@@ -371,6 +377,7 @@ BOX_BUGS = {
 }
 
 
+@costly(3)
 @emulated
 @pytest.mark.parametrize("bug", BOX_BUGS)
 def test_planted_bug_of_boxes(bug):
