@@ -102,7 +102,7 @@ def test_missing_compiler_names_the_extra(package):
            "from cuda.bindings import nvrtc\n"
            "def missing(*a): raise RuntimeError('libnvrtc.so.12 not found')\n"
            "nvrtc.nvrtcVersion = missing\n")
-        + "from ssmgen import nvrtc\n"
+        + "from ssmgen.compile import nvrtc\n"
         "try: nvrtc.build_id()\n"
         "except nvrtc.CompilerMissingError as e: print(e)\n"
     )  # fmt: skip
