@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 # Tests that must have passed, of either command: raise them with the suite.
-AT_LEAST = {"tests": 9900, "matrix": 1100}
+AT_LEAST = {"tests": 8100, "matrix": 2430}
 NEW = "channel_mix"  # a family's name, of none that there is
 # Test files of what a new family cannot change: kernels of others, who calls them, and what knows of no family. The suite takes a fourth of
 # its time without them, and without the longest tests of such kind in other files.
@@ -33,8 +33,7 @@ OTHERS = (
     "selective_*", "serving", "stochastic", "wheel", "worker_memory",
 )  # fmt: skip
 LONG = (
-    "test_build_of_linear_attention", "test_built_layer_can_be_shipped", "test_its_tests_pass", "test_the_guides_command_lines_work",
-    "test_no_variant_of_the_packages_tables_spills", "test_two_ranks_agree_with_one",
+    "test_build_of_linear_attention", "test_its_tests_pass", "test_the_guides_command_lines_work", "test_two_ranks_agree_with_one",
 )  # fmt: skip
 UNTRACKED = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "site")
 FETCHED = re.compile(r"<link[^>]*(stylesheet|preconnect)[^>]*https?:|<(script|img|iframe)[^>]*src=.?https?:")
