@@ -106,6 +106,8 @@ class LinearAttentionAsk(StateAsk):
         if model.kind == "lightning_attn" and wanted.caller is Client.ENGINES:
             wanted = replace(wanted, layout=Layout.KV)
         found: list[Any] = super().problems(model, wanted)
+        if model.kind in ("gated_delta_rule", "kda") and wanted.caller is Client.ENGINES:  # of a step beside prompts, packed
+            found += [replace(p, tokens=Tokens.RAGGED, cu_seqlens=Index.I32) for p in found if p.tokens is Tokens.ONE]
         return list(map(_finished, found)) if wanted.caller is Client.TRANSFORMERS else found
 
 
