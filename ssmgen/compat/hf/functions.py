@@ -124,7 +124,8 @@ def mamba2_chunk_scan(
     """
     if kwargs.get("cu_seqlens") is not None:
         raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given: packed sequences are told apart by seq_idx"])
-    x, B, C, z = (rows_of(t) for t in (hidden_states, B, C, kwargs.get("z")))  # they are not behind a window of the cache
+    x, B, C = (rows_of(t) for t in (hidden_states, B, C))  # they are not behind a window of the cache
+    z = rows_of(kwargs.get("z"))
     out: Tensor | tuple[Tensor, Tensor] = call(
         native_scan.chunk_scan, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit=limits(dt_softplus, dt_limit),
         seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states,
