@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import card_memory
 import pytest
+import selection
 import torch
 
+# Test modules import each other, and what they share, by names that are unique in all folders.
+sys.path.extend(str(folder) for folder in sorted(Path(__file__).parent.rglob("*")) if folder.is_dir() and folder.name != "__pycache__")
 pytest_plugins = ["native_build", "worker_memory"]
 pytest.register_assert_rewrite("remote_cases")  # a plugin of some modules, which import it first
 
@@ -48,20 +52,30 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None
 
 
-@pytest.hookimpl(trylast=True)  # of those that are selected
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Before -m selects tests, marks some of `costly` functions; after it, leaves out those that need a card."""
+    leave_out(config, items, selection.thin(items))
+    yield
+    leave_out(config, items, cardless(items))
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], gone: set[pytest.Item]) -> None:
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=[*gone])
+
+
+def cardless(items: list[pytest.Item]) -> set[pytest.Item]:
     """Without a card one test of each file stands for those that need one, thousands that would be reported one by one."""
     if torch.cuda.is_available():
-        return
+        return set()
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("gpu") and not isinstance(item, Unread):
             files.setdefault(item.path, []).append(item)
     for alike in files.values():
         alike[0].add_marker(pytest.mark.skip(reason=f"needs a CUDA device, and torch sees none: {len(alike)} tests of this file"))
-    gone = {item for alike in files.values() for item in alike[1:]}
-    items[:] = [item for item in items if item not in gone]
-    config.hook.pytest_deselected(items=[*gone])
+    return {item for alike in files.values() for item in alike[1:]}
 
 
 @pytest.fixture(autouse=True)
@@ -83,16 +97,9 @@ def one_thread():
 @pytest.fixture
 def one_compile(monkeypatch):
     """For reports, which state how long compilers took: a test's first is real, and stands for the others."""
-    from ssmgen.compile import nvrtc
+    from compiled import compile_once
 
-    real, done = nvrtc.compile_cubin, []
-
-    def compile_cubin(*words):
-        if not done:
-            done.append(real(*words))
-        return done[0]
-
-    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    compile_once(monkeypatch)
 
 
 @pytest.fixture

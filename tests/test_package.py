@@ -165,7 +165,7 @@ def test_build_of_linear_attention(own_cache):
         assert all(v["resources"]["spill_stores"] == 0 and v["error"] is None for v in rows["variants"])
         return {v["name"].partition("_l")[0] for v in rows["variants"]}
 
-    assert built("--tp", "8") == {"delta_g_h8v128k128g2_bf16"}
+    assert built("--tp", "8") == {"delta_g_h8v128k128g2_bf16", "delta_g_h8v128k128g2_bf16_ragged"}  # ragged: vLLM, beside prompts
     assert built("--tokens", "4", "--intermediates") == {"delta_g_h64v128k128g16_bf16_many"}
     assert built("--tokens", "4", "--no-update") == {"delta_g_h64v128k128g16_bf16_frozen"}
     assert built("--tokens", "4", "--no-update", "--ring", "store") == {"delta_g_h64v128k128g16_bf16_frozen_ring"}
@@ -179,6 +179,7 @@ def test_build_of_all_models_of_an_operator(own_cache):
     assert {v["spec"].partition(":")[0] for v in rows["variants"]} == {"linear_attention"} and len(rows["variants"]) > 8
 
 
+@pytest.mark.matrix
 def test_built_layer_can_be_shipped(own_cache, tmp_path, monkeypatch):
     """All of the model's operators, with one type of states and one of slots: the other types take as long again, and are built alike."""
     layer, model = tmp_path / "layer", ["--model", "mamba-130m", "--arch", "sm_90a", "--state", "bf16", "--index", "i32", "--json"]

@@ -9,11 +9,14 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 import ssmgen
 
 ROOT = Path(ssmgen.__file__).parent.parent
 
 
+@pytest.mark.matrix
 def test_wheel_holds_the_templates_and_builds_kernels_from_another_directory(tmp_path):
     wheels, site, elsewhere = tmp_path / "dist", tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

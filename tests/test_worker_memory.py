@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import worker_memory
+from selection import costly
 
 pytestmark = pytest.mark.skipif(not worker_memory.STATUS.exists(), reason="needs Linux's /proc")
 
@@ -36,6 +37,7 @@ def run(directory: Path, large: str, bound: int, *options: str) -> tuple[int, st
     return done.returncode, done.stdout + done.stderr
 
 
+@costly(1)
 @pytest.mark.parametrize(("large", "workers"), [("itself", "0"), ("itself", "1"), ("child", "0")])
 def test_the_test_that_passes_the_bound_is_named_and_the_run_fails(tmp_path, large, workers):
     code, said = run(tmp_path, large, 250, "-n", workers)

@@ -20,7 +20,7 @@ HEAD = """# All operators, by card
 `ssmgen bench all --quick` on each card, from `docs/data/CARD-all.json.gz`: microseconds of device time among cold inputs; TB/s, and what
 part that is of the card's ceiling, which torch's multiplication reached in the same run; and the ratio to a copy of the same slots, or to a
 multiplication of as many bytes. [How times are taken](guides/benchmarks.md#method). Variants are those of that day's table where it has
-the case, else the rules'; [what the rules lose to the tables](performance.md#tuning). An empty cell was not measured there, and a part of a
+the case, else the rules'; [what the rules lose to the tables](lab/tuning.md). An empty cell was not measured there, and a part of a
 ceiling is not said of what lies in the L2 cache. Of prompts (`chunk_…`, `selective_scan`) it is no goal: they compute for longer.
 """
 

@@ -33,7 +33,18 @@ def table_of(family: str, function: str | None) -> Table:
 
 def with_operands(text: str) -> str:
     """A page with its tables of operands as families have them."""
-    return OPERANDS.sub(lambda m: f"{m[1]}\n{table_of(m['family'], m['function']).page()}\n\n<!-- end -->", text)
+    return OPERANDS.sub(lambda m: f"{m[1]}\n{in_parts(table_of(m['family'], m['function']).page())}\n\n<!-- end -->", text)
+
+
+def in_parts(table: str, most: int = 24) -> str:
+    """A long table as two, the second with the operands that may be left out."""
+    head, ruler, *rows = table.splitlines()
+    if len(rows) <= most:
+        return table
+    optional = [row for row in rows if "may be left out" in row]
+    needed = [row for row in rows if row not in optional]
+    parts = [needed, *(optional[i : i + most] for i in range(0, len(optional), most))]
+    return "\n\nOptional:\n\n".join("\n".join([head, ruler, *part]) for part in parts)
 
 
 def pages() -> list[Path]:

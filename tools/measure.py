@@ -1,8 +1,8 @@
 """Measures what the documentation shows, again: `python -m tools.measure NAME …`. Needs a GPU, and the peers that a table names.
 
 Writes docs/data/NAME.json.gz, which `ssmgen bench render` shows; `transformers` and `prompts` write the tables of
-docs/migrate/transformers.md, of decode steps and of prompts; with mamba-ssm, causal-conv1d and flash-linear-attention installed these
-have transformers with them, too. Tables of docs/performance.md are taken from such results by hand: each says its command. A NAME is a
+docs/lab/transformers.md, of decode steps and of prompts; with mamba-ssm, causal-conv1d and flash-linear-attention installed these
+have transformers with them, too. docs/data/peers.json is filled from such results by hand: each entry has its command. A NAME is a
 card and what is measured on it, h200-all or h100-all; each report has the ceilings of its card. A file of all operators also makes
 docs/cards.md anew. With --from FILE, which `ssmgen bench … --json` wrote on such a card, nothing is measured, and no GPU is needed.
 """
@@ -23,7 +23,7 @@ from ssmgen.bench.formats import as_json, load
 from . import cards
 
 ROOT = Path(__file__).parents[1]
-DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "migrate" / "transformers.md"
+DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "lab" / "transformers.md"
 END = "<!-- end -->\n"  # of a table of the page
 TABLES = {  # their names -> the options of tools.demo
     "transformers": "--markdown",

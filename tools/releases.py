@@ -1,12 +1,15 @@
-"""CI's steps that try other releases than the constraints have: `newest`, `newest_torch`, `oldest`. They report, and fail nothing."""
+"""CI's steps that try other releases than the constraints have: `newest`, `newest_torch`, `oldest`. They report, and fail nothing.
+
+`python -m tools.releases transformers==5.15.0` tries the releases that are named, on top of this environment.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,13 +19,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from . import constraints
-from .extra import extra_of
 
 ROOT = Path(__file__).parents[1]
 # Releases of other packages broke these: all tests that call transformers, and the package's own.
 TESTS = ("hf*", "accelerate*", "demo*", "docs*", "package", "ops", "tools", "nvrtc", "wheel")
 VERSIONS = "import importlib.metadata as m, json; print(json.dumps({d.metadata['Name']: d.version for d in m.distributions()}))"
-Pip = Callable[..., None]
 
 
 def newest() -> str:
@@ -36,8 +37,8 @@ def newest() -> str:
     torch_here = f"torch=={Version(torch.__version__).public}"
     wanted = [f"{name}=={version}" for name, version in newer.items()]
 
-    def install(pip: Pip) -> None:
-        pip("--upgrade", "--upgrade-strategy", "eager", torch_here, *wanted)
+    def install(python: Python) -> None:
+        python.pip("--upgrade", "--upgrade-strategy", "eager", torch_here, *wanted)
 
     return _tried(install, layered=True)
 
@@ -45,9 +46,9 @@ def newest() -> str:
 def newest_torch() -> str:
     """Tries the newest release of everything, torch included, in an empty environment. Returns a summary."""
 
-    def install(pip: Pip) -> None:
-        pip("torch")
-        pip("-e", f"{ROOT}[cu13,{','.join(constraints.EXTRAS)}]")  # the CUDA of torch's newest builds
+    def install(python: Python) -> None:
+        python.pip("torch")
+        python.pip("-e", f"{ROOT}[{python.extra()},{','.join(constraints.EXTRAS)}]")
 
     return _tried(install)
 
@@ -55,13 +56,29 @@ def newest_torch() -> str:
 def oldest() -> str:
     """Tries the oldest releases that pyproject.toml promises of the packages that users need. Returns a summary."""
 
-    def install(pip: Pip) -> None:
+    def install(python: Python) -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write("\n".join(lowest()))
             file.flush()
-            pip("-c", file.name, "-e", f"{ROOT}[{extra_of(torch.version.cuda)},hf,test]")
+            python.pip("-c", file.name, "torch")  # first: the extra must fit the CUDA of this release
+            python.pip("-c", file.name, "-e", f"{ROOT}[{python.extra()},hf,test]")
 
-    return _tried(install)
+    return _tried(install, interpreter=_oldest_python())
+
+
+def _oldest_python() -> str:
+    """The oldest Python that is promised, where it is installed; otherwise this one."""
+    name = "python" + constraints.project()["requires-python"].removeprefix(">=")
+    found = shutil.which(name)
+    if found is None or subprocess.run([found, "-c", "import ensurepip, venv"], capture_output=True).returncode:
+        print(f"{name} is not installed: trying the oldest releases with {sys.version.split()[0]}", flush=True)
+        return sys.executable
+    return found
+
+
+def these(*requirements: str) -> str:
+    """Tries these releases, on top of this environment; everything else stays. Returns a summary."""
+    return _tried(lambda python: python.pip(*requirements), layered=True)
 
 
 def lowest() -> list[str]:
@@ -73,28 +90,40 @@ def lowest() -> list[str]:
     return found
 
 
-def _tried(install: Callable[[Pip], None], layered: bool = False) -> str:
-    """Makes an environment and runs TESTS in it. layered: packages that it lacks are found in this environment."""
+class Python:
+    """The interpreter of an environment."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def pip(self, *words: str) -> None:
+        """Raises CalledProcessError."""
+        subprocess.run([self.path, "-m", "pip", "install", "-q", *words], cwd=ROOT, check=True)
+
+    def extra(self) -> str:
+        """The extra that fits the torch installed there."""
+        command = [self.path, "-m", "tools.extra"]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _tried(install: Callable[[Python], None], layered: bool = False, interpreter: str = sys.executable) -> str:
+    """Makes an environment of an interpreter and runs TESTS in it. layered: packages that it lacks are found in this environment."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        venv.create(root / "venv", with_pip=True, symlinks=True)
-        python = root / "venv" / "bin" / "python"
+        subprocess.run([interpreter, "-m", "venv", root / "venv"], check=True)
+        python = Python(root / "venv" / "bin" / "python")
         if layered:
             (site,) = (root / "venv" / "lib").glob("python*/site-packages")
             below = [path for path in sys.path if path.endswith("site-packages")]
             (site / "below.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in below))
-
-        def pip(*words: str) -> None:
-            subprocess.run([python, "-m", "pip", "install", "-q", *words], cwd=ROOT, check=True)
-
         try:
-            install(pip)
+            install(python)
         except subprocess.CalledProcessError as e:
             return f"pip could not install these releases, so nothing was tried: exit code {e.returncode}"
-        files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests").glob(f"test_{name}.py"))
+        files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests").rglob(f"test_{name}.py"))
         report = root / "tests.xml"
-        subprocess.run([python, "-m", "pytest", "-q", "-n", "2", "-m", "not matrix", f"--junitxml={report}", *files], cwd=ROOT)
-        said = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout
+        subprocess.run([python.path, "-m", "pytest", "-q", "-n", "2", "-m", "not matrix", f"--junitxml={report}", *files], cwd=ROOT)
+        said = subprocess.run([python.path, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout
         return _told(json.loads(said), report)
 
 
@@ -116,3 +145,9 @@ def _told(installed: Mapping[str, str], report: Path) -> str:
     return "\n".join(
         [*lines, f"{len(failed)} of {ran} tests failed, {len(broken)} had errors" + ":" * bool(failed or broken), *failed, *broken]
     )
+
+
+if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m tools.releases REQUIREMENT …, such as transformers==5.15.0")
+    print(these(*sys.argv[1:]))

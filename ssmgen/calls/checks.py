@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -21,19 +21,14 @@ DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DT
 NARROW: dict[torch.dtype, Narrow] = {torch.int16: Narrow.I16, torch.int8: Narrow.I8, torch.float8_e4m3fn: Narrow.E4M3}
 STATES: dict[torch.dtype, DType | Narrow] = {**DTYPES, **NARROW}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
-COUNTS = (  # integers, like the indices
-    "num_accepted_tokens", "cu_seqlens", "query_start_loc", "cache_seqlens", "parents", "num_splits", "checkpoint_positions",
-    "first_children", "next_siblings", "parents_out",
-)  # fmt: skip
-EXACT = {
-    **dict.fromkeys(("seq_idx", "cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals"), torch.int32),
-    **dict.fromkeys(("lse", "lse_other", "lse_out", "state_scale", "intermediate_state_scales"), torch.float32),
-    **dict.fromkeys(("has_initial_state", "mask"), torch.bool),
-    "rand_seed": torch.int64,
-}
 Shapes = Mapping[str, tuple[int, ...]]  # of a tensor: words such as "[batch, dim]" and the sizes that they stand for
 TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 STORED_DTYPES: dict[DType | Narrow, torch.dtype] = {ours: theirs for theirs, ours in STATES.items()}
+
+
+def dtypes_of(views: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Any]:
+    """The fields of a problem that say the types of these operands, of those that there are."""
+    return {name: DTYPES[views[name].dtype] for name in names if name in views}
 
 
 def describe(t: Tensor) -> str:
@@ -90,31 +85,6 @@ def _tensors(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str,
         elif isinstance(value, (tuple, list)):
             fields = getattr(value, "_fields", range(len(value)))
             yield from ((f"{name}.{field}", t) for field, t in zip(fields, value, strict=True) if isinstance(t, Tensor))
-
-
-def check_common(
-    tensors: Mapping[str, Tensor], anchor: str, problems: list[str], what: str = "a decode step", narrow: Mapping[str, str] = {}
-) -> None:
-    """Devices, dtypes and gradients; `what` has none of the latter. narrow: {state that may have fewer bits: its scales}"""
-    device = tensors[anchor].device
-    for name, t in tensors.items():
-        if t.device != device:
-            problems.append(f"{name} is on {t.device}, {anchor} is on {device}")
-        if name in EXACT:
-            if t.dtype != EXACT[name]:
-                problems.append(f"{name} is {t.dtype}, not {EXACT[name]}".replace("torch.", "", 2))
-        elif name.endswith("indices") or name in COUNTS:
-            if t.dtype not in (torch.int32, torch.int64):
-                problems.append(f"{name} is {t.dtype}, not int32 or int64")
-        elif name in narrow and t.dtype in NARROW:
-            if narrow[name] not in tensors:
-                problems.append(f"{name} is {t.dtype} without {narrow[name]}, a float32 scale for each of its rows".replace("torch.", ""))
-        elif t.dtype not in DTYPES:
-            problems.append(f"{name} is {t.dtype}, not float32, float16 or bfloat16")
-        if name in narrow and narrow[name] in tensors and t.dtype not in NARROW:
-            problems.append(f"{narrow[name]} is given, and {name} is {t.dtype}, not int16, int8 or float8_e4m3fn".replace("torch.", ""))
-        if t.requires_grad and torch.is_grad_enabled():
-            problems.append(f"{name} requires grad, and {what} has no backward: call it under torch.no_grad()")
 
 
 def check_shape(name: str, t: Tensor, allowed: Shapes, problems: list[str]) -> bool:

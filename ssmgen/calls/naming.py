@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+# Operand -> parameter, of what functions over sequences write and may be given.
+WRITTEN_WORDS = {"final_states": "final_states_out", "checkpoints": "checkpoints_out"}
 # Roles that are English words as well: only the subject of a sentence, and the object of "overlaps", is an operand.
 _ENGLISH = frozenset(("read", "write", "erase", "checkpoints", "bonus"))
 
 
 def spoken(sentences: Iterable[str], words: Mapping[str, str]) -> list[str]:
-    """words: role -> parameter, where they differ. What stands in brackets, shapes, is left alone."""
+    """words: role -> parameter, where they differ. Shapes, in brackets, stay as they are."""
     if not words:
         return list(sentences)
     found = re.compile(r"\[[^\]]*\]|(?<![\w.])(" + "|".join(map(re.escape, words)) + r")(?![\w\]])")

@@ -52,9 +52,8 @@ class Call(NamedTuple):
 
     @property
     def result(self) -> Any:
-        """What the function returns: one tensor, or several."""
-        found = tuple(t for name in self.returns for n, t in zip(self.caller.names, self.given, strict=True) if n == name)
-        return found[0] if len(found) == 1 else found
+        """The function's result: one tensor, or several."""
+        return _result(self)
 
     @property
     def operands(self) -> dict[str, Any]:
@@ -64,7 +63,7 @@ class Call(NamedTuple):
     def dispatch(self) -> None:
         """Runs the call through torch's dispatcher, which comes back to `plan` with plain tensors, or traces it."""
         problems = list(self.objections)
-        if not checks.check_tensors(self.operands, problems) or problems:
+        if not checks.check_tensors(self.caller.named(self.given), problems) or problems:
             torch.ops.ssmgen.refuse(self.caller.name, spoken(problems, self.caller.words))
         if self.before is not None:
             self.before()
@@ -104,6 +103,12 @@ class Call(NamedTuple):
     def problem(self) -> tuple[Any, int, torch.device, bool | None]:
         """(problem, size, device, pdl as asked for). Raises ArgumentError."""
         return self.caller.problem_of(self.given, self.options, self.pdl, self.objections)
+
+
+def _result(call: Call) -> Any:
+    """A function, and not a property: Dynamo of torch 2.10 does not evaluate the properties of a named tuple."""
+    found = tuple(t for name in call.returns for n, t in zip(call.caller.names, call.given, strict=True) if n == name)
+    return found[0] if len(found) == 1 else found
 
 
 class Operator(Protocol):
@@ -197,7 +202,7 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
                     return on_shards(args, kwargs)
                 call = build(*args, **kwargs)
                 call.dispatch()
-                return call.result
+                return _result(call)
             found = known.latest(args, kwargs)
             if found is not None:
                 return found

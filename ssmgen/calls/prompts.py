@@ -9,17 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..spec.kernel import Index, Loads
+from ..spec.operands import Table
 from . import checks
 
 STATES = ("initial_states", "final_states", "state", "checkpoints")
 Views = Mapping[str, Tensor]
-# Operands of a call over sequences, behind those of its tokens.
-CONTROL = (
-    "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state", "checkpoint_positions", "checkpoints",
-    "workspace", "out",
-)  # fmt: skip
-WRITTEN_WORDS = {"final_states": "final_states_out", "checkpoints": "checkpoints_out"}  # operand -> parameter (see planning.Caller)
-_FINAL, _CHECKPOINTS = CONTROL.index("final_states"), CONTROL.index("checkpoints")
+Operands = dict[str, "Tensor | None"]  # by name
+_ASKED = ("return_final_states", "final_states_out", "checkpoints_out", "return_checkpoints")  # fields of States that are not operands
 
 
 class States(NamedTuple):
@@ -35,31 +32,31 @@ class States(NamedTuple):
     checkpoint_positions: Tensor | None
     checkpoints_out: Tensor | None
     return_checkpoints: bool
-    workspace: Tensor | None
     out: Tensor | None
+    workspace: Tensor | None = None
 
-    def operands(self, v: Any, head_k: int | None, layout: str, bytes_of: Callable[[int, int], int]) -> tuple[Tensor | None, ...]:
-        """What CONTROL names, with tensors made for what is written and was not given. Where v or K is nothing to go by, there are none.
+    def operands(self, v: Any, key: Any, layout: str = "vk", bytes_of: Callable[..., int] | None = None) -> Operands:
+        """These tensors by operand, with new tensors for outputs that are missing. It makes none if v or key have wrong shapes: the checks
+        object to those.
 
-        v: […, HV, V], as the function has it; bytes_of: a workspace for so many tokens and sequences.
+        v: […, HV, V]; key: […, HK, K]; bytes_of: (tokens, sequences, HV, K, V, longest=tokens of the longest sequence) -> bytes of the
+        workspace, for functions that need one.
         """
         final, checkpoints, workspace, out = self.final_states_out, self.checkpoints_out, self.workspace, self.out
         if isinstance(v, Tensor):
             out = v.new_empty(v.shape) if out is None else out
-            unmade = self.return_final_states and final is None, self.return_checkpoints and checkpoints is None
-            if (workspace is None or True in unmade) and v.dim() in (3, 4) and head_k is not None:
+            size = 0
+            if isinstance(key, Tensor) and v.dim() == key.dim() and v.dim() in (3, 4):
+                *lead, longest, heads, head_v = v.shape
                 count = v.shape[0] if not isinstance(self.cu_seqlens, Tensor) else max(self.cu_seqlens.numel() - 1, 0)
-                if True in unmade:
-                    final, checkpoints = self._made(v, head_k, layout, count)
-                if workspace is None:
-                    tokens = v.shape[0] if v.dim() == 3 else v.shape[0] * v.shape[1]
-                    workspace = v.new_empty(bytes_of(tokens, count), dtype=torch.uint8)
-            elif workspace is None:
-                workspace = v.new_empty(0, dtype=torch.uint8)
-        return (
-            self.cu_seqlens, self.initial_states, final, self.state, self.state_indices, self.has_initial_state, self.checkpoint_positions,
-            checkpoints, workspace, out,
-        )  # fmt: skip
+                if (self.return_final_states and final is None) or (self.return_checkpoints and checkpoints is None):
+                    final, checkpoints = self._made(v, key.shape[-1], layout, count)
+                if bytes_of is not None and workspace is None:
+                    size = bytes_of(longest * lead[0] if lead else longest, count, heads, key.shape[-1], head_v, longest=longest)
+            if bytes_of is not None and workspace is None:
+                workspace = v.new_empty(size, dtype=torch.uint8)
+        named = self._asdict() | {"final_states": final, "checkpoints": checkpoints, "out": out, "workspace": workspace}
+        return {name: t for name, t in named.items() if name not in _ASKED and (bytes_of is not None or name != "workspace")}
 
     def _made(self, v: Tensor, head_k: int, layout: str, count: int) -> tuple[Tensor | None, Tensor | None]:
         """(final states, checkpoints), made where they are asked for and not given. count: sequences."""
@@ -74,14 +71,10 @@ class States(NamedTuple):
             checkpoints = v.new_empty((self.checkpoint_positions.numel(), *inner), dtype=dtype)
         return final, checkpoints
 
-    def returns(self, operands: tuple[Tensor | None, ...]) -> tuple[str, ...]:
-        """Names of the operands that the function returns. operands: by CONTROL."""
-        names: tuple[str, ...] = ("out",)
-        if self.return_final_states and operands[_FINAL] is not None:
-            names += ("final_states",)
-        if self.return_checkpoints and operands[_CHECKPOINTS] is not None:
-            names += ("checkpoints",)
-        return names
+    def returns(self, operands: Operands) -> tuple[str, ...]:
+        """Names of the operands that the function returns."""
+        asked = {"final_states": self.return_final_states, "checkpoints": self.return_checkpoints}
+        return ("out", *[name for name, wanted in asked.items() if wanted and operands.get(name) is not None])
 
     @property
     def objections(self) -> tuple[str, ...]:
@@ -95,70 +88,45 @@ def sequences_of(views: Views, like: str) -> int:
     return views["cu_seqlens"].numel() - 1 if "cu_seqlens" in views else views[like].shape[0]
 
 
-def states_fit(views: Views, sequences: int, axes: str, inner: tuple[int, ...], problems: list[str]) -> bool:
-    """Whether states have the shapes that go with so many sequences, and what belongs to them is there. axes, inner: of one state, in
-    words such as "H, P, N" and in numbers."""
-    per_sequence: checks.Shapes = {"[sequences]": (sequences,)}
-    states: checks.Shapes = {f"[sequences, {axes}]": (sequences, *inner)}
-    allowed = dict.fromkeys(("initial_states", "final_states"), states)
-    allowed |= dict.fromkeys(("state_indices", "has_initial_state"), per_sequence)
-    fits = [checks.check_shape(name, views[name], shapes, problems) for name, shapes in allowed.items() if name in views]
+def sizes_of(views: Views, sequences: int) -> dict[str, int]:
+    """The sizes that tables of operands call so. sequences: how many there are."""
+    slots, positions = views.get("state"), views.get("checkpoint_positions")
+    found = {"sequences": sequences, "starts": sequences + 1, "position": 0 if positions is None else positions.numel()}
+    return found if slots is None else found | {"slot": slots.shape[0] if slots.dim() else 0}
+
+
+def states_go_together(views: Views, sequences: int, problems: list[str]) -> None:
+    """Whether the states and their slots, flags and positions may be given together."""
     if "state" in views:
-        fits.append(_pool_fits(views, sequences, axes, inner, problems))
+        if "final_states" in views:
+            problems.append("final_states is given together with state, which takes its place")
+        if "initial_states" in views and "has_initial_state" in views:
+            problems.append("initial_states and has_initial_state are both given: each says what a sequence starts from")
+        if "state_indices" not in views and views["state"].dim() and len(views["state"]) < sequences:
+            problems.append(f"state has {len(views['state'])} slots for {sequences} sequences, and there are no state_indices")
     else:
         problems += [f"{name} is given without state" for name in ("state_indices", "has_initial_state") if name in views]
-    fits.append(_checkpoints_fit(views, axes, inner, problems))
-    return all(fits)
-
-
-def _pool_fits(views: Views, sequences: int, axes: str, inner: tuple[int, ...], problems: list[str]) -> bool:
-    state = views["state"]
-    if "final_states" in views:
-        problems.append("final_states is given together with state, which takes its place")
-    if "initial_states" in views and "has_initial_state" in views:
-        problems.append("initial_states and has_initial_state are both given: each says what a sequence starts from")
-    if state.dim() != 1 + len(inner) or tuple(state.shape[1:]) != inner:
-        problems.append(f"state is {list(state.shape)}, not [slots, {axes}] = [slots, {', '.join(map(str, inner))}]")
-        return False
-    if "state_indices" not in views and state.shape[0] < sequences:
-        problems.append(f"state has {state.shape[0]} slots for {sequences} sequences, and there are no state_indices")
-    return True
-
-
-def _checkpoints_fit(views: Views, axes: str, inner: tuple[int, ...], problems: list[str]) -> bool:
-    positions, states = views.get("checkpoint_positions"), views.get("checkpoints")
-    if positions is None:
-        problems += ["checkpoints_out is given without checkpoint_positions"] if states is not None else []
-        return states is None
-    if positions.dim() != 1:
-        problems.append(f"checkpoint_positions is {list(positions.shape)}, not [count]")
-        return False
-    if states is None:
+    if "checkpoints" in views and "checkpoint_positions" not in views:
+        problems.append("checkpoints_out is given without checkpoint_positions")
+    if "checkpoint_positions" in views and "checkpoints" not in views:
         problems.append("checkpoint_positions is given, but neither checkpoints_out nor return_checkpoints")
-        return False
-    return checks.check_shape("checkpoints", states, {f"[count, {axes}]": (positions.shape[0], *inner)}, problems)
 
 
-def check_layout(views: Views, rows: Sequence[str], written: Sequence[str], narrow_from_one: Sequence[str], problems: list[str]) -> None:
-    """Dtypes that go together, and strides. rows: operands of one dtype, that of the first, whose last axis is contiguous; narrow_from_one:
-    those whose first axis may have a stride of 64 bits, beside states."""
-    like, *others = [n for n in rows if n in views]
-    problems += unlike(views, like, others)
-    first, *others = [n for n in STATES if n in views] or [""]
-    problems += unlike(views, first, others)
-    for name in rows:
-        if name in views and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
-            problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
-    for name in STATES:
-        if name in views and not views[name][:1, :1].is_contiguous():
-            problems.append(f"{name} has strides {list(views[name].stride())}; the state of each head must be dense")
-    for name in written:
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+def check_strides(table: Table, views: Views, like: str, problems: list[str]) -> None:
+    """Operands that must have one type, and strides. like: the operand with the axes of tokens."""
+    for name in (like, "initial_states"):
+        first, *others = [n for n in table.alike(name) if n in views] or [""]
+        problems += unlike(views, first, others)
     for name, t in views.items():
-        narrow = t.stride()[1:] if name in narrow_from_one or name in STATES else t.stride()
-        if any(s >= 2**32 for s in narrow):
-            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+        strides, taken = f"{name} has strides {list(t.stride())}", table.strided(name)
+        if taken and not t[(slice(1),) * min(taken, t.dim())].is_contiguous():
+            rest = "its rows must be contiguous" if t.dim() - taken == 1 else "the state of each head must be dense"
+            problems.append(f"{strides}; {rest}")
+        if name in table.written and checks.overlaps_itself(t):
+            problems.append(f"{strides}: two of its elements share memory")
+        wide = table[name].strides.partition(" ")[0].partition("?")[0].endswith(":64")
+        if any(s >= 2**32 for s in t.stride()[wide:]):
+            problems.append(f"{strides}; kernels take strides below 2^32 elements")
     problems += [
         f"{name} is {list(views[name].shape)}; kernels take axes below 2^31"
         for name in (like, "checkpoints")
@@ -173,6 +141,31 @@ def unlike(views: Views, first: str, others: Sequence[str]) -> list[str]:
         for n in others
         if views[n].dtype != views[first].dtype
     ]
+
+
+def fields_of(views: Views, pointers: Mapping[str, int], together: int) -> dict[str, Any]:
+    """The fields of a problem about sequences and states. together: numbers of a state that kernels load at once."""
+    states = [n for n in STATES if n in views]
+
+    def index(name: str) -> Index:
+        return checks.INDEX[views[name].dtype if name in views else None]
+
+    found = {
+        "cu_seqlens": index("cu_seqlens"),
+        "initial": "initial_states" in views,
+        "final": "final_states" in views,
+        "pool": "state" in views,
+        "started": "has_initial_state" in views,
+        "index": index("state_indices"),
+        "state_loads": Loads.VECTOR if all(checks.aligned(views[n], pointers[n], together) for n in states) else Loads.ELEMENT,
+    }
+    found |= {"checkpoints": index("checkpoint_positions")} if "checkpoint_positions" in views else {}
+    return found | ({"state": checks.DTYPES[views[states[0]].dtype]} if states else {})
+
+
+def values_of(views: Views) -> dict[str, int]:
+    """The kernel arguments that say how many slots and positions there are."""
+    return {name: len(views[of]) if of in views else 0 for name, of in (("slots", "state"), ("positions", "checkpoints"))}
 
 
 def together(views: Views, pointers: Mapping[str, int], rows: Sequence[str]) -> int:

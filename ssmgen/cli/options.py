@@ -35,9 +35,9 @@ CARDS: dict[str, tuple[int, int]] = {
 
 
 class ArchType(click.ParamType):
-    """Architectures, by their own names or by those of cards, separated by commas.
+    """Names of architectures or of cards, separated by commas.
 
-    looked_up: they are those of a device's kernels, of which each capability has one: sm_90 becomes sm_90a, with a note.
+    looked_up: a device looks kernels up under this architecture. Each capability has one: sm_90 becomes sm_90a, with a note.
     """
 
     name = "arch"
@@ -147,7 +147,7 @@ def wanted_of(states: Any, io: str, indices: Any, pools: Any, no_update: bool, *
 
 
 def pdl_choices(pdl: str, no_pdl: bool) -> tuple[bool, ...]:
-    """What --pdl and --no-pdl say of calls: whether they overlap the kernel ahead of them."""
+    """The values of PDL to build, from --pdl and --no-pdl: True where a kernel overlaps the one launched before it."""
     return {"on": (True,), "off": (False,), "both": (True, False)}["off" if no_pdl else pdl]
 
 
@@ -155,9 +155,9 @@ _ORDINARY = {"states", "indices", "layout"}  # fields that a caller's usual call
 
 
 def _by_callers(wanted: Wanted, given: set[str], callers: Sequence[Client | None]) -> list[Wanted]:
-    """What callers want; None: this package's own functions. With one caller, its slots and layout are its own to say.
+    """The calls of each caller; None: this package's own functions. One caller alone chooses its slots and layout.
 
-    Among all of them, a caller has no part in what it does not do: other slots, another layout, several tokens.
+    If several callers are built for, a caller whose calls have other slots, another layout or fewer tokens adds nothing.
     """
     if len(callers) == 1 and (only := callers[0]) is not None:
         if refused := sorted(given & {"indices", "layout"}):

@@ -54,7 +54,9 @@ class Client(Enum):
 
 _LEFT = {
     Client.TRANSFORMERS: "norms between layers (of the hidden size), batches with padding, Mamba-1 prompts of one token or behind a cache",
-    Client.ENGINES: "norms between layers (of the hidden size), drafts (--tokens, --replay), caches of prefixes (--intermediates)",
+    Client.ENGINES: (
+        "norms between layers (of the hidden size), drafts (--tokens, --replay), caches of prefixes (--intermediates), Mamba-1 of SGLang"
+    ),
     Client.MAMBA_SSM: "norms between layers (of the hidden size), packed sequences (seq_idx), prompts that go on from a state",
 }
 

@@ -168,10 +168,34 @@ class Table:
         """The same table for a function that calls some operands otherwise: {the name here: its name}."""
         return Table([replace(row, name=names.get(row.name, row.name)) for row in self], self.words)
 
+    def beside(self, *more: Operand) -> Table:
+        """The same table with more operands at its end."""
+        return Table([*self, *more], self.words)
+
+    def turned(self, one: str, other: str) -> Table:
+        """The same table with two axes swapped in the operands that have both."""
+        swap = {one: other, other: one}
+        forms = {row.name: row.axes.split() for row in self}
+        changed = {n: " ".join(swap.get(word, word) for word in form) for n, form in forms.items() if {one, other} <= {*form}}
+        return Table([replace(row, axes=changed.get(row.name, row.axes)) for row in self], self.words)
+
     def fields(self) -> dict[str, str]:
         """{field of the problem: operand} of operands whose type a field of the same name says."""
         typed = [row for row in self if row.types in (Types.FLOAT, Types.STATE) and (row.field or row.name) == row.parameter]
         return {row.parameter: row.name for row in typed}
+
+    @functools.cache  # noqa: B019
+    def alike(self, name: str) -> tuple[str, ...]:
+        """The operands whose type is given by the same field, this one first."""
+        field = self.rows[name].field or name
+        return (name, *[other for other, row in self.rows.items() if other != name and (row.field or other) == field])
+
+    @functools.cache  # noqa: B019
+    def strided(self, name: str) -> int:
+        """The number of axes of an operand's view up to the last stride that kernels take. The axes after it must be dense."""
+        row = self.rows[name]
+        view = (row.view.partition("|")[0] or row.axes.partition("|")[0]).split()
+        return max([view.index(axis) + 1 for axis, _, _ in _strides(row.strides)], default=0)
 
     @property
     def gathered(self) -> tuple[str, ...]:
@@ -298,15 +322,17 @@ class Table:
 
     # DTensors.
 
-    def axes(self) -> dict[str, str]:
-        """The same axes in the words of `calls/sharding.py`."""
+    def axes(self, leads: Sequence[str] = ("*",)) -> dict[str, str]:
+        """The same axes in the words of `calls/sharding.py`. leads: the words for the axes of tokens, one for each form of a call."""
         known = {"slot": "batch", "kept": "batch", "sequences": "batch", "dim": "head"}
-        plain = {name: [[word.rstrip("+").split("*")[0] for word in form] for form in row.forms] for name, row in self.rows.items()}
-        found = {
-            name: [" ".join(["*" if i == 0 and word == LEAD else known.get(word, word) for i, word in enumerate(form)]) for form in forms]
-            for name, forms in plain.items()
-        }
-        return {name: "|".join(dict.fromkeys(forms)) for name, forms in found.items()}
+        found: dict[str, str] = {}
+        for name, row in self.rows.items():
+            forms: list[str] = []
+            for form in row.forms:
+                words = [known.get(word, word) for word in (word.rstrip("+").split("*")[0] for word in form)]
+                forms += [" ".join((lead, *words[1:])) for lead in leads] if form[0] == LEAD else [" ".join(words)]
+            found[name] = "|".join(dict.fromkeys(forms))
+        return found
 
     # torch.
 
@@ -337,9 +363,3 @@ class Table:
 def table(*operands: Operand, **words: str) -> Table:
     """The table of these operands. words: how messages and pages call an axis, where that is not its word."""
     return Table(operands, words)
-
-
-def plain(names: Iterable[str], required: Iterable[str], written: Iterable[str]) -> Table:
-    """A table that says which operands there are and nothing of their axes."""
-    kept, changed = frozenset(required), frozenset(written)
-    return Table([Operand(name, "", optional=name not in kept, written=name in changed) for name in names])

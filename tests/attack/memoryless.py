@@ -1,6 +1,6 @@
 """Calls on tensors without memory: forms of calls, what is wrong with them, and what meta, fake and compiled calls say of it.
 
-`PYTHONPATH=.:tests python tests/attack/memoryless.py 1000 20` tries all of them, 20 forms compiled, and prints how many there were.
+`PYTHONPATH=.:tests/support python tests/attack/memoryless.py 1000 20` tries all of them, 20 forms compiled, and prints how many there were.
 """
 
 from __future__ import annotations

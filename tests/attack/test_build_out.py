@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from selection import costly
 
 import ssmgen
 from ssmgen.cache.layer import Layer
@@ -211,6 +212,7 @@ def test_what_a_layer_has_need_not_be_written(tmp_path, monkeypatch):
 SLOW = ["--model", "nemotron-h-8b", "--replay", "6", "--arch", "sm_80,sm_90a,sm_100a"]  # minutes, and seconds a variant among them
 
 
+@costly(1)
 @pytest.mark.parametrize("whom", ["process", "group"])
 def test_ctrl_c_ends_a_build_within_two_seconds(whom, tmp_path):
     """As a terminal sends it, and twice: people press again. What is complete stays, and the same command finds it."""

@@ -11,6 +11,7 @@ import memoryless
 import pytest
 import sharded_calls
 import torch
+from selection import costly
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -55,6 +56,7 @@ def test_meta_and_fake_tensors_are_refused_and_taken_as_memory_is():
     assert counts["refused"] > 150 and counts["taken"] > 60, counts
 
 
+@costly(1)
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager", "dynamic": True}], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", [DECODE, "gdn-tokens"])
 def test_a_compiled_call_is_refused_as_an_eager_one(name, options):
@@ -125,6 +127,7 @@ def test_options_that_no_schema_has():
         function(**{n: mode.from_tensor(t) for n, t in tensors.items()}, **others, dt_limit=("low", "high"))
 
 
+@costly(2)
 @pytest.mark.parametrize("how", ["marked", "unbacked"])
 @pytest.mark.parametrize("name", FEW)
 def test_one_graph_serves_all_batches(name, how, monkeypatch):

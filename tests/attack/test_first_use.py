@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from selection import costly
 
 import ssmgen
 from ssmgen.spec.family import PACKAGE, records
@@ -21,6 +22,7 @@ ROOT = Path(ssmgen.__file__).parent
 PROGRAM = Path(__file__).with_name("first_use.py")
 
 
+@costly(1)
 @pytest.mark.parametrize("args", [("8",), ("1", "--own-torch")], ids=["8", "1-with-torch"])
 def test_threads_that_begin_together(args):
     done = subprocess.run(

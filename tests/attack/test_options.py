@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from public_calls import BY_NAME, bits_of, call_of, scalars_of
+from selection import costly
 
 import ssmgen
 from ssmgen.errors import ArgumentError
@@ -94,6 +95,7 @@ def complaint(e: ArgumentError, parameter: str) -> bool:
     return any(p.startswith(f"{parameter} is ") for p in e.problems)
 
 
+@costly(12)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_wrong_values_are_refused_and_nothing_is_written(name):
     function = BY_NAME[name]
@@ -107,6 +109,7 @@ def test_wrong_values_are_refused_and_nothing_is_written(name):
         assert bits_of(call) == before, parameter
 
 
+@costly(12)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_right_values_are_not(name):
     """Another argument may contradict them, which is an ArgumentError too; and what is said to be supported runs."""

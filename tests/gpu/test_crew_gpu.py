@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import torch
 
 from ssmgen.select import tuned as table
 
-SCRIPT = str(Path(__file__).parents[1] / "crew_cards.py")
+SCRIPT = str(Path(__file__).parents[1] / "support" / "crew_cards.py")
 CASES = ["tune", "selective_state_update", "--model", "nemotron-h-8b", "--batch", "1", "--batch", "64", "--budget", "100s", "--lease", "3"]
 NOISE = 1.25  # between two measurements of one variant on two cards, at most
+# Other workers of pytest use the first card: 284 us were measured there beside 15 of them for what takes 68 us on a quiet one.
+QUIET = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,9 +49,10 @@ def alone(tmp_path_factory) -> dict:
 
 
 def agree(path: Path, alone: dict) -> None:
+    """The same rows; also the same times, where no other worker uses the cards."""
     rows = table.read(path)
     assert rows.keys() == alone.keys()
-    for key, row in rows.items():
+    for key, row in rows.items() if QUIET else ():
         assert 1 / NOISE <= row.us / alone[key].us <= NOISE, (row.label, row.us, alone[key].us)
 
 

@@ -16,6 +16,7 @@ from test_compat_engines_steps import TABLE, draft_call
 from test_ops import Loaded
 from torch_conv import randn
 
+from ssmgen.calls import fast_path
 from ssmgen.launch import runtime
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +72,7 @@ def test_a_graph_follows_its_inputs(request, form):
 def nothing_is_loaded():
     """As in a process that has made no call yet; kernels that graphs hold stay where they are."""
     runtime._forget_in_child()
+    fast_path.forget()  # its rows hold the kernels that they launch
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, form) -> list[str]:

@@ -31,7 +31,9 @@ def main() -> None:
     subprocess.run([*run, "ruff", "format", "-q", *python], cwd=ROOT, check=True)
     subprocess.run([*run, "ssmgen", "generate"], cwd=ROOT, check=True)
     print("written:", *written, "extended:", *extended, sep="\n  ")
-    print(f"Now change what it computes, and after each change: python -m pytest -q tests/test_{name}.py && ssmgen generate")
+    print(
+        f"Now change what it computes, and after each change: python -m pytest -q tests/families/{name}/test_{name}.py && ssmgen generate"
+    )
 
 
 if __name__ == "__main__":

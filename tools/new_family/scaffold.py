@@ -31,7 +31,7 @@ class Lines(NamedTuple):
 
 
 EXTENDED = (
-    Lines("ssmgen/__init__.pyi", "from .families.token_shift.call import token_shift as token_shift\n", r"^from \.registry "),
+    Lines("ssmgen/__init__.pyi", "from .families.token_shift.call import token_shift as token_shift\n", r"^from \.select\.registry "),
     Lines("mkdocs.yml", "      - token_shift: operators/token_shift.md\n", r"^  - Coming from:$"),
     Lines(
         "docs/operators/index.md",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch  # whole, ahead of parts of it: another thread may be importing it
+import torch  # whole, before parts of it: another thread may be importing it
 
 if TYPE_CHECKING:
     from .generate import Accelerated
@@ -19,11 +19,11 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
     batches: sizes whose kernels are loaded now; others are when they come first   prompt_length: tokens of the prompt that this takes
     strict: a function or a layer that ssmgen knows and cannot replace is an error; without, the first line of str() names it
 
-    Returns an object whose `generate` takes what `model.generate` takes and decodes greedily unless told otherwise; calling it calls the
-    model. Its str() tells what was done and what could not be. `undo()`, or the end of a `with`, undoes it. On a CPU nothing is loaded or
-    captured, and the reference computes.
-    Raises ArgumentError for an argument of another kind; PatchError for a model that is not known, without transformers, and with `strict`;
-    and what warm() does. Then nothing stays replaced.
+    Returns an object whose `generate` takes the arguments of `model.generate` and decodes greedily unless told otherwise; calling it calls
+    the model. Its str() lists the changes that were made and the ones that failed. `undo()`, or the end of a `with`, undoes them. On a CPU
+    nothing is loaded or captured, and the reference computes.
+    Raises ArgumentError for an argument of another kind; PatchError for an unknown model, without transformers, and with `strict`; and the
+    errors of warm(). Then nothing stays replaced.
     """
     from . import generate as hf_generate  # which needs transformers
 

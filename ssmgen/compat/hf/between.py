@@ -3,19 +3,16 @@
 `patch(fuse=True)` replaces the norms' forwards, each a launch instead of eight, and those of blocks, in which every `h = residual + h` asks
 here instead. A norm that comes next is then a part of the sum's launch: what it will give is kept until it is called with that sum.
 
-Neither is listed by name. A norm is a class whose name ends in RMSNorm and which computes, to the bit, what one of STYLES does, with its
-casts; a block is a class whose forward has such a sum. Which norm comes behind a sum is seen when it is called with it the first time.
+`norm_styles` says what a norm computes, `block_sums` where a block has sums. Which norm comes behind a sum is seen when it is called with
+it the first time.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 import threading
 from collections.abc import Callable
 from functools import cache
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -26,77 +23,10 @@ from torch.compiler import is_compiling
 from ...engine.norm_kernel import MAX_GROUP
 from ...errors import ArgumentError, UnsupportedError
 from ...families.gated_rms_norm import plain as native
-from .functions import OURS, Replacement, attempt, call
-
-# Recognising norms.
-
-
-class Style(NamedTuple):
-    """How a norm's forward goes on behind v = x rsqrt(mean(x^2) + eps), in f32."""
-
-    weighted: bool = True
-    rounded: bool = False  # v to x's dtype, which the weight multiplies
-    unit_offset: bool = False  # 1 + weight multiplies
-    eps: str = "variance_epsilon"  # the attribute
-    grouped: bool = False  # the mean is over `group_size` neighbours, where that is not None
-
-    def of(self, x: Tensor, weight: Tensor, eps: float, group_size: int | None) -> Tensor:
-        """The same, cast by cast."""
-        v: Tensor = x.float().unflatten(-1, (-1, group_size or x.shape[-1]))
-        v = (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
-        if self.rounded:
-            v = weight * v.to(x.dtype)
-            return v
-        if self.weighted:
-            v = v * (1.0 + weight.float() if self.unit_offset else weight.float())
-        return v.to(x.dtype)
-
-    def result(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-        """The dtype of what the norm gives."""
-        return torch.promote_types(x, weight) if self.rounded else x
-
-
-STYLES = [
-    Style(weighted, rounded, offset, eps, grouped)
-    for weighted, rounded, offset in ((True, True, False), (True, False, False), (True, False, True), (False, False, False))
-    for eps in ("variance_epsilon", "eps")
-    for grouped in (False, True)
-]
-
-
-@cache
-def style_of(norm: Any) -> Style | None:
-    """What a class of norms computes, or None for something else: tried on numbers in bf16, of which casts at other places give others."""
-    if (
-        not (norm.__name__.endswith("RMSNorm") and issubclass(norm, torch.nn.Module))
-        or len(inspect.signature(norm.forward).parameters) != 2
-    ):
-        return None
-    g, grouped = torch.Generator("cpu").manual_seed(0), "group_size" in inspect.signature(norm.__init__).parameters
-    x, weight = (torch.randn(shape, generator=g, device="cpu").bfloat16() for shape in ((8, 64), (64,)))
-    found = None
-    for group_size in (None, 16) if grouped else (None,):
-        try:
-            got = _stand_in(norm, weight, group_size)(x)
-        except (AttributeError, RuntimeError, TypeError):  # it needs what norms do not have
-            return None
-        same = [s for s in STYLES if s.grouped == grouped and torch.equal(s.of(x, weight, _EPS[s.eps], group_size), got)]
-        found = next((s for s in same if found in (None, s)), None)
-        if found is None:
-            return None
-    return found
-
-
-_EPS = {"variance_epsilon": 0.125, "eps": 0.25}
-
-
-def _stand_in(norm: Any, weight: Tensor, group_size: int | None) -> Callable[[Tensor], Tensor]:
-    """The forward of an object of the class that nothing has made, with these numbers."""
-    made: Any = norm.__new__(norm)
-    torch.nn.Module.__init__(made)
-    vars(made).update(_EPS, weight=weight, group_size=group_size)
-    forward: Callable[[Tensor], Tensor] = torch.no_grad()(made.forward)
-    return forward
+from . import block_sums, norm_styles
+from .functions import call
+from .norm_styles import Style, style_of
+from .replacements import Replacement, attempt
 
 
 @cache  # as they are before any of them is replaced
@@ -106,7 +36,19 @@ def classes(modeling: ModuleType) -> tuple[str, ...]:
         c for c in vars(modeling).values() if isinstance(c, type) and c.__module__ == modeling.__name__ and "forward" in vars(c)
     ]
     kinds = [c for c in own if issubclass(c, torch.nn.Module)]
-    return tuple(c.__name__ for c in kinds if style_of(c) is not None or has_sums(c))
+    return tuple(c.__name__ for c in kinds if style_of(c) is not None or c.__name__ in block_sums.KNOWN or block_sums.count(c))
+
+
+@cache  # as above
+def recognised(kind: Any) -> str:
+    """Why a class that is in no table is taken for a norm or a block; empty for one that is in a table."""
+    return norm_styles.recognised(kind) or block_sums.recognised(kind)
+
+
+@cache  # as above
+def objection(kind: Any) -> str:
+    """Why a norm or a block is left alone, or nothing."""
+    return "" if style_of(kind) is not None else block_sums.objection(kind)
 
 
 # Sums. One of a block is known by the block and its number there.
@@ -241,40 +183,10 @@ def _in_rows(x: Tensor) -> Tensor:
 # Replacing.
 
 
-class Forward:
-    """A class's own forward, as its attribute `forward`: the function that what is around it calls, such as transformers' checkpointing of
-    gradients, which asks whether it is still the class's forward itself."""
-
-    def __init__(self, owner: type):
-        self.__dict__.update(owner=owner, cell=_cell(owner))
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "forward":
-            raise AttributeError(name)
-        return self.owner.forward if self.cell is None else self.cell.cell_contents
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self.cell is None:
-            setattr(self.owner, name, value)
-        else:
-            self.cell.cell_contents = value
-
-
-def _cell(owner: Any) -> Any:
-    """Where the innermost of the wrappers around a forward holds it; None where there is none. transformers 5.24 has up to two."""
-    outer, cell = owner.forward, None
-    while inspect.isfunction(outer) and not hasattr(outer, OURS) and (inner := getattr(outer, "__wrapped__", None)) is not None:
-        found = next((c for c in outer.__closure__ or () if c.cell_contents is inner), None)
-        if found is None:
-            break
-        outer, cell = inner, found
-    return cell
-
-
 def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for the forward of a norm or of a block."""
     style = style_of(replacement.module.owner)
-    return rewritten(original) if style is None else _norm_run(replacement, original, style)
+    return block_sums.rewritten(original, add, normed) if style is None else _norm_run(replacement, original, style)
 
 
 def _norm_run(replacement: Replacement, original: Callable[..., Any], style: Style) -> Callable[..., Any]:
@@ -296,81 +208,4 @@ def _norm_run(replacement: Replacement, original: Callable[..., Any], style: Sty
         replacement.keep(reason)
         return original(self, hidden_states)
 
-    return run
-
-
-class _Sums(ast.NodeTransformer):
-    """Puts `add` and `normed` into a forward. count: of sums; norms: whether it calls any."""
-
-    def __init__(self) -> None:
-        self.count, self.norms = 0, False
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        self.generic_visit(node)
-        match node:
-            case ast.Assign(targets=[ast.Name(name)], value=ast.BinOp(ast.Name(a), ast.Add(), ast.Name(b))) if name in (a, b) and a != b:
-                residual = a if b == name else b
-                self._replace(node, residual, ast.Name(name, ast.Load()))
-            case ast.Assign(
-                targets=[ast.Name()], value=ast.BinOp(ast.Name(residual), ast.Add(), (ast.Call() | ast.BinOp(_, ast.Mult())) as x)
-            ):
-                self._replace(node, residual, x)
-        return node
-
-    def _replace(self, node: ast.Assign, residual: str, x: ast.expr) -> None:
-        made = ast.parse(f"_ssmgen_add(self, {self.count}, {residual})", mode="eval").body
-        assert isinstance(made, ast.Call)
-        made.args.append(x)
-        node.value, self.count = made, self.count + 1
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        self.norms |= isinstance(node.func, ast.Attribute) and "norm" in node.func.attr
-        match node:
-            case ast.Call(
-                ast.Attribute(ast.Name("self"), norm),
-                [ast.Call(ast.Attribute(ast.Name(given), "to"), [], [ast.keyword("dtype", dtype)])],
-                [],
-            ) if ast.unparse(dtype) == f"self.{norm}.weight.dtype":
-                return ast.parse(f"_ssmgen_normed(self.{norm}, {given})", mode="eval").body
-        return node
-
-
-@cache
-def _tree(forward: Any) -> tuple[ast.Module, int] | None:
-    """(a maker of the forward with its sums replaced, their number); None for what has no source, or is made by more than that."""
-    if not inspect.isfunction(forward) or forward.__code__.co_freevars or hasattr(forward, "__wrapped__"):
-        return None  # what a decorator has put around a function, whose source alone would be seen here
-    try:
-        lines, first = inspect.getsourcelines(forward)
-    except OSError:
-        return None
-    tree = ast.parse(textwrap.dedent("".join(lines)))
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or [a.arg for a in function.args.args][:1] != ["self"]:
-        return None
-    function.decorator_list = []
-    sums = _Sums()
-    sums.visit(function)
-    ast.increment_lineno(tree, first - 1)
-    maker = ast.parse("def make(_ssmgen_add, _ssmgen_normed):\n  pass")
-    outer = maker.body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    outer.body = [function, ast.Return(ast.Name(function.name, ast.Load()))]
-    return ast.fix_missing_locations(maker), sums.count if sums.norms else 0
-
-
-def has_sums(block: Any) -> bool:
-    """Whether the forward of a class has sums that can be replaced."""
-    found = _tree(Forward(block).forward)
-    return found is not None and found[1] > 0
-
-
-def rewritten(forward: Any) -> Callable[..., Any]:
-    """A forward of the same source but for its sums, with the same globals, in which what is patched is looked up as before."""
-    found = _tree(forward)
-    assert found is not None, "of `classes`, and these have sums"
-    module = compile(found[0], inspect.getsourcefile(forward) or "<forward>", "exec")  # of which nothing is run but its one function
-    maker = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
-    run: Callable[..., Any] = FunctionType(maker, forward.__globals__)(add, normed)
     return run

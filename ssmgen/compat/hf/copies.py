@@ -1,7 +1,7 @@
 """Mixers of modeling files that are replaced whole: listed classes, and copies of them.
 
 transformers copies a layer into the files of other models, under another class's name. A copy is recognised by its source: its methods, the
-functions that they call, and the methods of the gates that it makes are those of a listed class, word for word but for annotations.
+functions that they call, and the methods of the gates that it makes equal the listed class's word for word, except annotations.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _names(function: Any) -> frozenset[str]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two classes compute the same, by the text of what they call, with gated norms apart: these are tried on numbers."""
+    """Whether two classes compute the same, by the text of the functions that they call. Gated norms are compared on numbers instead."""
     methods, others = (_methods(c) for c in (one, other))
     if methods is None or methods != others:
         return False
@@ -71,7 +71,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _methods(owner: Any) -> dict[str, str] | None:
-    """The text of a class's methods by name, but for those that make it; None where there is no source."""
+    """The text of a class's methods by name, except its constructors; None without source."""
     methods = {n: f for n, f in vars(owner).items() if inspect.isfunction(f) and not n.startswith(("__init__", "init_"))}
     texts = {name: _text(method) for name, method in methods.items()}
     return None if None in texts.values() else {name: str(text) for name, text in texts.items()}
@@ -95,7 +95,7 @@ def _text(function: Callable[..., Any]) -> str | None:
 
 
 def _parts(owner: Any) -> dict[str, Any]:
-    """{attribute: its class} of what a class makes of other classes of transformers, but for gated norms."""
+    """{attribute: its class} of the instances of transformers' classes that a class makes, except gated norms."""
     held = vars(inspect.getmodule(owner))
     source = ast.parse(textwrap.dedent(inspect.getsource(plain(owner.__init__))))
     made = {}

@@ -1,7 +1,7 @@
 """Modeling files of the installed transformers, and which of them have something that ssmgen replaces.
 
-A file is looked at as text first, as importing all of them takes a minute; only files in whose text a name occurs are imported. Names of
-models are those of their folders.
+Files are searched as text first, because importing all of them takes a minute; only files whose text has a known name are imported. A
+model's name is the name of its folder.
 """
 
 from __future__ import annotations

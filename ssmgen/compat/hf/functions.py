@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...calls.checks import DTYPES
-from ...errors import ArgumentError, CaptureError, SsmgenError, UnsupportedError, bullets
+from ...errors import ArgumentError
 from ...families.causal_conv1d import call as native_conv
 from ...families.causal_conv1d_update import call as native_update
 from ...families.chunk_delta_rule import call as native_delta
@@ -35,6 +33,8 @@ from ...families.selective_scan import call as native_selective_scan
 from ...families.selective_state_update import call as selective_state_update
 from ...spec.kernel import DType
 from ..shared import mamba1_prompts
+from ..shared.operands import rows_of
+from .replacements import Replacement, Tally, attempt
 
 _recording = threading.local()  # .calls: a list while this thread records
 
@@ -70,7 +70,8 @@ def causal_conv1d_update(
     hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """hidden_states [batch, dim, T] -> a new tensor like it; conv_state [batch, dim, state_len] in place; weight [dim, width]."""
-    return call(native_update.causal_conv1d_update, hidden_states, conv_state, weight, bias, activation)
+    out: Tensor = call(native_update.causal_conv1d_update, hidden_states, conv_state, weight, bias, activation)
+    return out
 
 
 def causal_conv1d_fn(
@@ -78,7 +79,8 @@ def causal_conv1d_fn(
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """hidden_states [batch, dim, length] -> a new tensor like it. seq_idx [batch, length] int32 keeps packed sequences apart."""
-    return call(native_conv.causal_conv1d, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+    out: Tensor = call(native_conv.causal_conv1d, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+    return out
 
 
 def mamba_selective_state_update(
@@ -86,7 +88,8 @@ def mamba_selective_state_update(
     dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """state [batch, dim, N] or [batch, heads, headdim, N] in place; the others as in ssmgen.selective_state_update."""
-    return call(selective_state_update.selective_state_update, state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    out: Tensor = call(selective_state_update.selective_state_update, state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    return out
 
 
 def mamba_selective_scan(
@@ -103,7 +106,10 @@ def mamba_selective_scan(
         raise ArgumentError("mamba_selective_scan", [f"{' and '.join(given)}: packed sequences are not told apart here"])
     operands = mamba1_prompts.Operands(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus)
     run = partial(call, native_selective_scan.selective_scan)
-    return mamba1_prompts.scan("mamba_selective_scan", operands, run, return_final_states=return_last_state)
+    found: Tensor | tuple[Tensor, Tensor] = mamba1_prompts.scan(
+        "mamba_selective_scan", operands, run, return_final_states=return_last_state
+    )
+    return found
 
 
 def mamba2_chunk_scan(
@@ -118,11 +124,13 @@ def mamba2_chunk_scan(
     """
     if kwargs.get("cu_seqlens") is not None:
         raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given: packed sequences are told apart by seq_idx"])
-    x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (hidden_states, B, C))  # they are not behind a window of the cache
-    return call(
-        native_scan.chunk_scan, x, dt, A, B, C, D, kwargs.get("z"), dt_bias, dt_softplus, dt_limit=limits(dt_softplus, dt_limit),
+    x, B, C = (rows_of(t) for t in (hidden_states, B, C))  # they are not behind a window of the cache
+    z = rows_of(kwargs.get("z"))
+    out: Tensor | tuple[Tensor, Tensor] = call(
+        native_scan.chunk_scan, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit=limits(dt_softplus, dt_limit),
         seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states,
     )  # fmt: skip
+    return out
 
 
 def limits(softplus: bool, dt_limit: tuple[float, float]) -> tuple[float, float] | None:
@@ -168,7 +176,7 @@ def _chunked(
     """A prompt's output, and where it is to be kept the state behind it: the one given, written in place, or a new one."""
     if cu_seqlens is None and others.get("seq_idx") is not None:
         raise ArgumentError(function.__name__, ["seq_idx is given: packed sequences are told apart by cu_seqlens"])
-    rows = (t if t.dim() < 4 or t.stride(-1) == 1 else t.contiguous() for t in operands)  # they are not behind a window of the cache
+    rows = (t if t.dim() < 4 else rows_of(t) for t in operands)  # they are not behind a window of the cache
     found = call(
         function, *rows, use_qk_l2norm=l2norm, state_layout="kv", cu_seqlens=cu_seqlens, initial_states=state,
         return_final_states=bool(keep), final_states_out=state if keep else None,
@@ -266,79 +274,30 @@ def unknown_parameters(ours: Callable[..., Any], theirs: Callable[..., Any]) -> 
 _KEYWORDS = ("seq_idx", "cu_seqlens")  # which models only pass by name
 
 
-OURS = "_ssmgen"  # an attribute of what stands in the place of something
-
-
-class Replacement:
-    """What stands for a function of a modeling file, or a class's method: ours, and the original where ours does not serve the call."""
-
-    def __init__(self, label: str, module: Any, name: str, run_of: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]):
-        """label: such as "mamba2.causal_conv1d_update"; run_of: what makes our function of this and the original. Puts that into the
-        module, or the class."""
-        self.label, self.module, self.name = label, module, name
-        self.original = getattr(module, name)
-        self.served = self.kept = 0  # calls that ours computed, and that the original did; not those in code made by torch.compile
-        self.owners: set[object] = set()
-        self.run = run_of(self, self.original)
-        self.run.__name__, self.run.__doc__, self.run.__wrapped__ = name, self.run.__doc__ or self.original.__doc__, self.original
-        setattr(self.run, OURS, True)
-        setattr(module, name, self.run)
-        self.reasons: dict[str, str] = {}  # why the original computed calls: in which layer first
-
-    @property
-    def in_place(self) -> bool:
-        return getattr(self.module, self.name, None) is self.run
-
-    def restore(self) -> None:
-        setattr(self.module, self.name, self.original)
-
-    def keep(self, reason: str) -> None:
-        """Counts a call that goes to the original, and says why, once for each reason."""
-        self.kept += 1
-        if reason not in self.reasons:
-            self.reasons[reason] = calling_layer()
-            warnings.warn(
-                f"{self.label}: transformers' own function computes this call, first in {self.reasons[reason]}:\n{reason}",
-                RuntimeWarning, stacklevel=4,
-            )  # fmt: skip
-
-
-def attempt(replacement: Replacement, ours: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
-    """(what ours returns, None), or (None, why ours does not serve the call). Raises what is not for the original to mend."""
-    try:
-        result = ours(*args, **kwargs)
-    except ArgumentError as e:  # this and the next are raised before anything is launched or written
-        return None, bullets(e.problems)
-    except UnsupportedError as e:
-        return None, bullets(e.reasons)
-    except SsmgenError as e:
-        all_of_it = "\nFor all that a model needs: ssmgen.compat.hf.warm(model, batches=…)." if isinstance(e, CaptureError) else ""
-        e.args = (f"{replacement.label}, in {calling_layer()}: {e.args[0]}{all_of_it}", *e.args[1:])
-        raise
-    if not is_compiling():
-        replacement.served += 1
-    return result, None
-
-
 def run_function(replacement: Replacement, original: Callable[..., Any], ours: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """What stands for a function of a modeling file; ours: None for that of its name."""
+    """The function that `patch` puts into a modeling file; ours: None for the function of FUNCTIONS with its name."""
     ours = FUNCTIONS[replacement.name] if ours is None else ours
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
-            reason = "  - an operand requires grad, and ssmgen's functions have no backward"
-        elif is_compiling() and _ends_a_trace(ours, args, kwargs):
-            reason = ""  # is not said: code that is compiled warns of nothing
-        else:
-            result, reason = attempt(replacement, ours, *args, **kwargs)
-            if reason is None:
-                return result
-        if not is_compiling():
-            replacement.keep(reason)
-        return original(*args, **kwargs)
+        return serve(replacement, ours, original, args, kwargs)
 
     run.__doc__ = ours.__doc__
     return run
+
+
+def serve(tally: Tally, ours: Callable[..., Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of ours, or of the original where ours does not serve the call."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
+        reason: str | None = "  - an operand requires grad, and ssmgen's functions have no backward"
+    elif is_compiling() and _ends_a_trace(ours, args, kwargs):
+        reason = ""  # is not said: code that is compiled warns of nothing
+    else:
+        result, reason = attempt(tally, ours, *args, **kwargs)
+        if reason is None:
+            return result
+    if not is_compiling() and reason is not None:
+        tally.keep(reason)
+    return original(*args, **kwargs)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -358,15 +317,3 @@ def _ends_a_trace(ours: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return False
     query, _, value, *_ = args
     return bool(faults(query.shape[-1], value.shape[-1], query.dtype))
-
-
-def calling_layer() -> str:
-    """The layer of a model that the call comes from, in words: the nearest caller that is a method of a module."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
-            index = getattr(owner, "layer_idx", None)
-            return type(owner).__name__ + ("" if index is None else f" of layer {index}")
-        frame = frame.f_back
-    return "a call from outside of any layer"

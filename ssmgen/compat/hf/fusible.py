@@ -15,8 +15,8 @@ from .targets import MIXER
 def fusible(model: torch.nn.Module) -> bool:
     """Whether `patch(model, fuse=True)` computes decode steps of a layer of it in one call, here and with this transformers.
 
-    False for a model with no such layer, for layers whose forward this transformers has changed, and for those that stay several calls: of
-    an activation other than SiLU, of a dtype that ssmgen has not, or with weights that accelerate brings from elsewhere.
+    False for a model without such layers, for layers whose forward this transformers has changed, and for layers that stay several calls:
+    with an activation other than SiLU, with a dtype that ssmgen does not have, or with weights that accelerate brings from elsewhere.
     """
     found.version()
     return any(_is_fused(layer) for layer in model.modules())

@@ -37,17 +37,17 @@ class Accelerated:
     def generate(
         self, input_ids: Tensor | None = None, max_new_tokens: Any = None, *, attention_mask: Tensor | None = None, **others: Any
     ) -> Any:
-        """[batch, length + tokens]: the prompts, and behind them the likeliest tokens, at most so many.
+        """[batch, length + tokens]: the prompts, followed by the likeliest tokens, at most max_new_tokens.
 
         input_ids: [batch, length], on the model's device   attention_mask: [batch, length], 0 where a prompt is padded, on its left
         max_new_tokens: 20 where nothing says how many; as in model.generate, a GenerationConfig may stand here
-        others: what model.generate takes. Sampling, beams, streamers and all else that is not greedy decoding goes to model.generate, which
-            is patched and fused; eos_token_id and pad_token_id do not
-        A sequence that has ended goes on with the padding token; once all have, nothing is added. What ends a sequence, and what pads it,
-        the model's generation_config says. The first call of a batch size, and a call that needs a longer cache than those before, captures
-        a step. A step that cannot be captured runs as it is, with a warning, and `left` says why. Padded prompts of models with attention
-        go to model.generate, whose steps see the mask.
-        Raises ArgumentError listing all that is wrong, and what the model's forward raises; PatchError behind undo().
+        others: arguments of model.generate. Sampling, beams, streamers and all other calls except greedy decoding go to model.generate,
+            which is patched and fused; eos_token_id and pad_token_id do not
+        A sequence that has ended goes on with the padding token; once all have ended, nothing is added. The model's generation_config names
+        the tokens that end and pad a sequence. The first call of a batch size captures a step, and so does a call that needs a longer cache
+        than all calls before. A step that cannot be captured runs as it is, with a warning, and `left` says why. Padded prompts of models
+        with attention go to model.generate, whose steps see the mask.
+        Raises ArgumentError listing all that is wrong, and the errors of the model's forward; PatchError after undo().
         """
         if self._undone:
             raise PatchError("this acceleration has been undone: call ssmgen.accelerate(model) again, or model.generate")
@@ -115,9 +115,9 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
 
     batches: sizes whose kernels are loaded now; others are when they come first   prompt_length: tokens of the prompt that this takes
     strict: raises PatchError where a function or a layer that ssmgen knows cannot be replaced, such as one that transformers has changed
-    Returns what it did and what it could not do, which str() tells, and which undoes it. On a CPU nothing is loaded and nothing captured:
-    ssmgen's reference implementation computes.
-    Raises ArgumentError for an argument of another kind, PatchError for a model that is not known, and what hf.patch and hf.warm do; then
+    Returns an object whose str() lists the changes that were made and the ones that failed, and whose undo() takes them back. On a CPU
+    nothing is loaded and nothing captured: ssmgen's reference implementation computes.
+    Raises ArgumentError for an argument of another kind, PatchError for an unknown model, and the errors of hf.patch and hf.warm; then
     nothing stays replaced.
     """
     sizes = list(batches) if isinstance(batches, Iterable) and not isinstance(batches, str) else None
@@ -149,7 +149,7 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
 
 
 def _wrong(model: Any, sizes: list[Any] | None, batches: Any, prompt_length: Any) -> list[str]:
-    """What is wrong with the arguments of accelerate; sizes: those in batches, or None."""
+    """Every fault of the arguments of accelerate, in words; sizes: the sizes in batches, or None."""
     problems = []
     if not isinstance(model, torch.nn.Module):
         problems.append(f"model is {model!r}; expected a model. Load it: transformers.AutoModelForCausalLM.from_pretrained({model!r})"
@@ -339,12 +339,12 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _moved(before: dict[Any, Any], now: dict[Any, Any]) -> list[str]:
-    """Names of what is no more what it was."""
+    """Names whose values have changed."""
     return sorted({at[1] for at, value in before.items() if at not in now or now[at] != value})
 
 
 def _ends(model: Any, **told: Any) -> tuple[list[int], int]:
-    """(tokens that end a sequence, the one behind them): as told, else by the model's generation_config."""
+    """(tokens that end a sequence, the token that pads it): as told, else by the model's generation_config."""
     ends, pad = (told.get(name, getattr(model.generation_config, name)) for name in ENDS)
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     pad = pad if pad is not None else ends[0] if ends else 0

@@ -19,7 +19,8 @@ from ...calls.checks import DTYPES
 from ...families.delta_layer import call as native_gdn
 from ...families.mamba2_layer import call as native_mamba2
 from . import projections, prompts
-from .functions import Replacement, attempt, call
+from .functions import call
+from .replacements import Replacement, attempt
 from .roles import Roles
 
 _ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to
@@ -66,7 +67,8 @@ def mamba2(project: Callable[[Any, Tensor], Tensor], mixer: Any, hidden_states: 
         native_mamba2.mamba2_layer, xBC, dt, z, window, state, arrivals(layer, mixer.n_groups, state), conv.weight.squeeze(1), conv.bias,
         mixer.A_log, mixer.D, mixer.dt_bias, A_is_log=True, **_norm(mixer, inner),
     )  # fmt: skip
-    return mixer.out_proj(y.unsqueeze(1).to(hidden_states.dtype))  # Falcon-H1's multipliers may be f32 where its weights are not
+    out: Tensor = mixer.out_proj(y.unsqueeze(1).to(hidden_states.dtype))  # Falcon-H1's multipliers may be f32 where its weights are not
+    return out
 
 
 def _norm(mixer: Any, channels: int) -> dict[str, Any]:
@@ -93,7 +95,8 @@ def gated_delta_net(project: Callable[[Any, Tensor], tuple[Tensor, ...]], mixer:
         native_gdn.gdn_layer, mixed, a, b, z, window, state, arrivals(layer, mixer.num_k_heads, state), conv.weight.squeeze(1), conv.bias,
         mixer.A_log, mixer.dt_bias, norm.weight, norm_eps=norm.variance_epsilon, norm_activation=norm.activation, state_layout="kv",
     )  # fmt: skip
-    return mixer.out_proj(y.unsqueeze(1))
+    out: Tensor = mixer.out_proj(y.unsqueeze(1))
+    return out
 
 
 def kimi_delta_attention(
@@ -111,7 +114,8 @@ def kimi_delta_attention(
         arrivals(layer, mixer.num_heads, state), conv.weight.squeeze(1), conv.bias, forget.A_log.flatten(), forget.dt_bias, norm.weight,
         lower_bound=bound_of(forget), norm_eps=norm.variance_epsilon, norm_activation=norm.activation, state_layout="kv",
     )  # fmt: skip
-    return mixer.o_proj(y.unsqueeze(1))
+    out: Tensor = mixer.o_proj(y.unsqueeze(1))
+    return out
 
 
 class Layer(NamedTuple):
@@ -138,8 +142,8 @@ def _delta_net(project: Any) -> Layer:
 
 def _kimi(project: Any, bound_of: Any, masked: bool = False) -> Layer:
     functions = ("recurrent_kimi_delta_attention", "chunk_kimi_delta_attention")
-    prompt, step = (partial(f, project, bound_of) for f in (prompts.kimi_delta_attention, kimi_delta_attention))
-    return Layer(functions, prompt, step, masked)
+    prompt = partial(prompts.kimi_delta_attention, project, bound_of)
+    return Layer(functions, prompt, partial(kimi_delta_attention, project, bound_of), masked)
 
 
 TABLE: dict[str, tuple[str, Layer]] = {

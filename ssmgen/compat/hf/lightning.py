@@ -14,7 +14,8 @@ from torch.compiler import is_compiling
 
 from ...families.chunk_scan import attention
 from ...families.linear_attention import call as linear_attention
-from .functions import Replacement, attempt, call
+from .functions import call
+from .replacements import Replacement, attempt
 from .roles import Roles
 
 CLASSES = ("MiniMaxLightningAttention",)

@@ -19,7 +19,8 @@ from ...calls.checks import DTYPES
 from ...errors import ArgumentError
 from ...families.gated_rms_norm import call as native
 from . import roles
-from .functions import Replacement, attempt, call
+from .functions import call
+from .replacements import Replacement, attempt
 
 SUFFIX = "RMSNormGated"
 
@@ -37,7 +38,7 @@ def objection(norm: Any) -> str:
 
 @cache
 def _difference(norm: Any, _: Any) -> str:
-    """What a class of norms does that ssmgen's does not, tried on f32 numbers with every order of norm and gate that it can be told."""
+    """How a class of norms differs from ssmgen's, tried on f32 numbers with every order of norm and gate that its constructor takes."""
     g = torch.Generator("cpu").manual_seed(0)
     x, gate, weight = (torch.randn(shape, generator=g, device="cpu") for shape in ((2, 4, 64), (2, 4, 64), (64,)))
     told, parameters = {"group_size": 16, "n_groups": 4, "eps": 0.125}, inspect.signature(norm.__init__).parameters

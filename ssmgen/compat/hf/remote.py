@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import functions
+from . import functions, replacements
 
 # Names that older modeling files have for a function of FUNCTIONS.
 _OLDER = {"torch_causal_conv1d_update": "causal_conv1d_update"}
@@ -63,7 +63,7 @@ def _of_packages() -> set[str]:
     return {n for path in _PACKAGES.values() for n, v in vars(importlib.import_module(path)).items() if callable(v)}
 
 
-class Replacement(functions.Replacement):
+class Replacement(replacements.Replacement):
     """What stands for a function of a checkpoint's module, and in its layers, where they have kept it."""
 
     def __init__(self, module: ModuleType, name: str, ours: Callable[..., Any]):
@@ -84,7 +84,7 @@ class Replacement(functions.Replacement):
                 setattr(layer, attribute, self.original)
 
 
-def _run(ours: Callable[..., Any], replacement: functions.Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+def _run(ours: Callable[..., Any], replacement: replacements.Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
     return functions.run_function(replacement, original, ours)
 
 

@@ -1,4 +1,4 @@
-"""Parameters of transformers' forwards by what they are for: a role keeps its name here while transformers renames the parameter."""
+"""Parameters of transformers' forwards by role: a role keeps its name here while transformers renames the parameter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def name_in(role: str, names: Mapping[str, Any]) -> str | None:
 
 
 def plain(forward: Any) -> Any:
-    """A function without what decorators and patches have put around it. Those of transformers 5.15 do not say what they wrap."""
+    """A function without its decorators and patches. Decorators of transformers 5.15 do not set __wrapped__."""
     forward = inspect.unwrap(forward)
     kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
     if inspect.isfunction(forward) and kinds[1:] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
@@ -33,7 +33,7 @@ def plain(forward: Any) -> Any:
 class Roles:
     """Finds the arguments of a forward by role, given by position or by keyword.
 
-    Calling it gives one value per role, None for what is not given, and a dict of all other arguments by name.
+    Calling it gives one value per role, None for a role that is not given, and a dict of all other arguments by name.
     """
 
     def __init__(self, forward: Callable[..., Any], *roles: str):
@@ -55,14 +55,14 @@ class Roles:
         return (*values, others)
 
     def unknown(self, others: Mapping[str, Any]) -> bool:
-        """Whether a named parameter that has no role is given, and not as its default: ours does not know what it is for."""
+        """Whether a named parameter without a role is given another value than its default: our function cannot know its meaning."""
         return any(others.get(name, default) is not default for name, default in self._defaults.items())
 
 
 def objection(owner: Any, *roles: str, more: bool = True) -> str:
-    """What keeps the forward of a class from being replaced by one of these roles, or nothing.
+    """Why the forward of a class cannot be replaced by one with these roles, in words; empty if it can.
 
-    more: it may have other parameters, with defaults, which are None or what transformers passes along to all layers
+    more: it may have other parameters, with defaults. Their values are None, or transformers passes them to all layers
     """
     parameters = inspect.signature(plain(owner.forward)).parameters
     found = list(parameters)

@@ -1,4 +1,4 @@
-"""What `patch` replaces in a modeling file: functions and forwards of classes, and why one of them is left alone."""
+"""The functions and forwards that `patch` replaces in a modeling file, and why it leaves one of them alone."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from . import between, copies, functions, lightning, norms, roles
-from .functions import FUNCTIONS, Replacement
+from . import between, block_sums, copies, functions, lightning, norms, roles
+from .functions import FUNCTIONS
 from .layers import TABLE, run
+from .replacements import Replacement
 
 MIXER = ("hidden_states", "cache", "attention_mask")
 """Roles of the parameters of a mixer's forward."""
 Objection = Callable[[Any], str]
-"""What there is in the modeling file -> why it is left alone, or nothing."""
+"""An attribute of a modeling file -> why it is left alone; empty if it is replaced."""
 
 
 class Target(NamedTuple):
     """A function, or a class, of a modeling file."""
 
     name: str
-    run: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]  # what makes ours
+    run: Callable[[Replacement, Callable[..., Any]], Callable[..., Any]]  # makes ours
     objection: Objection
     between: bool = False  # a class whose forward may be wrapped, of which the innermost one is replaced
 
@@ -31,7 +32,7 @@ class Target(NamedTuple):
         found = getattr(module, self.name)
         if not isinstance(found, type):
             return Replacement(label, module, self.name, self.run)
-        return Replacement(label, between.Forward(found) if self.between else found, "forward", self.run)
+        return Replacement(label, block_sums.Forward(found) if self.between else found, "forward", self.run)
 
 
 def targets(module: ModuleType, fuse: bool) -> list[Target]:
@@ -46,7 +47,7 @@ def targets(module: ModuleType, fuse: bool) -> list[Target]:
     found += [Target(name, partial(run, layer), mixer) for name, layer in copies.mixers(module).items()]
     found += [Target(name, norms.run, norms.objection) for name in norms.classes(module)]
     taken = {target.name for target in found}
-    return found + [Target(name, between.run, lambda _: "", between=True) for name in between.classes(module) if name not in taken]
+    return found + [Target(name, between.run, between.objection, between=True) for name in between.classes(module) if name not in taken]
 
 
 def _of_function(name: str, original: Any) -> str:

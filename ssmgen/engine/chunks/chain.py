@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
+from itertools import product
 from typing import Any, ClassVar, TypeVar
 
 from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, changed, made, must, text_of
@@ -48,6 +49,7 @@ class Chain(ChunkKernel, Stated, Divided):
 
     __slots__ = ()
     terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
+    walks: ClassVar[bool] = True
 
     role: Role
     backend: Backend
@@ -159,16 +161,12 @@ class Chain(ChunkKernel, Stated, Divided):
     # A launch
 
     @property
-    def written(self) -> tuple[str, ...]:
-        outputs = ("out", "final_states", "state", "checkpoints")
-        return {Role.CHAIN: outputs, Role.LEAD: (*outputs, "images"), Role.SUMS: ("images",), Role.ENDS: ("ends",)}[self.role]
+    def outputs(self) -> bool:
+        return not self.sums
 
-    def roles(self) -> list[str]:
-        starts = ("initial_states", "has_initial_state") if self.behind else ()
-        return [role for role in super().roles() if role not in starts]
-
-    def elements(self) -> dict[str, str]:
-        return super().elements() | ({"ends": "f32"} if self.ends else {})
+    @property
+    def leaves(self) -> bool:
+        return self.role in (Role.LEAD, Role.SUMS)
 
     @property
     def tiles(self) -> int:
@@ -292,6 +290,15 @@ def _kind(family: str, role: Role, backend: Backend) -> str:
     if role is Role.CHAIN:
         return family if backend is Backend.WARPS else f"{family}_warpgroups"
     return f"{family}_{role.value}" if backend is Backend.WARPS else f"{family}_warpgroup_{role.value}"
+
+
+def space(make: Callable[..., C], fetchers: tuple[int, ...], arch: Arch) -> Iterator[C]:
+    """Every legal variant by each warp's own products, within the axes worth trying. make: (its choices) -> spec."""
+    inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
+    for tile, stages, count, ahead in product(TILES, (1, 2, 3), fetchers, Pdl):
+        spec = make(tile=tile, stages=stages, fetchers=count, pdl=inner, ahead_pdl=ahead)
+        if not spec.violations(arch):
+            yield spec
 
 
 def by_warps(make: Callable[..., C], head_v: int, heads: int) -> Iterator[tuple[str, C | None, str]]:

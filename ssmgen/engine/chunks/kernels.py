@@ -10,11 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
 from ...spec.kernel import SM90, Arch, KernelSpec, Param, Pdl, Problem, must
+from ...spec.operands import Table
 from .problem import Chunked
-
-WORDS = {"images": "workspace"}  # what calls say for what kernels name by its contents
-_PER_TOKEN = ("q", "k", "v", "out", "g", "gk", "beta", "read", "write", "erase", "alpha")
-_STATES = ("initial_states", "final_states", "state", "checkpoints")
 
 
 class Counts(NamedTuple):
@@ -32,16 +29,19 @@ class ChunkKernel(KernelSpec, Chunked):
 
     __slots__ = ()
     word: ClassVar[str]  # for the family, in names of kernels
+    table: ClassVar[Table]  # the tensors of the family's kernels
+    prepares: ClassVar[bool] = False  # whether it makes images
+    walks: ClassVar[bool] = False  # whether it scans chunks with the state
 
     @property
-    def here(self) -> tuple[str, ...]:
-        """Roles of the operands that the kernel takes, where the problem has them."""
-        raise NotImplementedError
+    def outputs(self) -> bool:
+        """Whether it makes outputs, and the states that a call asks for."""
+        return False
 
     @property
-    def written(self) -> tuple[str, ...]:
-        """Roles of those that it writes."""
-        raise NotImplementedError
+    def leaves(self) -> bool:
+        """Whether it writes into the workspace."""
+        return True
 
     def blocks(self, counts: Counts) -> int:
         """Blocks of a launch."""
@@ -51,14 +51,13 @@ class ChunkKernel(KernelSpec, Chunked):
         """Arguments that say which part of a launch is a block's, where a kernel has such beside those that all have."""
         return {}
 
-    def roles(self) -> list[str]:
-        """Tensor arguments in order, as kernels name them."""
-        there = self.elements()
-        return [role for role in self.here if role in there]
-
     def operands(self) -> list[str]:
-        """The same, as calls name them."""
-        return [WORDS.get(role, role) for role in self.roles()]
+        """Tensor arguments in order, as calls name them: the order of the table, except that images to be read come first."""
+        return sorted(self.table.of(self), key=lambda name: self.prepares or name != "workspace")
+
+    def roles(self) -> list[str]:
+        """The same, as kernels name them."""
+        return [self.table[name].parameter for name in self.operands()]
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -70,28 +69,15 @@ class ChunkKernel(KernelSpec, Chunked):
         """Operands whose tiles are copied by tensor maps, and how many columns at once."""
         return {}
 
-    def strides(self) -> list[tuple[str, str]]:
-        """(role, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
-        batch = [] if self.ragged else ["batch"]
-        axes = {
-            **dict.fromkeys(_PER_TOKEN, [*batch, "token", "head"]),
-            **dict.fromkeys(("A_log", "dt_bias"), ["head"]),
-            **dict.fromkeys(_STATES, ["slot", "head"]),
-            "checkpoint_positions": ["position"],
-            **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
-        }
-        return [(role, axis) for role in self.roles() for axis in axes.get(role, [])]
-
     def parameters(self) -> list[Param]:
         """Pointers come first."""
-        roles, element = self.roles(), self.elements()
-        pointers = [Param.pointer(role, element[role], const=role not in self.written) for role in roles]
-        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if "state_indices" in roles else []
-        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
-        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
+        roles, strides = self.roles(), self.table.stride_params(self)
+        slots = [Param.i64("slots"), Param.i64("pad_slot_id")] if "state_indices" in roles else []
+        wide, narrow = ([p for p in strides if (p.code == "q") is is_wide] for is_wide in (True, False))
         counts = ["tokens", "sequences", "heads", "group_heads", *(["positions"] if "checkpoints" in roles else [])]
         maps = [Param.tiles(f"{operand}_tiles") for operand in self.mapped]
-        return [*pointers, *maps, *wide, *map(Param.u32, counts), *narrow, *map(Param.f32, self.numbers)]
+        pointers = self.table.pointers(self, self.operands())
+        return [*pointers, *maps, *slots, *wide, *map(Param.u32, counts), *narrow, *map(Param.f32, self.numbers)]
 
     def common_violations(self, arch: Arch, shared_bytes: int) -> list[str]:
         """What every kernel asks for, of a legal problem."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ...spec.kernel import DType, Index, must
 
 CHUNK = 64  # tokens, of sequences that are cut into segments; part of the result's bits
-INTEGERS = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
 
 
 class Chunked:
@@ -17,10 +16,6 @@ class Chunked:
     @property
     def ragged(self) -> bool:
         return self.cu_seqlens is not Index.NONE
-
-    def elements(self) -> dict[str, str]:
-        """{role: type of its elements} of the operands that there are."""
-        raise NotImplementedError
 
     def faults(self) -> list[str]:
         """What no variant could serve."""
@@ -45,14 +40,6 @@ class Stated:
     def marked(self) -> bool:
         """Whether states are asked for at positions."""
         return self.checkpoints is not Index.NONE
-
-    def state_elements(self) -> dict[str, str]:
-        """{role: type of its elements} of v, out, and what belongs to states."""
-        there = {"initial_states": self.initial, "final_states": self.final, "state": self.pool, "checkpoints": self.marked}
-        found = {"v": self.x.value, "out": self.x.value} | {name: self.state.value for name, given in there.items() if given}
-        found |= {"state_indices": INTEGERS[self.index], "checkpoint_positions": INTEGERS[self.checkpoints]}
-        found |= {"has_initial_state": "u8" if self.started else ""}
-        return {name: element for name, element in found.items() if element}
 
     def state_faults(self) -> list[str]:
         """What no variant could serve of v and of states."""

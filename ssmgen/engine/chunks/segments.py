@@ -51,8 +51,6 @@ class Join(ChunkKernel, Divided):
 
     __slots__ = ()
     template: ClassVar[str] = "engine/chunks/join.cu.j2"
-    here: ClassVar[tuple[str, ...]] = ("images", "cu_seqlens")
-    written: ClassVar[tuple[str, ...]] = ("images",)
     rows: ClassVar[int] = 8
     min_blocks: ClassVar[int] = 1
     marked: ClassVar[bool] = False

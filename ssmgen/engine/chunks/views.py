@@ -1,18 +1,64 @@
-"""What calls have in common whose first kernel leaves images for the second."""
+"""Checks and arguments that the calls of all chunked prompt families share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...calls import checks, prompts
 from ...errors import ArgumentError
+from ...spec.arguments import Value
+from ...spec.operands import LEAD, Table
 
 Views = Mapping[str, Tensor]
-WRITTEN = ("out", "final_states", "state", "checkpoints", "workspace")
+Own = Callable[[Mapping[str, int]], Mapping[str, checks.Shapes]]  # of a call's sizes by the table's words
 ALIGNMENT = 16  # of the workspace, whose images are copied so many bytes at once
+
+
+def token_views(
+    table: Table, named: Mapping[str, Any], like: str, key: str, what: str, problems: list[str], groups: str = "key heads",
+    own: Own = lambda sizes: {},
+) -> dict[str, Tensor]:  # fmt: skip
+    """The operands as [batch, T, heads, …]; packed sequences become a batch of 1. Adds to `problems`; the views are usable only if it adds
+    nothing.
+
+    like: an operand with an axis of heads; key: an operand with an axis of groups, which messages call `groups`; own: shapes that the table
+    does not have; what: the name of the call in messages.
+    """
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_types(table, {n: t for n, t in named.items() if n != "workspace"}, like, problems, what)
+    views, x, ragged, words = dict(named), named[like], "cu_seqlens" in named, table[like].forms[0]
+    if x.dim() not in ((3, 4) if ragged else (4,)) or (ragged and x.dim() == 4 and x.shape[0] != 1):
+        packed = f"{table.label(words, 'tokens')} or {table.label(words, '1, tokens')}, as cu_seqlens asks for"
+        problems.append(f"{like} is {list(x.shape)}, not {packed if ragged else table.label(words, 'batch, T')}")
+        return {}
+    if x.dim() == 3:
+        views |= {n: t.unsqueeze(0) for n, t in views.items() if (form := table[n].forms[0])[0] == LEAD and t.dim() == len(form)}
+    if views[key].dim() != 4:
+        wanted = f"{table.label(table[key].forms[0], '…')} as {like} {list(x.shape)} asks for"
+        problems.append(f"{key} is {list(views[key].shape)}, not {wanted}")
+        return {}
+    sequences, lead = prompts.sequences_of(views, like), views[like].shape[:2]
+    if sequences < 0:
+        problems.append("cu_seqlens is empty; it is [sequences + 1]")
+        return {}
+    (heads, value), (shared, size) = views[like].shape[2:], views[key].shape[2:]
+    sizes = {"head": heads, "value": value, "group": shared, "key": size, "batch": lead[0], "token": lead[1]}
+    sizes |= prompts.sizes_of(views, sequences)
+    rest = {n: t for n, t in views.items() if n not in (like, "workspace")}
+    fits = checks.check_shapes(table, rest, sizes, problems, own(sizes), ("…", lead))
+    if shared < 1 or heads % shared:
+        problems.append(f"{like} has {heads} heads, which is not a multiple of the {shared} {groups}")
+        fits = False
+    prompts.states_go_together(views, sequences, problems)
+    return views if fits else {}
+
+
+# For calls with a workspace.
 
 
 def v_sizes(views: Views) -> tuple[int, int, int]:
@@ -38,15 +84,11 @@ def check_alignment(operator: str, pointers: Mapping[str, int]) -> None:
         raise ArgumentError(operator, [f"workspace does not begin at a multiple of {ALIGNMENT} bytes"])
 
 
-def axes_of(per_token: Iterable[str]) -> dict[str, dict[str, int]]:
-    """{operand: {what an axis is: its number}} of views, of the axes whose strides kernels take."""
-    return {
-        **dict.fromkeys(per_token, {"batch": 0, "token": 1, "head": 2}),
-        **dict.fromkeys(("A_log", "dt_bias"), {"head": 0}),
-        **dict.fromkeys(prompts.STATES, {"slot": 0, "head": 1}),
-        **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
-        "checkpoint_positions": {"position": 0},
-    }
+def attention_values(views: Views, scale: float, pad_slot_id: int) -> dict[str, Value]:
+    """The arguments of all kernels, except pointers and strides."""
+    v, sequences = views["v"], prompts.sequences_of(views, "v")
+    values = {"tokens": v.shape[1], "sequences": sequences, "heads": v.shape[2], "group_heads": v.shape[2] // views["q"].shape[2]}
+    return {**values, "scale": scale, "pad_slot_id": pad_slot_id, **prompts.values_of(views)}
 
 
 def writes(views: Views) -> bool:

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
+from ...calls.naming import WRITTEN_WORDS
 from ...calls.operator import operator, run
 from ...calls.planning import Family
-from ...calls.prompts import WRITTEN_WORDS
 from ...engine.convolution_calls import ACTIVATION, ACTIVATIONS, Options, check_convolution, check_strides, taps_are_runs
 from ...engine.new_tensors import new_like
 from ...engine.window import MAX_WIDTH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from functools import partial
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from ...calls.operator import operator, run
 from ...calls.prompts import States
 from ...engine.chunks.segments import SEGMENTS
 from ...engine.recurrences.attention.switches import beta_objections, beta_of, gate_objections, scale_of
+from .operands import OPERANDS
 from .planning import CALLERS, Options
 from .segments import workspace_for
 
@@ -98,11 +99,12 @@ def chunk_gated_delta_rule(
         objections = ("linear_gate says that g is the decay itself, and A_log and dt_bias make a raw gate a log decay",)
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     how = Options(gate, beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, scale_of(scale, q), state_layout, pad_slot_id, segments)
     objections += beta_objections(beta_sigmoid, allow_neg_eigval)
-    return _call("chunk_gated_delta_rule", (q, k, v, g, beta, A_log, dt_bias), states, how, pdl, objections)
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    return _call("chunk_gated_delta_rule", tokens, states, how, pdl, objections)
 
 
 @operator(like="v", segments=SEGMENTS)
@@ -140,11 +142,11 @@ def chunk_delta_rule(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     how = Options("none", beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm, scale_of(scale, q), state_layout, pad_slot_id, segments)
     objections = beta_objections(beta_sigmoid, allow_neg_eigval)
-    return _call("chunk_delta_rule", (q, k, v, None, beta, None, None), states, how, pdl, objections)
+    return _call("chunk_delta_rule", {"q": q, "k": k, "v": v, "beta": beta}, states, how, pdl, objections)
 
 
 def chunk_delta_rule_workspace(
@@ -158,16 +160,10 @@ def chunk_delta_rule_workspace(
 
 
 def _call(
-    name: str, operands: tuple[Tensor | None, ...], states: States, options: Options, pdl: bool | None, objections: tuple[str, ...]
+    name: str, tokens: dict[str, Tensor | None], states: States, options: Options, pdl: bool | None, objections: tuple[str, ...]
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """The result of a function, with tensors made for what it writes and was not given; the checks object to the rest."""
-    q, _, v, *_ = operands
-    head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None
-
-    def bytes_of(tokens: int, sequences: int) -> int:
-        *_, longest, heads, head_v = cast(Tensor, v).shape
-        return workspace_for(tokens, sequences, heads, cast(int, head_k), head_v, options.segments, longest)
-
-    behind = states.operands(v, head_k, options.state_layout, bytes_of)
-    returns = states.returns(behind)
-    return run(CALLERS[name], (*operands, *behind), options, pdl, returns=returns, objections=objections + states.objections)
+    bytes_of = partial(workspace_for, segments=options.segments)
+    behind = states.operands(tokens["v"], tokens["q"], options.state_layout, bytes_of)
+    tensors = OPERANDS.Tensors(**tokens, **behind)
+    return run(CALLERS[name], tensors, options, pdl, returns=states.returns(behind), objections=objections + states.objections)

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from ...engine.chunks import warpgroups
-from ...engine.chunks.chain import TILES, Backend, Chain, Role, by_warps
+from ...engine.chunks import chain, warpgroups
+from ...engine.chunks.chain import Backend, Chain, Role, by_warps
 from ...engine.chunks.kernels import edge_of, of_problem
 from ...engine.chunks.problem import CHUNK
 from ...engine.chunks.segments import why_not
 from ...engine.recurrences.attention.problem import Beta
-from ...spec.kernel import NAMED, SM90, Arch, DType, KernelSpec, Loads, Needs, Pdl
+from ...spec.kernel import NAMED, Arch, DType, KernelSpec, Loads, Needs, Pdl
 from .prepare import PrepareSpec
 from .problem import COEFFICIENTS, MAX_SIZE, OPERATOR, PANEL_BYTES, PANELS, SIZE, ChunkProblem, DeltaProblem, Gate
 from .segments import JoinSpec
@@ -47,17 +47,6 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
     transitions: bool = field(default=True, metadata=NAMED)  # of ends: M too
-
-    @property
-    def here(self) -> tuple[str, ...]:
-        if self.ends:
-            return ("images", "k", "v", "cu_seqlens", "ends")
-        if self.sums:
-            return ("images", "k", "v", "cu_seqlens", "state_indices")
-        return (
-            "images", "q", "k", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
-            "checkpoint_positions", "checkpoints", "out",
-        )  # fmt: skip
 
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
         return PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
@@ -124,14 +113,7 @@ def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     yield from warpgroup_space(problem, arch)
-    inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
-    for tile in TILES:
-        for stages in (1, 2, 3):
-            for fetchers in (1, 2):
-                for ahead in Pdl:
-                    spec = _spec(problem, tile=tile, stages=stages, fetchers=fetchers, pdl=inner, ahead_pdl=ahead)
-                    if not spec.violations(arch):
-                        yield spec
+    yield from chain.space(partial(_spec, problem), (1, 2), arch)
 
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:

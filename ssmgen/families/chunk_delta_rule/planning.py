@@ -9,27 +9,24 @@ import torch
 from torch import Tensor
 
 from ...calls import checks, prompts
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
+from ...calls.naming import WRITTEN_WORDS
 from ...calls.planning import Family
-from ...calls.prompts import STATES, WRITTEN_WORDS
+from ...calls.prompts import fields_of
 from ...engine.chunks.kernels import Counts
 from ...engine.chunks.problem import CHUNK
 from ...engine.chunks.segments import asked
-from ...engine.chunks.views import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
+from ...engine.chunks.views import attention_values, check_alignment, check_workspace, token_views, v_sizes, writes
 from ...engine.recurrences.attention.problem import Beta
 from ...engine.tiles import maps
 from ...spec.arguments import Value
-from ...spec.kernel import Layout, Loads
-from ...spec.operands import plain
+from ...spec.kernel import Layout
+from .operands import FUNCTIONS, KERNELS, OF_GATES, OPERANDS, TURNED
 from .problem import OPERATOR, DeltaProblem, Gate, chunks_of
 from .reference import chunk_delta_rule as reference
 from .segments import workspace_for
 from .spec import DeltaSpec
-
-NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", *prompts.CONTROL)
-ROWS = ("v", "q", "k", "out")  # of one dtype, with channels behind heads
-_PER_TOKEN = dict.fromkeys(ROWS, 4) | {"g": 3, "beta": 3}
 
 
 class Options(NamedTuple):
@@ -49,91 +46,34 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
 
     Adds to `problems`; what comes back is only usable if that is nothing.
     """
-    if not checks.check_tensors(named, problems):
-        return {}
-    checks.check_common({n: t for n, t in named.items() if n != "workspace"}, "v", problems, "the delta rule of a prompt")
-    views, v, ragged = dict(named), named["v"], "cu_seqlens" in named
-    if v.dim() not in ((3, 4) if ragged else (4,)) or (ragged and v.dim() == 4 and v.shape[0] != 1):
-        wanted = "[tokens, HV, V] or [1, tokens, HV, V], as cu_seqlens asks for" if ragged else "[batch, T, HV, V]"
-        problems.append(f"v is {list(v.shape)}, not {wanted}")
-        return {}
-    if v.dim() == 3:
-        views |= {n: named[n].unsqueeze(0) for n, axes in _PER_TOKEN.items() if n in named and named[n].dim() == axes - 1}
-    if views["q"].dim() != 4:
-        problems.append(f"q is {list(views['q'].shape)}, not […, HK, K] as v {list(named['v'].shape)} asks for")
-        return {}
-    if not _shapes_fit(views, options, problems):
-        return {}
-    prompts.check_layout({n: t for n, t in views.items() if n != "workspace"}, ROWS, WRITTEN, tuple(_PER_TOKEN), problems)
-    sizes = *v_sizes(views), views["q"].shape[3], views["v"].shape[3]
-    segments, length = options.segments, views["v"].shape[1]
-    said = f"{OPERATOR}_workspace({', '.join(map(str, sizes))}{'' if segments is None else f', {segments}'})"
-    check_workspace(views, workspace_for(*sizes, segments, length), said, problems)
+    table = TURNED if options.state_layout == "kv" else OPERANDS
+    if views := token_views(table, named, "v", "q", "the delta rule of a prompt", problems):
+        prompts.check_strides(table, views, "v", problems)
+        sizes = *v_sizes(views), views["q"].shape[3], views["v"].shape[3]
+        segments, length = options.segments, views["v"].shape[1]
+        said = f"{OPERATOR}_workspace({', '.join(map(str, sizes))}{'' if segments is None else f', {segments}'})"
+        check_workspace(views, workspace_for(*sizes, segments, length), said, problems)
     return views
-
-
-def _shapes_fit(views: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
-    (batch, length, HV, V), (HK, K) = views["v"].shape, views["q"].shape[2:]
-    sequences = prompts.sequences_of(views, "v")
-    if sequences < 0:
-        problems.append("cu_seqlens is empty; it is [sequences + 1]")
-        return False
-    allowed: dict[str, checks.Shapes] = {
-        **dict.fromkeys(("q", "k"), {"[…, HK, K]": (batch, length, HK, K)}),
-        "out": {"[…, HV, V]": (batch, length, HV, V)},
-        **dict.fromkeys(("g", "beta"), {"[…, HV]": (batch, length, HV)}),
-        **dict.fromkeys(("A_log", "dt_bias"), {"[HV]": (HV,)}),
-        "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
-    }
-    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
-    axes, inner = ("HV, K, V", (HV, K, V)) if options.state_layout == "kv" else ("HV, V, K", (HV, V, K))
-    fits.append(prompts.states_fit(views, sequences, axes, inner, problems))
-    if HK < 1 or HV % HK:
-        problems.append(f"v has {HV} heads, which is not a multiple of the {HK} heads of q")
-        fits.append(False)
-    return all(fits)
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> DeltaProblem:
     """The problem that checked operands pose, given where they lie. Raises ArgumentError where the workspace cannot lie there."""
     check_alignment(OPERATOR, pointers)
-    states = [n for n in STATES if n in views]
-
-    def dtype(name: str) -> Any:
-        return DTYPES[views[name].dtype] if name in views else None
-
-    def index(name: str) -> Any:
-        return INDEX[views[name].dtype if name in views else None]
-
-    more = {"state": dtype(states[0])} if states else {}
+    states = fields_of(views, pointers, 2)
     _, length, heads, head_v = views["v"].shape
-    more |= asked(options.segments, heads, head_v, length)
     return DeltaProblem(
         head_k=views["q"].shape[3],
-        head_v=views["v"].shape[3],
-        x=dtype("v"),
-        g=dtype("g"),
+        head_v=head_v,
+        x=DTYPES[views["v"].dtype],
+        **checks.dtypes_of(views, OF_GATES),
         gate=Gate(options.gate),
-        A_log=dtype("A_log"),
-        dt_bias=dtype("dt_bias"),
-        beta=dtype("beta"),
         beta_form=Beta(options.beta),
         l2norm=options.l2norm,
-        cu_seqlens=index("cu_seqlens"),
-        layout=Layout(options.state_layout) if states else Layout.VK,
-        initial="initial_states" in views,
-        final="final_states" in views,
-        pool="state" in views,
-        started="has_initial_state" in views,
-        index=index("state_indices"),
-        checkpoints=index("checkpoint_positions"),
-        copy=prompts.together(views, pointers, ROWS),
-        state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 2) for n in states) else Loads.ELEMENT,
-        **more,
+        layout=Layout(options.state_layout) if "state" in states else Layout.VK,
+        copy=prompts.together(views, pointers, OPERANDS.alike("v")),
+        **asked(options.segments, heads, head_v, length),
+        **states,
     )
-
-
-_AXES = axes_of(_PER_TOKEN)
 
 
 def counts_of(views: Mapping[str, Tensor]) -> Counts:
@@ -144,13 +84,8 @@ def counts_of(views: Mapping[str, Tensor]) -> Counts:
 
 def kernel_values(spec: DeltaSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
     """Every kernel argument that is not a pointer."""
-    counts = counts_of(views)
-    values: dict[str, Value] = {"tokens": views["v"].shape[1], "sequences": counts.sequences, "heads": counts.heads}
-    values |= {"group_heads": counts.group_heads, "scale": options.scale, "pad_slot_id": options.pad_slot_id}
-    values |= spec.counted(counts)
-    values |= {"slots": views["state"].shape[0] if "state" in views else 0}
-    values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
-    values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    values = attention_values(views, options.scale, options.pad_slot_id) | spec.counted(counts_of(views))
+    values |= KERNELS.stride_values(spec, views)
     values |= maps(views, spec.mapped, CHUNK)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
@@ -162,12 +97,12 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=WRITTEN,
+    written=OPERANDS.written,
     problem_of=problem_of,
     size_of=size_of,
     grid_of=lambda spec, views: spec.blocks(counts_of(views)),
     values_of=kernel_values,
-    in_place=(("final_states", "initial_states"),),
+    in_place=OPERANDS.in_place,
 )
 
 
@@ -178,9 +113,4 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**named, beta_form=how.pop("beta"), **how, dtype=dtype)
 
 
-_REQUIRED = ("q", "k", "v", "beta", "workspace", "out")
-_TABLES = {
-    "chunk_gated_delta_rule": plain(NAMES, (*_REQUIRED, "g"), WRITTEN),
-    "chunk_delta_rule": plain(NAMES, _REQUIRED, WRITTEN),
-}
-CALLERS = callers(FAMILY, _TABLES, Options, views_of, run_reference, words=dict.fromkeys(_TABLES, WRITTEN_WORDS))
+CALLERS = callers(FAMILY, FUNCTIONS, Options, views_of, run_reference, words=dict.fromkeys(FUNCTIONS, WRITTEN_WORDS))

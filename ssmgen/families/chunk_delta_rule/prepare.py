@@ -31,8 +31,7 @@ class PrepareSpec(DeltaSpec):
 
     family: ClassVar[str] = "chunk_delta_rule_prepare"
     template: ClassVar[str] = "chunk_delta_rule/prepare.cu.j2"
-    here: ClassVar[tuple[str, ...]] = ("q", "k", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "images")
-    written: ClassVar[tuple[str, ...]] = ("images",)
+    prepares: ClassVar[bool] = True
 
     min_blocks: int = 4  # blocks per SM that ptxas must leave registers for: with 4, a thread has 128
 

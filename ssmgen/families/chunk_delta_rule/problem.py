@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...engine.chunks.problem import CHUNK, INTEGERS, Chunked, Divided, Stated
+from ...engine.chunks.problem import CHUNK, Chunked, Divided, Stated
 from ...engine.recurrences.attention.problem import Beta
 from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
 
@@ -47,12 +47,6 @@ class ChunkProblem(Problem, Chunked):
     cu_seqlens: Index = Index.NONE  # type of it: tokens are packed sequences
     copy: int = 16  # bytes of q, k, v and out that lie together and aligned
 
-    def elements(self) -> dict[str, str]:
-        """{role: type of its elements} of the operands that there are."""
-        gates = {name: dtype.value for name in ("g", "A_log", "dt_bias", "beta") if (dtype := getattr(self, name)) is not None}
-        starts = {"cu_seqlens": INTEGERS[self.cu_seqlens]} if self.ragged else {}
-        return {"q": self.x.value, "k": self.x.value, **gates, **starts, "images": "u8"}
-
     def faults(self) -> list[str]:
         """What no variant could serve."""
         return [
@@ -84,9 +78,6 @@ class DeltaProblem(ChunkProblem, Stated, Divided):
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
     segments: int = field(default=1, metadata=LATER)  # of a sequence behind its first one, at most; 1: no sequence is cut
     segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
-
-    def elements(self) -> dict[str, str]:
-        return ChunkProblem.elements(self) | self.state_elements()
 
     def faults(self) -> list[str]:
         return [

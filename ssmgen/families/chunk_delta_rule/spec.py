@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 from ...engine.chunks.kernels import ChunkKernel
 from ...engine.chunks.problem import CHUNK
 from ...spec.kernel import Pdl
+from ...spec.operands import Table
+from .operands import KERNELS
 from .problem import COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, Gate
 
 
@@ -30,8 +32,17 @@ class DeltaSpec(ChunkKernel, ChunkProblem):
     """How one of a call's kernels computes its part."""
 
     word: ClassVar[str] = "delta"
+    table: ClassVar[Table] = KERNELS
 
     pdl: Pdl = Pdl.OFF
+
+    @property
+    def takes_q(self) -> bool:
+        return self.prepares or self.outputs
+
+    @property
+    def takes_k(self) -> bool:
+        return self.prepares or self.walks
 
     def constants(self) -> dict[str, Any]:
         return {

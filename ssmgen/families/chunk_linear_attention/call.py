@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ...calls.prompts import States
 from ...engine.chunks.segments import SEGMENTS
 from ...engine.recurrences.attention.switches import beta_objections, beta_of, gate_objections, gate_of, scale_of
 from ...errors import ArgumentError
-from .operands import OPERANDS
+from .operands import GATED, OPERANDS
 from .planning import CALLERS, WHAT, Options
 from .problem import OPERATOR, Rule
 from .segments import workspace_for
@@ -78,7 +78,7 @@ def chunk_kda(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     gate, beta_form = gate_of(A_log, lower_bound), beta_of(beta_sigmoid, allow_neg_eigval)
     how = Options("delta", gate, beta_form, use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id, segments)
@@ -106,7 +106,7 @@ def chunk_gla(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     objections = () if gv is None else (_GV,)
     how = Options("plain", scale=scale_of(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
@@ -134,7 +134,7 @@ def chunk_gdn2(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     gate = gate_of(A_log, lower_bound)
     how = Options("delta", gate, "plain", use_qk_l2norm, scale_of(scale, q), lower_bound or 0.0, state_layout, pad_slot_id, segments)
@@ -165,7 +165,7 @@ def chunk_comba(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     how = Options(
         "old", gate_of(A_log, None), beta_of(beta_sigmoid), use_qk_l2norm, scale_of(scale, q), 0.0, state_layout, pad_slot_id, segments
@@ -192,7 +192,7 @@ def chunk_rwkv7(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     how = Options("low_rank", scale=scale_of(scale, r), state_layout=state_layout, pad_slot_id=pad_slot_id)
     return _call("chunk_rwkv7", {"q": r, "gk": w, "k": k, "v": v, "read": kk, "alpha": a}, states, how, pdl)
@@ -216,7 +216,7 @@ def chunk_dplr_delta_rule(
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
-        checkpoints_out, return_checkpoints, workspace, out,
+        checkpoints_out, return_checkpoints, out, workspace,
     )  # fmt: skip
     how = Options("low_rank", scale=scale_of(scale, q), state_layout=state_layout, pad_slot_id=pad_slot_id)
     tokens = {"q": q, "k": k, "v": v, "read": a, "write": b, "gk": gk}
@@ -252,7 +252,7 @@ def _product(v: Tensor, w: Tensor) -> tuple[Tensor, tuple[str, ...]]:
     given = {"v": v, "w": w}
     if not checks.check_tensors(given, problems):
         return v, tuple(p for p in problems if p.startswith("w "))  # those of v are among what the call checks
-    checks.check_common(given, "v", problems, WHAT)
+    checks.check_types(GATED, given, "v", problems, WHAT)
     checks.check_shape("w", w, {"[…, HV, V]": tuple(v.shape)}, problems)
     return (v, tuple(p for p in problems if p.startswith("w "))) if problems else (torch.empty_like(v, memory_format=_DENSE), ())
 
@@ -270,14 +270,8 @@ def _call(
     before: Before | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """The result of a function, of its operands by their roles, with tensors made for what it writes and was not given."""
-    q, v = tokens["q"], tokens["v"]
-    head_k = q.shape[-1] if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() else None
-
-    def bytes_of(count: int, sequences: int) -> int:
-        *_, longest, heads, head_v = cast(Tensor, v).shape
-        return workspace_for(count, sequences, heads, cast(int, head_k), head_v, Rule(options.rule), options.segments, longest)
-
-    behind = states.operands(v, head_k, options.state_layout, bytes_of)
-    given = (*(tokens.get(role) for role in OPERANDS), *behind)
+    bytes_of = partial(workspace_for, rule=Rule(options.rule), segments=options.segments)
+    behind = states.operands(tokens["v"], tokens["q"], options.state_layout, bytes_of)
+    tensors = OPERANDS.Tensors(**tokens, **behind)
     objections += states.objections
-    return run(CALLERS[name], given, options, pdl, returns=states.returns(behind), objections=objections, before=before)
+    return run(CALLERS[name], tensors, options, pdl, returns=states.returns(behind), objections=objections, before=before)

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from ...engine.chunks import warpgroups
-from ...engine.chunks.chain import TILES, Backend, Chain, Role, by_warps
+from ...engine.chunks import chain, warpgroups
+from ...engine.chunks.chain import Backend, Chain, Role, by_warps
 from ...engine.chunks.kernels import edge_of, of_problem
 from ...engine.chunks.segments import why_not
 from ...engine.chunks.warpgroups import ROWS
 from ...engine.recurrences.attention.problem import Beta, Gate
-from ...spec.kernel import NAMED, SM90, Arch, KernelSpec, Loads, Needs, Pdl, must
+from ...spec.kernel import NAMED, Arch, KernelSpec, Loads, Needs, Pdl, must
+from .operands import OF_OWN_TYPE
 from .prepare import PrepareSpec
 from .problem import MAX_SIZE, OPERATOR, PANELS, SIZE, ImageProblem, LinearPromptProblem, Rule
 from .segments import FEWEST, JoinSpec
@@ -52,22 +53,11 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
     ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
     transitions: bool = field(default=True, metadata=NAMED)  # of ends: M too
 
-    @property
-    def here(self) -> tuple[str, ...]:
-        if self.ends:
-            return ("images", "v", "cu_seqlens", "ends")
-        if self.sums:
-            return ("images", "v", "cu_seqlens", "state_indices")
-        return (
-            "images", "v", "cu_seqlens", "initial_states", "final_states", "state", "state_indices", "has_initial_state",
-            "checkpoint_positions", "checkpoints", "out",
-        )  # fmt: skip
-
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
         return PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
 
     def unread(self) -> dict[str, Any]:
-        none: dict[str, Any] = dict.fromkeys(("g", "gk", "A_log", "dt_bias", "beta", "erase"))
+        none: dict[str, Any] = dict.fromkeys(OF_OWN_TYPE)
         return none | {"gate": Gate.LOG, "beta_form": Beta.PLAIN, "rule": Rule.DELTA, "read": False, "l2norm": False}
 
     def shape(self) -> list[str]:
@@ -152,14 +142,7 @@ def warpgroup_space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainS
 def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
     """Every legal variant of a problem within the axes worth trying."""
     yield from warpgroup_space(problem, arch)
-    inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
-    for tile in TILES:
-        for stages in (1, 2, 3):
-            for fetchers in (1, 2, 4):
-                for ahead in Pdl:
-                    spec = _spec(problem, tile=tile, stages=stages, fetchers=fetchers, pdl=inner, ahead_pdl=ahead)
-                    if not spec.violations(arch):
-                        yield spec
+    yield from chain.space(partial(_spec, problem), (1, 2, 4), arch)
 
 
 def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:

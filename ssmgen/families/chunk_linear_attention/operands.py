@@ -5,12 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# In the order of the library's operator. The first three every function has.
-OPERANDS = ("q", "k", "v", "g", "gk", "beta", "read", "erase", "write", "alpha", "A_log", "dt_bias")
-OF_KEYS = ("q", "k", "read", "write", "alpha")  # […, HK, K]
-ALIKE = ("v", "q", "k", "read", "write", "out")  # of one dtype
-CHANNELS = ("gk", "erase", "alpha", "dt_bias")  # with a number per key channel, each of its own dtype
-PER_TOKEN = {**dict.fromkeys((*ALIKE, "gk", "erase", "alpha"), 4), "g": 3, "beta": 3}  # axes
+from ...engine.chunks.operands import ATTENTION_WORDS, ENDS, TOKENS, attention
+from ...spec.operands import Operand, Table, Types, table
+
+_HEADS = f"{TOKENS} head"
+
+
+def _rows(name: str, axes: str, optional: bool = True, field: str = "", there: str = "", note: str = "") -> Operand:
+    """An operand with a number per channel. Channels must be dense: kernels take no stride for them."""
+    how = there or f"prepares&{name}"
+    return Operand(
+        name, f"token {axes}", optional=optional, field=field, there=how, view="batch token head channel", strides=_HEADS, note=note
+    )  # fmt: skip
+
+
+def _gate(name: str, note: str = "") -> Operand:
+    return Operand(name, "token head", optional=True, there=f"prepares&{name}", view="batch token head", strides=_HEADS, note=note)
+
+
+OPERANDS = table(
+    *attention(
+        _rows("q", "group key", optional=False, field="x", there="prepares"),
+        _rows("k", "group key", optional=False, field="x", there="prepares"),
+        _rows("v", "head value", optional=False, field="x", there="walks"),
+        _rows("read", "group key", field="x", note="the key that is read with, if not k"),
+        _rows("write", "group key", field="x", note="low rank: the vector that is written"),
+        _gate("g", "decay per head"),
+        _rows("gk", "head key", note="decay per key channel"),
+        _gate("beta"),
+        Operand("A_log", "head", optional=True, there="prepares&A_log", strides="head"),
+        Operand("dt_bias", "head key | head*key | head", optional=True, there="prepares&dt_bias", view="head channel", strides="head"),
+        _rows("erase", "head key", note="factor of the key that is read with"),
+        _rows("alpha", "group key", note="low rank: -(read * alpha) is written"),
+    ),
+    **ATTENTION_WORDS | {"head*key": "HV K"},
+)
+TURNED = OPERANDS.turned("value", "key")  # by the layout "kv"
+KERNELS = OPERANDS.beside(ENDS)
+OF_KEYS = tuple([row.name for row in OPERANDS if "group" in row.axes])
+OF_OWN_TYPE = tuple([row.name for row in OPERANDS if row.types is Types.FLOAT and not row.field])
+CHANNELS = tuple([name for name in OF_OWN_TYPE if "key" in OPERANDS[name].axes])
+# torch multiplies v with the write gate of Gated DeltaNet 2, before the first kernel.
+GATED: Table = OPERANDS.only("v").beside(Operand("w", "token head value"))
 
 
 class Function(NamedTuple):

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...calls import checks, prompts
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
+from ...calls.naming import WRITTEN_WORDS
 from ...calls.planning import Family
-from ...calls.prompts import STATES, WRITTEN_WORDS
+from ...calls.prompts import fields_of
 from ...engine.chunks.kernels import Counts
-from ...engine.chunks.views import WRITTEN, axes_of, check_alignment, check_workspace, v_sizes, writes
+from ...engine.chunks.views import attention_values, check_alignment, check_workspace, token_views, v_sizes, writes
 from ...engine.recurrences.attention.problem import Beta, Gate
 from ...engine.tiles import maps
 from ...spec.arguments import Value
 from ...spec.kernel import Layout, Loads
-from ...spec.operands import plain
-from .operands import ALIKE, CHANNELS, FUNCTIONS, OF_KEYS, OPERANDS, PER_TOKEN
+from .operands import CHANNELS, FUNCTIONS, KERNELS, OF_OWN_TYPE, OPERANDS, TURNED
 from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of
 from .reference import chunk_linear_attention as reference
 from .segments import cut_by, workspace_for
 from .spec import LinearSpec
 
-NAMES = (*OPERANDS, *prompts.CONTROL)
 WHAT = "linear attention over a prompt"
 
 
@@ -46,44 +43,27 @@ class Options(NamedTuple):
     segments: int | None = None  # None for the rule's
 
 
-def views_of(words: Mapping[str, str], named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as [batch, T, HK, K], [batch, T, HV, K], [batch, T, HV, V], [batch, T, HV], and a dt_bias of gk as [HV, K]; of packed
     sequences, the batch is 1.
 
-    words: what the function calls its operands, where not by their roles. Adds to `problems`, in these words; what comes back is only
-    usable if that is nothing.
+    Adds to `problems`; what comes back is only usable if that is nothing.
     """
-    found: list[str] = []
-    views = _checked(named, options, found)
-    said = re.compile(rf"^({'|'.join(words)})(?= (?:is|has|requires) )")
-    problems += [said.sub(lambda m: words[m[0]], problem) for problem in found] if words else found
-    return views
+    table = TURNED if options.state_layout == "kv" else OPERANDS
+    per_channel, beta, named = "gk" in named, named.get("beta"), dict(named)
+    if isinstance(beta, Tensor) and isinstance(named["v"], Tensor) and beta.shape == named["v"].shape:
+        problems.append(_BETA.format(list(named.pop("beta").shape)))
 
+    def biases(sizes: Mapping[str, int]) -> dict[str, checks.Shapes]:
+        heads, key = sizes["head"], sizes["key"]
+        return {"dt_bias": {"[HV, K]": (heads, key), "[HV K]": (heads * key,)} if per_channel else {"[HV]": (heads,)}}
 
-def _checked(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    if not checks.check_tensors(named, problems):
+    views = token_views(table, named, "v", "q", WHAT, problems, own=biases)
+    if not views:
         return {}
-    checks.check_common({n: t for n, t in named.items() if n != "workspace"}, "v", problems, WHAT)
-    views, v, ragged = dict(named), named["v"], "cu_seqlens" in named
-    if v.dim() not in ((3, 4) if ragged else (4,)) or (ragged and v.dim() == 4 and v.shape[0] != 1):
-        wanted = "[tokens, HV, V] or [1, tokens, HV, V], as cu_seqlens asks for" if ragged else "[batch, T, HV, V]"
-        problems.append(f"v is {list(v.shape)}, not {wanted}")
-        return {}
-    if "beta" in views and views["beta"].shape == v.shape:
-        problems.append(_BETA.format(list(views.pop("beta").shape)))
-    if v.dim() == 3:
-        views |= {n: t.unsqueeze(0) for n, t in views.items() if t.dim() == PER_TOKEN.get(n, 0) - 1}
-    if views["q"].dim() != 4:
-        problems.append(f"q is {list(views['q'].shape)}, not […, HK, K] as v {list(named['v'].shape)} asks for")
-        return {}
-    if not _shapes_fit(views, options, problems):
-        return {}
-    if "gk" in views and "dt_bias" in views and views["dt_bias"].dim() == 1:
+    if per_channel and "dt_bias" in views and views["dt_bias"].dim() == 1:
         views["dt_bias"] = views["dt_bias"].unflatten(0, views["gk"].shape[2:])
-    prompts.check_layout({n: t for n, t in views.items() if n != "workspace"}, ALIKE, WRITTEN, tuple(PER_TOKEN), problems)
-    for name in CHANNELS:
-        if name in views and views[name].dim() > 1 and views[name].stride(-1) != 1 and views[name].shape[-1] > 1:
-            problems.append(f"{name} has strides {list(views[name].stride())}; its rows must be contiguous")
+    prompts.check_strides(table, views, "v", problems)
     v = views["v"]
     sizes = *v_sizes(views), views["q"].shape[3]
     rule, segments = Rule(options.rule), options.segments
@@ -99,72 +79,29 @@ _BETA = (
 )
 
 
-def _shapes_fit(views: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
-    (batch, length, HV, V), (HK, K) = views["v"].shape, views["q"].shape[2:]
-    sequences = prompts.sequences_of(views, "v")
-    if sequences < 0:
-        problems.append("cu_seqlens is empty; it is [sequences + 1]")
-        return False
-    allowed: dict[str, checks.Shapes] = {
-        **dict.fromkeys(OF_KEYS, {"[…, HK, K]": (batch, length, HK, K)}),
-        **dict.fromkeys(("gk", "erase"), {"[…, HV, K]": (batch, length, HV, K)}),
-        "out": {"[…, HV, V]": (batch, length, HV, V)},
-        **dict.fromkeys(("g", "beta"), {"[…, HV]": (batch, length, HV)}),
-        "A_log": {"[HV]": (HV,)},
-        "dt_bias": {"[HV, K]": (HV, K), "[HV K]": (HV * K,)} if "gk" in views else {"[HV]": (HV,)},
-        "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
-    }
-    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
-    axes, inner = ("HV, K, V", (HV, K, V)) if options.state_layout == "kv" else ("HV, V, K", (HV, V, K))
-    fits.append(prompts.states_fit(views, sequences, axes, inner, problems))
-    if HK < 1 or HV % HK:
-        problems.append(f"v has {HV} heads, which is not a multiple of the {HK} key heads")
-        fits.append(False)
-    return all(fits)
-
-
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearPromptProblem:
     """The problem that checked operands pose, given where they lie. Raises ArgumentError where the workspace cannot lie there."""
     check_alignment(OPERATOR, pointers)
-    states = [n for n in STATES if n in views]
-
-    def dtype(name: str) -> Any:
-        return DTYPES[views[name].dtype] if name in views else None
-
-    def index(name: str) -> Any:
-        return INDEX[views[name].dtype if name in views else None]
-
     wide = [n for n in CHANNELS if n in views and views[n].dim() > 1]
-    more = {"state": dtype(states[0])} if states else {}
+    states, rule = fields_of(views, pointers, 2), Rule(options.rule)
     _, length, heads, head_v = views["v"].shape
-    more |= cut_by(Rule(options.rule), options.segments, heads, head_v, length)
     return LinearPromptProblem(
         head_k=views["q"].shape[3],
-        head_v=views["v"].shape[3],
-        rule=Rule(options.rule),
-        x=dtype("v"),
-        **{name: dtype(name) for name in ("g", "gk", "A_log", "dt_bias", "beta", "erase", "alpha")},
+        head_v=head_v,
+        rule=rule,
+        x=DTYPES[views["v"].dtype],
+        **checks.dtypes_of(views, OF_OWN_TYPE),
         gate=Gate(options.gate),
         beta_form=Beta(options.beta),
         read="read" in views,
         write="write" in views,
         l2norm=options.l2norm,
-        cu_seqlens=index("cu_seqlens"),
-        layout=Layout(options.state_layout) if states else Layout.VK,
-        initial="initial_states" in views,
-        final="final_states" in views,
-        pool="state" in views,
-        started="has_initial_state" in views,
-        index=index("state_indices"),
-        checkpoints=index("checkpoint_positions"),
-        copy=prompts.together(views, pointers, ALIKE),
+        layout=Layout(options.state_layout) if "state" in states else Layout.VK,
+        copy=prompts.together(views, pointers, OPERANDS.alike("v")),
         loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 8) for n in wide) else Loads.ELEMENT,
-        state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 2) for n in states) else Loads.ELEMENT,
-        **more,
+        **cut_by(rule, options.segments, heads, head_v, length),
+        **states,
     )
-
-
-_AXES = axes_of(PER_TOKEN)
 
 
 def counts_of(views: Mapping[str, Tensor], rule: Rule) -> Counts:
@@ -175,13 +112,8 @@ def counts_of(views: Mapping[str, Tensor], rule: Rule) -> Counts:
 
 def kernel_values(spec: LinearSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
     """Every kernel argument that is not a pointer."""
-    counts = counts_of(views, spec.rule)
-    values: dict[str, Value] = {"tokens": views["v"].shape[1], "sequences": counts.sequences, "heads": counts.heads}
-    values |= {"group_heads": counts.group_heads, "scale": options.scale, "lower_bound": options.lower_bound}
-    values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
-    values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
-    values |= spec.counted(counts)
-    values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    values = attention_values(views, options.scale, options.pad_slot_id) | spec.counted(counts_of(views, spec.rule))
+    values |= {"lower_bound": options.lower_bound, **KERNELS.stride_values(spec, views)}
     values |= maps(views, spec.mapped, spec.rule.tokens)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
@@ -193,12 +125,12 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=WRITTEN,
+    written=OPERANDS.written,
     problem_of=problem_of,
     size_of=size_of,
     grid_of=lambda spec, views: spec.blocks(counts_of(views, spec.rule)),
     values_of=kernel_values,
-    in_place=(("final_states", "initial_states"),),
+    in_place=OPERANDS.in_place,
 )
 
 
@@ -209,9 +141,7 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**named, beta_form=how.pop("beta"), **how, dtype=dtype)
 
 
-_REQUIRED = ("q", "k", "v", "workspace", "out")
 CALLERS = callers(
-    FAMILY, {name: plain(NAMES, (*_REQUIRED, *required), FAMILY.written) for name, (required, _) in FUNCTIONS.items()}, Options,
-    {name: partial(views_of, words) for name, (_, words) in FUNCTIONS.items()}, run_reference,
-    words={name: {**WRITTEN_WORDS, **words} for name, (_, words) in FUNCTIONS.items()},
+    FAMILY, {name: OPERANDS.only(required=function.required) for name, function in FUNCTIONS.items()}, Options, views_of, run_reference,
+    words={name: {**WRITTEN_WORDS, **function.words} for name, function in FUNCTIONS.items()},
 )  # fmt: skip

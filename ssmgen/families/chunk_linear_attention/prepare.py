@@ -42,10 +42,7 @@ class PrepareSpec(LinearSpec):
 
     family: ClassVar[str] = "chunk_linear_attention_prepare"
     template: ClassVar[str] = "chunk_linear_attention/prepare.cu.j2"
-    here: ClassVar[tuple[str, ...]] = (
-        "q", "k", "read", "write", "g", "gk", "beta", "A_log", "dt_bias", "erase", "alpha", "cu_seqlens", "images",
-    )  # fmt: skip
-    written: ClassVar[tuple[str, ...]] = ("images",)
+    prepares: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:

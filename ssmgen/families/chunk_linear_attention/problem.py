@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from ...engine.chunks.problem import INTEGERS, Chunked, Divided, Stated
+from ...engine.chunks.problem import Chunked, Divided, Stated
 from ...engine.recurrences.attention.problem import Beta, Gate
 from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
 
@@ -89,14 +89,6 @@ class ImageProblem(Problem, Chunked):
     def image(self) -> Image:
         return image_of(self.head_k, self.rule)
 
-    def elements(self) -> dict[str, str]:
-        """{role: type of its elements} of the operands that there are."""
-        keys = {name: self.x.value for name in ("read", "write") if getattr(self, name)}
-        gates = ("g", "gk", "beta", "A_log", "dt_bias", "erase", "alpha")
-        own = {name: dtype.value for name in gates if (dtype := getattr(self, name)) is not None}
-        starts = {"cu_seqlens": INTEGERS[self.cu_seqlens]} if self.ragged else {}
-        return {"q": self.x.value, "k": self.x.value, **keys, **own, **starts, "images": "u8"}
-
     def faults(self) -> list[str]:
         """What no variant could serve."""
         low_rank, raw = self.rule is Rule.LOW_RANK, self.gate in (Gate.SOFTPLUS, Gate.BOUNDED)
@@ -136,9 +128,6 @@ class LinearPromptProblem(ImageProblem, Stated, Divided):
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
     segments: int = field(default=1, metadata=LATER)  # of a sequence behind its first one, at most; 1: no sequence is cut
     segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
-
-    def elements(self) -> dict[str, str]:
-        return ImageProblem.elements(self) | self.state_elements()
 
     def faults(self) -> list[str]:
         return [

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...calls import prompts
 from ...engine.recurrences.attention.reference import one_token
 from ...engine.recurrences.attention.switches import Form
-from .operands import OF_KEYS, PER_TOKEN
+from .operands import OF_KEYS, OPERANDS
 from .problem import Rule
 
 DELTAS = {Rule.PLAIN: "none", Rule.DELTA: "decayed", Rule.OLD: "old", Rule.LOW_RANK: "old"}  # in the words of the decode steps
@@ -28,7 +28,7 @@ def chunk_linear_attention(
     weights = {n: views[n].to(dtype) for n in ("A_log", "dt_bias") if n in views}
 
     def walk(S: Tensor, row: int, span: slice, passed: prompts.Passed) -> tuple[Tensor, Tensor]:
-        tokens = {n: views[n][row, span].to(dtype) for n in PER_TOKEN if n in views and n != "out"}
+        tokens = {n: views[n][row, span].to(dtype) for n in OPERANDS.tokenwise if n in views and n != "out"}
         tokens |= {n: tokens[n].repeat_interleave(heads // tokens[n].shape[1], 1) for n in OF_KEYS if n in tokens}
         out = torch.empty_like(tokens["v"])
         for t in range(len(out)):

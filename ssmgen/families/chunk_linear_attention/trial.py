@@ -7,13 +7,13 @@ from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.chunks.problem import cut_from
-from ...engine.chunks.views import WRITTEN
+from ...engine.chunks.trial import rows, sequences, tokens_of
 from ...engine.recurrences.attention.problem import Gate
-from ...engine.trial import INTEGERS, Trial, boundaries, cycled, randn, slot_indices, trial
-from ...spec.kernel import DType, Index, Layout, Loads
+from ...engine.trial import Trial, randn, trial
+from ...spec.kernel import DType, Layout, Loads
 from .chain import ChainSpec
-from .operands import ALIKE
-from .planning import CALLERS, NAMES, Options
+from .operands import OPERANDS
+from .planning import CALLERS, Options
 from .problem import Rule
 from .segments import workspace_for
 
@@ -29,39 +29,24 @@ def operands(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> dict[st
     g = torch.Generator().manual_seed(seed)
     chunk = spec.rule.tokens
     length = max((cut_from(spec.segment_chunks) if spec.divided else 1) * chunk + 5, tokens)
-    counts = cycled((length, 3, 0, chunk, 1), batch)
-    lead = (1, sum(counts)) if spec.ragged else (batch, length)
-    slots = batch if spec.index is Index.NONE else 3 * batch
-    made = {name: _rows(spec, lead, name, g) for name in ALIKE}
+    lead, counts = tokens_of(spec, batch, length, chunk)
+    made = {name: _rows(spec, lead, name, g) for name in OPERANDS.alike("v")}
     made["out"].fill_(float("nan"))
     made |= _gates(spec, lead, g)
-    if spec.ragged:
-        made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
-    counted = {"initial_states": batch, "final_states": batch, "state": slots}
-    if spec.marked:  # before, at and behind each row's first chunk's end, and nowhere
-        total = lead[0] * lead[1]
-        near = [s + t for s in range(0, total, lead[1]) for t in (1, chunk - 1, chunk, chunk + 1) if s + t <= total]
-        made["checkpoint_positions"] = torch.tensor(sorted({0, *near, total, total + 1})).to(INTEGERS[spec.checkpoints])
-        counted["checkpoints"] = made["checkpoint_positions"].numel()
-    made |= {name: _states(spec, count, g) for name, count in counted.items()}
-    if spec.index is not Index.NONE:
-        made["state_indices"] = slot_indices(spec.index, batch, slots, g)
-    made["has_initial_state"] = torch.arange(batch) % 3 == 0
+    state = (spec.head_k, spec.head_v) if spec.layout is Layout.KV else (spec.head_v, spec.head_k)
+    made |= sequences(spec, batch, lead, counts, (HEADS, *state), chunk, g)
     segments = spec.segments if spec.divided else 1
     size = workspace_for(lead[0] * lead[1], batch, HEADS, spec.head_k, spec.head_v, spec.rule, segments, lead[1])
     made["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8)
     used = {name for part in spec.kernels for name in part.operands()}
-    return {name: made[name] for name in NAMES if name in used}
+    return {name: made[name] for name in OPERANDS.names if name in used}
 
 
 def _rows(spec: ChainSpec, lead: tuple[int, ...], name: str, g: Generator) -> Tensor:
-    """A slice of a wider tensor, whose tokens begin at multiples of so many bytes as are copied at once."""
-    heads, channels = (HEADS, spec.head_v) if name in ("v", "out") else (KEY_HEADS, spec.head_k)
-    gap = spec.copy // TORCH_DTYPES[spec.x].itemsize
-    wide = torch.randn(*lead, heads, channels + gap, generator=g)
-    if name in ("k", "read", "write") and not spec.l2norm:  # longer keys than 1 make the state grow
-        wide /= spec.head_k**0.5 * (1 if name == "k" else 2)
-    return wide.to(TORCH_DTYPES[spec.x])[..., gap:]
+    if name in ("v", "out"):
+        return rows(spec, lead, HEADS, spec.head_v, g)
+    long = name in ("k", "read", "write") and not spec.l2norm  # longer keys than 1 make the state grow
+    return rows(spec, lead, KEY_HEADS, spec.head_k, g, spec.head_k**0.5 * (1 if name == "k" else 2) if long else 1.0)
 
 
 def _gates(spec: ChainSpec, lead: tuple[int, ...], g: Generator) -> dict[str, Tensor]:
@@ -87,22 +72,13 @@ def _dense(dtype: DType, shape: tuple[int, ...], g: Generator) -> Tensor:
     return torch.randn(shape, generator=g).to(TORCH_DTYPES[dtype])
 
 
-def _states(spec: ChainSpec, count: int, g: Generator) -> Tensor:
-    """Pairs of numbers lie at multiples of two, or at odd places."""
-    inner = HEADS * spec.head_v * spec.head_k
-    odd = spec.state_loads is Loads.ELEMENT
-    wide = torch.randn(count, inner + (1 if odd else 2), generator=g).to(TORCH_DTYPES[spec.state])
-    shape = (spec.head_k, spec.head_v) if spec.layout is Layout.KV else (spec.head_v, spec.head_k)
-    return wide[:, 1 if odd else 0 :][:, :inner].view(count, HEADS, *shape)
-
-
 def chunk_linear_attention(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> Trial:
     options = Options(
         spec.rule.value, spec.gate.value, spec.beta_form.value, spec.l2norm, spec.head_k**-0.5, LOWER_BOUND, spec.layout.value,
         segments=spec.segments,
     )  # fmt: skip
     named = operands(spec, batch, seed, tokens)
-    slack = dict.fromkeys(WRITTEN, SLACK[spec.x])
+    slack = dict.fromkeys(OPERANDS.written, SLACK[spec.x])
     return trial(CALLERS[_function(spec)], named, options, slack=slack, between=("workspace",))
 
 

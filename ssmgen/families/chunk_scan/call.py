@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...calls import checks, prompts
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
+from ...calls.naming import WRITTEN_WORDS
 from ...calls.operator import operator, run
 from ...calls.planning import Family
-from ...calls.prompts import STATES, WRITTEN_WORDS
+from ...calls.prompts import States
 from ...engine.chunks.segments import SEGMENTS
+from ...engine.chunks.views import token_views
 from ...engine.tiles import maps
 from ...spec.arguments import Value
-from ...spec.kernel import Loads
-from ...spec.operands import plain
+from ...spec.operands import Table
+from .operands import KERNELS, OF_OWN_TYPE, OPERANDS, SCAN
 from .reference import chunk_scan as reference
 from .spec import CHUNK, OPERATOR, Gate, ScanProblem, ScanSpec
 from .warpgroups import many_short
-
-NAMES = (
-    "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "cu_seqlens", "seq_idx", "initial_states", "final_states", "state", "state_indices",
-    "has_initial_state", "checkpoint_positions", "checkpoints", "out",
-)  # fmt: skip
-WRITTEN = ("out", "final_states", "state", "checkpoints")
-ROWS = ("x", "B", "C", "z", "out")
 
 
 class Options(NamedTuple):
@@ -114,92 +110,38 @@ def chunk_scan(
     CaptureError when a kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     Source: Dao & Gu 2024 (arXiv 2405.21060); the arguments are those of mamba-ssm and vLLM.
     """
-    final, checkpoints = final_states_out, checkpoints_out
-    if isinstance(x, Tensor) and isinstance(B, Tensor):
-        out = x.new_empty(x.shape) if out is None else out
-        dtypes = [t.dtype for t in (initial_states, final_states_out, state) if isinstance(t, Tensor)]
-        if x.dim() in (3, 4) and B.dim() == x.dim():
-            inner = (*x.shape[-2:], B.shape[-1])
-            if return_final_states and final is None:
-                count = x.shape[0] if not isinstance(cu_seqlens, Tensor) else max(cu_seqlens.numel() - 1, 0)
-                final = x.new_empty((count, *inner), dtype=dtypes[0] if dtypes else torch.float32)
-            if return_checkpoints and checkpoints is None and isinstance(checkpoint_positions, Tensor):
-                checkpoints = x.new_empty((checkpoint_positions.numel(), *inner), dtype=dtypes[0] if dtypes else torch.float32)
-    unplaced = "return_checkpoints asks for states after tokens, and checkpoint_positions, which names those, is not given"
-    objections = (unplaced,) if return_checkpoints and checkpoint_positions is None else ()
-    given = (
-        x, dt, A, B, C, D, z, dt_bias, cu_seqlens, seq_idx, initial_states, final, state, state_indices, has_initial_state,
-        checkpoint_positions, checkpoints, out,
+    states = States(
+        cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
+        checkpoints_out, return_checkpoints, out,
     )  # fmt: skip
-    asked = {"final_states": return_final_states and final is not None, "checkpoints": return_checkpoints and checkpoints is not None}
-    returns = ("out", *(name for name, wanted in asked.items() if wanted))
+    behind = states.operands(x, B)
+    tensors = SCAN.Tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx, **behind)
     options = Options(dt_softplus, dt_limit, pad_slot_id, segments=segments)
-    return run(CALLER, given, options, pdl, returns=returns, objections=objections)
+    return run(CALLER, tensors, options, pdl, returns=states.returns(behind), objections=states.objections)
 
 
-def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+def views_of(table: Table, named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as [batch, T, H, P], [batch, T, H], [batch, T, G, N], [H, P]; of packed sequences, the batch is 1.
 
     Adds to `problems`; what comes back is only usable if that is nothing.
     """
-    if not checks.check_tensors(named, problems):
-        return {}
-    checks.check_common(named, "x", problems, "the scan of a prompt")
-    views, x, ragged = dict(named), named["x"], "cu_seqlens" in named
-    if x.dim() not in ((3, 4) if ragged else (4,)) or (ragged and x.dim() == 4 and x.shape[0] != 1):
-        wanted = "[tokens, H, P] or [1, tokens, H, P], as cu_seqlens asks for" if ragged else "[batch, T, H, P]"
-        problems.append(f"x is {list(x.shape)}, not {wanted}")
-        return {}
-    if x.dim() == 3:
-        views |= {n: named[n].unsqueeze(0) for n, axes in _PER_TOKEN.items() if n in named and named[n].dim() == axes - 1}
-        x = views["x"]
-    if "seq_idx" in views and views["seq_idx"].dim() == 1 and x.shape[0] == 1:
-        views["seq_idx"] = views["seq_idx"].unsqueeze(0)
-    if views["B"].dim() != 4:
-        problems.append(f"B is {list(views['B'].shape)}, not […, G, N] as x {list(named['x'].shape)} asks for")
-        return {}
-    if not _shapes_fit(views, problems):
-        return {}
-    if views.get("D") is not None and views["D"].dim() == 1:
-        views["D"] = views["D"].unsqueeze(1).expand(*x.shape[2:])
-    prompts.check_layout(views, ROWS, WRITTEN, tuple(_PER_TOKEN), problems)
+    found, ids = dict(named), named.get("seq_idx")
+    if isinstance(ids, Tensor) and ids.dim() == 1 and isinstance(named["x"], Tensor) and named["x"].shape[0] == 1:
+        found["seq_idx"] = ids.unsqueeze(0)
+    views = token_views(table, found, "x", "B", "the scan of a prompt", problems, "groups of B")
+    if "seq_idx" in named and "cu_seqlens" in named:
+        problems.append("seq_idx and cu_seqlens both divide the tokens into sequences: give one of them")
+    if views and options.slope and views["g"].dim() != 1:
+        problems.append(f"g is {list(named['g'].shape)}, not {table.label(('head',), '')}")
+    if "D" in views and views["D"].dim() == 1:
+        views["D"] = views["D"].unsqueeze(1).expand(*views["x"].shape[2:])
+    if views:
+        prompts.check_strides(table, views, "x", problems)
     return views
-
-
-_PER_TOKEN = dict.fromkeys(ROWS, 4) | {"dt": 3, "g": 3, "seq_idx": 2}
 
 
 def _sequences(views: Mapping[str, Tensor]) -> int:
     return prompts.sequences_of(views, "x")
-
-
-def _shapes_fit(views: Mapping[str, Tensor], problems: list[str]) -> bool:
-    x, B = views["x"], views["B"]
-    (batch, length, H, P), (G, N) = x.shape, B.shape[2:]
-    sequences = _sequences(views)
-    if sequences < 0:
-        problems.append("cu_seqlens is empty; it is [sequences + 1]")
-        return False
-    rows: checks.Shapes = {"[…, H, P]": (batch, length, H, P)}
-    groups: checks.Shapes = {"[…, G, N]": (batch, length, G, N)}
-    allowed: dict[str, checks.Shapes] = {
-        **dict.fromkeys(("z", "out"), rows),
-        **dict.fromkeys(("B", "C"), groups),
-        "dt": {"[…, H]": (batch, length, H)},
-        **dict.fromkeys(("A", "dt_bias"), {"[H]": (H,)}),
-        "g": {"[…, H]": (batch, length, H), "[H]": (H,)},
-        "D": {"[H]": (H,), "[H, P]": (H, P)},
-        "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
-        "seq_idx": {"[batch, T]": (batch, length)},
-    }
-    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
-    fits.append(prompts.states_fit(views, sequences, "H, P, N", (H, P, N), problems))
-    if "seq_idx" in views and "cu_seqlens" in views:
-        problems.append("seq_idx and cu_seqlens both divide the tokens into sequences: give one of them")
-    if G < 1 or H % G:
-        problems.append(f"x has {H} heads, which is not a multiple of the {G} groups of B")
-        fits.append(False)
-    return all(fits)
 
 
 def _gate(views: Mapping[str, Tensor], options: Options) -> Gate:
@@ -212,66 +154,34 @@ def _gate(views: Mapping[str, Tensor], options: Options) -> Gate:
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ScanProblem:
     """The problem that checked operands pose, given where they lie."""
-    states = [n for n in STATES if n in views]
-
-    def dtype(name: str) -> Any:
-        return DTYPES[views[name].dtype] if name in views else None
-
-    def index(name: str) -> Any:
-        return INDEX[views[name].dtype if name in views else None]
-
-    more = {"state": dtype(states[0])} if states else {}
+    typed: dict[str, Any] = dict.fromkeys(OF_OWN_TYPE) | checks.dtypes_of(views, OF_OWN_TYPE)
     problem = ScanProblem(
         headdim=views["x"].shape[3],
         d_state=views["B"].shape[3],
-        x=dtype("x"),
-        dt=dtype("dt"),
-        A=dtype("A"),
+        x=DTYPES[views["x"].dtype],
+        **typed,
         gate=_gate(views, options),
-        g=dtype("g"),
-        D=dtype("D"),
         D_rows="D" in views and views["D"].stride(1) != 0,
-        dt_bias=dtype("dt_bias"),
         z="z" in views,
         dt_softplus=options.dt_softplus,
         dt_limit=options.dt_limit is not None,
-        cu_seqlens=index("cu_seqlens"),
-        initial="initial_states" in views,
-        final="final_states" in views,
-        pool="state" in views,
-        started="has_initial_state" in views,
-        index=index("state_indices"),
         seq_idx="seq_idx" in views,
-        checkpoints=index("checkpoint_positions"),
-        copy=prompts.together(views, pointers, ROWS),
-        state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 2) for n in states) else Loads.ELEMENT,
+        copy=prompts.together(views, pointers, OPERANDS.alike("x")),
         segments=options.segments or 0,
-        **more,
+        **prompts.fields_of(views, pointers, 2),
     )
     batch, tokens, heads, _ = views["x"].shape
     return replace(problem, short=True) if many_short(problem, heads, _sequences(views), batch * tokens) else problem
-
-
-_AXES = {
-    **dict.fromkeys(_PER_TOKEN, {"batch": 0, "token": 1, "head": 2, "group": 2}),
-    "g": {"batch": 0, "token": 1, "head": -1},
-    "D": {"head": 0, "row": 1},
-    **dict.fromkeys(("A", "dt_bias"), {"head": 0}),
-    **dict.fromkeys(STATES, {"slot": 0, "head": 1}),
-    **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
-    "checkpoint_positions": {"position": 0},
-}
 
 
 def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
     """Every kernel argument that is not a pointer."""
     _, length, heads, _ = views["x"].shape
     values: dict[str, Value] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[2]}
-    values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
-    values |= {"positions": views["checkpoints"].shape[0] if "checkpoints" in views else 0}
+    values |= {"pad_slot_id": options.pad_slot_id, **prompts.values_of(views)}
     values |= {"scale": options.scale, "parts": _parts(spec, views), "items": grid_of(spec, views)}
     values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
-    values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    values |= KERNELS.stride_values(spec, views, kind=0 if spec.g_by_token else 1)
     values |= maps(views, spec.mapped, CHUNK)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
@@ -293,25 +203,23 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=WRITTEN,
+    written=OPERANDS.written,
     problem_of=problem_of,
     size_of=size_of,
     grid_of=grid_of,
     values_of=kernel_values,
-    in_place=(("final_states", "initial_states"),),
+    in_place=OPERANDS.in_place,
 )
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    named: dict[str, Any] = dict(views)
+    named: dict[str, Any] = {"dt": None, "A": None, **views}
     how = options._asdict()
     del how["segments"]  # token by token there are none
     reference(**named, **how, dtype=dtype)
 
 
-_REQUIRED = ("x", "dt", "A", "B", "C", "out")
 _OF_OPTIONS = ("dt_softplus", "dt_limit", "pad_slot_id", "segments")
 (CALLER,) = callers(
-    FAMILY, {OPERATOR: plain(NAMES, _REQUIRED, WRITTEN)}, Options, views_of, run_reference, of_options=_OF_OPTIONS,
-    words={OPERATOR: WRITTEN_WORDS},
+    FAMILY, {OPERATOR: SCAN}, Options, partial(views_of, SCAN), run_reference, of_options=_OF_OPTIONS, words={OPERATOR: WRITTEN_WORDS}
 ).values()  # fmt: skip

@@ -22,7 +22,6 @@ class EndsSpec(WarpgroupScanSpec):
     template: ClassVar[str] = "chunk_scan/warpgroups/ends.cu.j2"
     word: ClassVar[str] = "scan_ends"
     states_alone: ClassVar[bool] = True
-    written: ClassVar[tuple[str, ...]] = ("ends",)
 
     @classmethod
     def of(cls, spec: ScanSpec) -> EndsSpec:
@@ -31,10 +30,6 @@ class EndsSpec(WarpgroupScanSpec):
         kept |= dict.fromkeys(("z", "D_rows", "initial", "final", "pool", "started", "seq_idx"), False)
         kept |= {"D": None, "index": Index.NONE, "checkpoints": Index.NONE, "segments": 0, "state_loads": Loads.VECTOR}
         return cls(**kept, stages=4, pdl=Pdl.OFF)
-
-    def roles(self) -> list[str]:
-        others = ("C", "out")
-        return [*(role for role in super().roles() if role not in others), "since", "ends"]
 
     @property
     def mapped(self) -> dict[str, int]:

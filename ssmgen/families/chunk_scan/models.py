@@ -62,8 +62,10 @@ class ScanAsk(Ask):
             same |= WITHOUT_DT | {"headdim": model.dim_v, "d_state": model.dim_k, "gate": Gate.SLOPE, "g": DType.F32}
             batches, packed = NEW, (OWN_POOL,)
             if wanted.caller is Client.ENGINES:  # SGLang gathers the states first
-                packed = ({"initial": True, "final": True},)
+                packed = BATCHES[1:]
         kinds = [kind for index in wanted.indices for kind in (batches if index is Index.NONE else _by_slots(packed, index))]
+        if isinstance(model, AttentionModel) and wanted.caller is Client.ENGINES:  # vLLM calls the scan for each sequence
+            kinds += BATCHES[1:]
         found = list(dict.fromkeys(ScanProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds))
         return found + [replace(problem, short=True) for problem in found if may_stay(problem, model.nheads)]
 

@@ -17,14 +17,13 @@ Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
-from ...engine.chunks.problem import INTEGERS
 from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+from .operands import KERNELS
 
 OPERATOR = "chunk_scan"
 
@@ -34,8 +33,7 @@ SMS = {80: 108, 90: 132, 100: 148, 103: 148, 120: 170}  # of the larger cards; o
 PASSING = 0.4  # time of a chunk of which only the state is made, of that of a whole one
 SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixers, and the next
 
-# What linear attention calls the same operands, and what its problems do not have.
-ATTENTION = {"x": "v", "B": "k", "C": "q"}
+# What problems of linear attention do not have.
 WITHOUT_DT: dict[str, Any] = {"dt": None, "A": None, "dt_softplus": False}
 
 
@@ -258,78 +256,36 @@ class ScanSpec(KernelSpec, ScanProblem):
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
         ]
 
-    def operands(self) -> list[str]:
-        """Tensor arguments in order, as calls name them."""
-        return self.named(self.roles())
+    @property
+    def g_by_token(self) -> bool:
+        return self.gate is Gate.LOG
 
-    def named(self, roles: Iterable[str]) -> list[str]:
-        """What calls say for them."""
-        words = ATTENTION if self.attention else {}
-        return [(words | {"g": "slope"} if self.gate is Gate.SLOPE else words).get(role, role) for role in roles]
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        return KERNELS.of(self)
 
     def roles(self) -> list[str]:
-        """The same, as Mamba-2 and the kernel name them."""
-        there = {
-            "x": True,
-            **dict.fromkeys(("dt", "A"), not self.attention),
-            "g": self.g is not None,
-            **dict.fromkeys(("B", "C"), True),
-            "D": self.D is not None,
-            "z": self.z,
-            "dt_bias": self.dt_bias is not None,
-            "cu_seqlens": self.ragged,
-            "seq_idx": self.seq_idx,
-            "initial_states": self.initial,
-            "final_states": self.final,
-            "state": self.pool,
-            "state_indices": self.index is not Index.NONE,
-            "has_initial_state": self.started,
-            "checkpoint_positions": self.marked,
-            "checkpoints": self.marked,
-            "out": True,
-        }
-        return [name for name, given in there.items() if given]
+        """The same, as the kernel names them."""
+        return self.operands()
 
     @property
     def mapped(self) -> dict[str, int]:
         """Operands whose tiles are copied by tensor maps, and how many columns at once."""
         return {}
 
-    def strides(self) -> list[tuple[str, str]]:
-        """(role, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
-        batch = [] if self.ragged else ["batch"]
-        axes = {
-            **dict.fromkeys(("x", "z", "out", "dt"), [*batch, "token", "head"]),
-            **dict.fromkeys(("B", "C"), [*batch, "token", "group"]),
-            **dict.fromkeys(("A", "dt_bias"), ["head"]),
-            "g": [*batch, "token", "head"] if self.gate is Gate.LOG else ["head"],
-            "D": ["head", "row"],
-            "seq_idx": [*batch, "token"],
-            **dict.fromkeys(("initial_states", "final_states", "state", "checkpoints"), ["slot", "head"]),
-            "checkpoint_positions": ["position"],
-            **dict.fromkeys(("since", "ends"), []),
-            **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
-        }
-        return [(role, axis) for role in self.roles() for axis in axes[role]]
-
     def parameters(self) -> list[Param]:
         """Pointers come first."""
-        states = ("initial_states", "final_states", "state", "checkpoints")
-        element: dict[str, Any] = dict.fromkeys(("x", "B", "C", "z", "out"), self.x.value) | dict.fromkeys(states, self.state.value)
-        element |= {name: getattr(self, name).value for name in ("dt", "A", "g", "D", "dt_bias") if name in self.roles()}
-        element |= {"cu_seqlens": INTEGERS[self.cu_seqlens], "state_indices": INTEGERS[self.index], "has_initial_state": "u8"}
-        element |= {"seq_idx": "int", "checkpoint_positions": INTEGERS[self.checkpoints], "since": "int", "ends": "f32"}
-        written = ("out", "final_states", "state", "checkpoints", "ends")
-        pointers = [Param.pointer(op, element[op], const=op not in written) for op in self.roles()]
+        strides = KERNELS.stride_params(self)
+        maps = [Param.tiles(f"{operand}_tiles") for operand in self.mapped]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
-        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
-        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
+        wide += [p for p in strides if p.code == "q"]
+        narrow = [p for p in strides if p.code != "q"]
         limits = [Param.f32("dt_low"), Param.f32("dt_high")] if self.dt_limit else []
         scale = [Param.f32("scale")] if self.attention else []
         counts = ["tokens", "heads", "group_heads", *(["positions"] if self.marked else [])]
         counts += ["items"] if self.stays else []
         counts += ["parts"] if self.parts > 1 and self.cluster_blocks == 1 else []
-        return [*pointers, *wide, *map(Param.u32, counts), *narrow, *limits, *scale]
+        return [*KERNELS.pointers(self), *maps, *wide, *map(Param.u32, counts), *narrow, *limits, *scale]
 
     def constants(self) -> dict[str, Any]:
         return {

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from ...calls.checks import TORCH_DTYPES
-from ...engine.trial import INTEGERS, Trial, boundaries, cycled, ordered, slot_indices, trial
-from ...spec.kernel import DType, Index, Loads
+from ...engine.chunks.trial import rows, sequences, tokens_of
+from ...engine.trial import Trial, ordered, trial
+from ...spec.kernel import DType
 from .attention import CALLERS
 from .call import CALLER, Options
 from .spec import CHUNK, Gate, ScanSpec
@@ -26,17 +27,8 @@ def operands(spec: ScanSpec, batch: int, seed: int, tokens: int = 0) -> dict[str
     g = torch.Generator().manual_seed(seed)
     least = LEAST * (LEAD[0] + LEAD[1]) // LEAD[1] if spec.ends else LEAST if spec.parts > 1 else 1
     most = max(least * CHUNK + 5, tokens)
-    counts = cycled((most, 3, 0, CHUNK, 1), batch)
-    lead = (1, sum(counts)) if spec.ragged else (batch, most)
-    slots = batch if spec.index is Index.NONE else 3 * batch
-
-    def rows(*inner: int) -> Tensor:
-        """A slice of a wider tensor, whose tokens begin at multiples of so many bytes as are copied at once."""
-        gap = spec.copy // TORCH_DTYPES[spec.x].itemsize
-        wide = torch.randn(*lead, inner[0], inner[1] + gap, generator=g).to(TORCH_DTYPES[spec.x])
-        return wide[..., gap:]
-
-    made = {"x": rows(HEADS, spec.headdim), "B": rows(GROUPS, spec.d_state), "C": rows(GROUPS, spec.d_state)}
+    lead, counts = tokens_of(spec, batch, most, CHUNK)
+    made = {"x": rows(spec, lead, HEADS, spec.headdim, g)} | {name: rows(spec, lead, GROUPS, spec.d_state, g) for name in ("B", "C")}
     made["out"] = torch.full_like(made["x"], float("nan"))
     if spec.g is not None:
         decays = torch.rand(*lead, HEADS, generator=g) if spec.gate is Gate.LOG else torch.rand(HEADS, generator=g)
@@ -49,32 +41,13 @@ def operands(spec: ScanSpec, batch: int, seed: int, tokens: int = 0) -> dict[str
     if spec.D is not None:
         made["D"] = torch.randn(HEADS, generator=g).to(TORCH_DTYPES[spec.D])
     if spec.z:
-        made["z"] = rows(HEADS, spec.headdim)
+        made["z"] = rows(spec, lead, HEADS, spec.headdim, g)
     if spec.dt_bias is not None:
         made["dt_bias"] = torch.rand(HEADS, generator=g).to(TORCH_DTYPES[spec.dt_bias])
-    if spec.ragged:
-        made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
     if spec.seq_idx:  # of which the first one, and that of another row, come again
         made["seq_idx"] = (torch.arange(lead[1]) // 30 % 2).int().repeat(lead[0], 1)
-    counted = {"initial_states": batch, "final_states": batch, "state": slots}
-    if spec.marked:  # before, at and behind each row's first chunk's end, and nowhere
-        total = lead[0] * lead[1]
-        near = [s + t for s in range(0, total, lead[1]) for t in (1, CHUNK - 1, CHUNK, CHUNK + 1) if s + t <= total]
-        made["checkpoint_positions"] = torch.tensor(sorted({0, *near, total, total + 1})).to(INTEGERS[spec.checkpoints])
-        counted["checkpoints"] = made["checkpoint_positions"].numel()
-    made |= {name: _states(spec, count, g) for name, count in counted.items()}
-    if spec.index is not Index.NONE:
-        made["state_indices"] = slot_indices(spec.index, batch, slots, g)
-    made["has_initial_state"] = torch.arange(batch) % 3 == 0
-    return ordered(spec, dict(zip(spec.named(made), made.values(), strict=True)))
-
-
-def _states(spec: ScanSpec, count: int, g: Generator) -> Tensor:
-    """Pairs of numbers lie at multiples of two, or at odd places."""
-    inner = HEADS * spec.headdim * spec.d_state
-    odd = spec.state_loads is Loads.ELEMENT
-    wide = torch.randn(count, inner + (1 if odd else 2), generator=g).to(TORCH_DTYPES[spec.state])
-    return wide[:, 1 if odd else 0 :][:, :inner].view(count, HEADS, spec.headdim, spec.d_state)
+    made |= sequences(spec, batch, lead, counts, (HEADS, spec.headdim, spec.d_state), CHUNK, g)
+    return ordered(spec, made)
 
 
 def chunk_scan(spec: ScanSpec, batch: int, seed: int, tokens: int = 0) -> Trial:

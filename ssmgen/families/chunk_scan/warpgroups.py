@@ -25,7 +25,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
-from ...spec.kernel import LATER, Arch, Loads, Needs, Param, Pdl, must
+from ...spec.kernel import LATER, Arch, Loads, Needs, Pdl, must
 from .spec import CHUNK, SMS, ScanProblem, ScanSpec
 
 ROWS = 64  # of a state, that a warpgroup holds
@@ -124,11 +124,6 @@ class WarpgroupScanSpec(ScanSpec):
     @property
     def mapped(self) -> dict[str, int]:
         return {"C": self.d_state, "B": self.d_state, "x": self.tile} | ({"z": self.tile} if self.z else {})
-
-    def parameters(self) -> list[Param]:
-        given = super().parameters()
-        pointers = len(self.roles())
-        return [*given[:pointers], *(Param.tiles(f"{operand}_tiles") for operand in self.mapped), *given[pointers:]]
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {

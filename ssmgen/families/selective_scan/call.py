@@ -8,6 +8,7 @@ from torch import Tensor
 from ...calls.operator import operator, run
 from ...engine.chunks.segments import SEGMENTS
 from ...engine.new_tensors import new_like
+from .operands import OPERANDS
 from .planning import CALLER, Options
 
 
@@ -77,8 +78,8 @@ def selective_scan(
             dtypes = [t.dtype for t in (initial_states, state) if isinstance(t, Tensor)]
             count = u.shape[0] if not isinstance(cu_seqlens, Tensor) else max(cu_seqlens.numel() - 1, 0)
             final = u.new_empty((count, *A.shape), dtype=dtypes[0] if dtypes else torch.float32)
-    given = (
-        u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, final, state, state_indices, has_initial_state, out,
-    )  # fmt: skip
+    tensors = OPERANDS.Tensors(
+        u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, final, state, state_indices, has_initial_state, out
+    )
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    return run(CALLER, given, Options(delta_softplus, channels_first, pad_slot_id, segments), pdl, returns=returns)
+    return run(CALLER, tensors, Options(delta_softplus, channels_first, pad_slot_id, segments), pdl, returns=returns)

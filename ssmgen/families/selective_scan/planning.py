@@ -9,22 +9,16 @@ import torch
 from torch import Tensor
 
 from ...calls import checks, prompts
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
+from ...calls.naming import WRITTEN_WORDS
 from ...calls.planning import Family
-from ...calls.prompts import WRITTEN_WORDS
 from ...spec.arguments import Value
-from ...spec.kernel import Loads
-from ...spec.operands import plain
+from .operands import KEYS, OPERANDS, ROWS
 from .problem import OPERATOR, Order, SelectiveProblem, asked
 from .reference import selective_scan as reference
-from .spec import KEYS, ROWS, STATES, SelectiveSpec
+from .spec import SelectiveSpec
 
-NAMES = (
-    "u", "delta", "A", "B", "C", "D", "z", "delta_bias", "cu_seqlens", "initial_states", "final_states", "state", "state_indices",
-    "has_initial_state", "out",
-)  # fmt: skip
-WRITTEN = ("out", "final_states", "state")
 _LAST = {Order.FIRST: 1, Order.LAST: -1}  # which axis of a view is contiguous
 
 
@@ -44,7 +38,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     """
     if not checks.check_tensors(named, problems):
         return {}
-    checks.check_common(named, "u", problems, "the scan of a prompt")
+    checks.check_types(OPERANDS, named, "u", problems, "the scan of a prompt")
     u, ragged, first = named["u"], "cu_seqlens" in named, options.channels_first
     words = "dim, T" if first else "T, dim"
     if u.dim() not in ((2, 3) if ragged else (3,)) or (ragged and u.dim() == 3 and u.shape[0] != 1):
@@ -66,7 +60,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
             views[name] = _with_batch(views[name].movedim(-1, -3) if first else views[name], 4)
     if not _shapes_fit(named, views, problems, words):
         return {}
-    _check_layout(views, problems)
+    prompts.check_strides(OPERANDS, views, "u", problems)
     return views
 
 
@@ -80,12 +74,9 @@ def _shapes_fit(named: Mapping[str, Tensor], views: Mapping[str, Tensor], proble
     if sequences < 0:
         problems.append("cu_seqlens is empty; it is [sequences + 1]")
         return False
-    allowed: dict[str, checks.Shapes] = {
-        "A": {"[dim, N]": (dim, N)},
-        **dict.fromkeys(("D", "delta_bias"), {"[dim]": (dim,)}),
-        "cu_seqlens": {"[sequences + 1]": (sequences + 1,)},
-    }
-    fits = [checks.check_shape(name, views[name], allowed[name], problems) for name in views if name in allowed]
+    others = {name: t for name, t in views.items() if name not in (*ROWS, *KEYS)}
+    sizes = {"dim": dim, "n": N, **prompts.sizes_of(views, sequences)}
+    fits = [checks.check_shapes(OPERANDS, others, sizes, problems)]
     for name in ROWS[1:]:
         if name in views and views[name].shape != views["u"].shape:
             problems.append(f"{name} is {list(named[name].shape)}, u is {list(named['u'].shape)}; both are […, {words}]")
@@ -96,31 +87,11 @@ def _shapes_fit(named: Mapping[str, Tensor], views: Mapping[str, Tensor], proble
             axes = "G, N, T] or […, N, T" if words == "dim, T" else "T, G, N] or […, T, N"
             problems.append(f"{name} is {list(named[name].shape)}, not […, {axes}], as u {list(named['u'].shape)} and N {N} ask for")
             fits.append(False)
-    fits.append(prompts.states_fit(views, sequences, "dim, N", (dim, N), problems))
+    prompts.states_go_together(views, sequences, problems)
     if G < 1 or dim % G:
         problems.append(f"u has {dim} channels, which is not a multiple of the {G} groups of B")
         fits.append(False)
     return all(fits)
-
-
-def _check_layout(views: Mapping[str, Tensor], problems: list[str]) -> None:
-    problems += prompts.unlike(views, "u", [n for n in (*ROWS[1:], *KEYS) if n in views])
-    first, *others = [n for n in STATES if n in views] or [""]
-    problems += prompts.unlike(views, first, others)
-    if views["A"].dtype in DTYPES and views["A"].dtype is not torch.float32:
-        problems.append(f"A is {views['A'].dtype}, not float32".replace("torch.", ""))
-    for name in STATES:
-        if name in views and views[name].stride(2) != 1 and views[name].shape[2] > 1:
-            problems.append(f"{name} has strides {list(views[name].stride())}; the states of a channel must be contiguous")
-    for name in WRITTEN:
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
-    for name, t in views.items():
-        narrow = t.stride()[1:] if name in (*ROWS, *KEYS, *STATES) else t.stride()
-        if any(s >= 2**32 for s in narrow):
-            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
-    if max(views["u"].shape) >= 2**31:
-        problems.append(f"u is {list(views['u'].shape)}; kernels take axes below 2^31")
 
 
 def _order(views: Mapping[str, Tensor], names: Sequence[str]) -> Order:
@@ -146,17 +117,7 @@ def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: S
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> SelectiveProblem:
     """The problem that checked operands pose, given where they lie."""
-    states = [n for n in STATES if n in views]
-
-    def dtype(name: str) -> Any:
-        return DTYPES[views[name].dtype] if name in views else None
-
-    def index(name: str) -> Any:
-        return INDEX[views[name].dtype if name in views else None]
-
-    more: dict[str, Any] = {"state": dtype(states[0])} if states else {}
     _, longest, dim = views["u"].shape
-    more |= asked(options.segments, dim, views["A"].shape[1], longest)
     order, key_layout = _order(views, ROWS), _order(views, KEYS)
     return SelectiveProblem(
         d_state=views["A"].shape[1],
@@ -164,30 +125,13 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         copy=_together(views, pointers, ROWS, order),
         key_layout=key_layout,
         key_copy=_together(views, pointers, KEYS, key_layout),
-        x=dtype("u"),
-        D=dtype("D"),
+        x=DTYPES[views["u"].dtype],
+        **checks.dtypes_of(views, ("D", "delta_bias")),
         z="z" in views,
-        delta_bias=dtype("delta_bias"),
         delta_softplus=options.delta_softplus,
-        cu_seqlens=index("cu_seqlens"),
-        initial="initial_states" in views,
-        final="final_states" in views,
-        pool="state" in views,
-        started="has_initial_state" in views,
-        index=index("state_indices"),
-        state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 4) for n in states) else Loads.ELEMENT,
-        **more,
+        **asked(options.segments, dim, views["A"].shape[1], longest),
+        **prompts.fields_of(views, pointers, 4),
     )
-
-
-_AXES = {
-    **dict.fromkeys(ROWS, {"batch": 0, "token": 1, "channel": 2}),
-    **dict.fromkeys(KEYS, {"batch": 0, "token": 1, "group": 2, "n": 3}),
-    "A": {"channel": 0, "n": 1},
-    **dict.fromkeys(("D", "delta_bias"), {"channel": 0}),
-    **dict.fromkeys(STATES, {"slot": 0, "channel": 1}),
-    **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), {"sequence": 0}),
-}
 
 
 def kernel_values(spec: SelectiveSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
@@ -196,8 +140,7 @@ def kernel_values(spec: SelectiveSpec, views: Mapping[str, Tensor], options: Opt
     channels = dim // views["B"].shape[2]
     values: dict[str, Value] = {"tokens": length, "groups": views["B"].shape[2], "group_channels": channels}
     values |= {"blocks": -(-channels // spec.channels), "pad_slot_id": options.pad_slot_id}
-    values |= {"slots": views["state"].shape[0] if "state" in views else 0}
-    values |= {f"{operand}_{axis}": views[operand].stride(_AXES[operand][axis]) for operand, axis in spec.strides()}
+    values |= {**prompts.values_of(views), **OPERANDS.stride_values(spec, views)}
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -214,12 +157,12 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 
 FAMILY = Family(
     OPERATOR,
-    written=WRITTEN,
+    written=OPERANDS.written,
     problem_of=problem_of,
     size_of=size_of,
     grid_of=grid_of,
     values_of=kernel_values,
-    in_place=(("final_states", "initial_states"),),
+    in_place=OPERANDS.in_place,
 )
 
 
@@ -228,7 +171,4 @@ def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dt
     reference(**named, delta_softplus=options.delta_softplus, pad_slot_id=options.pad_slot_id, dtype=dtype)
 
 
-_REQUIRED = ("u", "delta", "A", "B", "C", "out")
-(CALLER,) = callers(
-    FAMILY, {OPERATOR: plain(NAMES, _REQUIRED, FAMILY.written)}, Options, views_of, run_reference, words={OPERATOR: WRITTEN_WORDS}
-).values()  # fmt: skip
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference, words={OPERATOR: WRITTEN_WORDS}).values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from ...spec.kernel import LATER, DType, Index, Loads, Problem, must
 
@@ -26,7 +27,7 @@ def by_rule(dim: int, padded: int) -> int:
     return most if most >= FEWEST else 1
 
 
-def asked(segments: int | None, dim: int, d_state: int, longest: int) -> dict[str, int]:
+def asked(segments: int | None, dim: int, d_state: int, longest: int) -> dict[str, Any]:
     """The fields of a problem that say how sequences are cut: as a call asks for (None: the rule), where none is longer than `longest`."""
     padded = padded_states(d_state)
     most, least = (by_rule(dim, padded), LEAST) if segments is None else (min(segments, MOST), CUT)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...calls.sharding import Rule
+from ...engine.chunks.sharding import rule_of
+from .operands import KEYS, OPERANDS, ROWS
 
 
 def _per_token(given: Mapping[str, Any]) -> dict[str, str]:
@@ -14,25 +15,9 @@ def _per_token(given: Mapping[str, Any]) -> dict[str, str]:
     batch = "batch " if u.dim() == 3 else ""
     rows, groups, keys = ("head token", "group n token", "n token") if first else ("token head", "token group n", "token n")
     return {
-        **dict.fromkeys(("u", "delta", "z", "out"), batch + rows),
-        **{name: batch + (groups if name in given and given[name].dim() > u.dim() else keys) for name in ("B", "C")},
+        **dict.fromkeys(ROWS, batch + rows),
+        **{name: batch + (groups if name in given and given[name].dim() > u.dim() else keys) for name in KEYS},
     }
 
 
-RULES = {
-    "selective_scan": Rule(
-        {
-            **dict.fromkeys(("u", "delta", "z", "out"), "batch token head|token head"),  # where channels come last
-            **dict.fromkeys(("B", "C"), "batch token group n|batch token n|token n"),
-            "A": "head n",
-            **dict.fromkeys(("D", "delta_bias"), "head"),
-            **dict.fromkeys(("initial_states", "final_states_out", "state"), "batch head n"),
-            **dict.fromkeys(("state_indices", "has_initial_state"), "batch"),
-        },
-        ("final_states_out", "state", "out"),
-        anchors=("state", "final_states_out", "out", "u"),
-        returns=("out", "final_states_out"),
-        asked={"final_states_out": "return_final_states"},
-        variant=_per_token,
-    )
-}
+RULES = {"selective_scan": rule_of(OPERANDS, "u", variant=_per_token)}

@@ -21,10 +21,8 @@ from typing import Any, ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
 from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, is_pow2, must
+from .operands import OPERANDS
 from .problem import CUT, OPERATOR, Order, SelectiveProblem, cut_from
-
-STATES = ("initial_states", "final_states", "state")
-ROWS, KEYS = ("u", "delta", "z", "out"), ("B", "C")
 
 GROUP = 4  # tokens whose y are summed at once
 MOST_STATES = 32  # per lane
@@ -35,8 +33,6 @@ TURNS = [(token, n) for n in (3, 1, 2, 0) for token in (3, 1, 2, 0)]
 
 # 2^f = 1 + f c1 + … + f^6 c6 for f in -0.5 … 0.5, minimax of the relative error (2.6e-9 before rounding; 8.4e-8 in f32): c6 first.
 EXPONENTIAL = ("0.000155946778", "0.00134066434", "0.00961769279", "0.0555031039", "0.240226522", "0.693147242", "1.")
-
-_INTEGER = {Index.I32: "int", Index.I64: "i64", Index.NONE: ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,48 +166,36 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
         ]
 
+    # Kernels take no stride for the axis along which they copy.
+
+    @property
+    def by_token(self) -> bool:
+        return not self.copy or self.layout is Order.LAST
+
+    @property
+    def by_channel(self) -> bool:
+        return not self.copy or self.layout is Order.FIRST
+
+    @property
+    def keys_by_token(self) -> bool:
+        return not self.key_copy or self.key_layout is Order.LAST
+
+    @property
+    def keys_by_n(self) -> bool:
+        return not self.key_copy or self.key_layout is Order.FIRST
+
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
-        there = {
-            **dict.fromkeys(("u", "delta", "A", "B", "C"), True),
-            "D": self.D is not None,
-            "z": self.z,
-            "delta_bias": self.delta_bias is not None,
-            "cu_seqlens": self.ragged,
-            "initial_states": self.initial,
-            "final_states": self.final,
-            "state": self.pool,
-            "state_indices": self.index is not Index.NONE,
-            "has_initial_state": self.started,
-            "out": True,
-        }
-        return [name for name, given in there.items() if given]
-
-    def strides(self) -> list[tuple[str, str]]:
-        """(operand, axis) of every stride the kernel takes, in elements. Those of batches and slots are 64-bit."""
-        batch = [] if self.ragged else ["batch"]
-        across = {Order.LAST: ["token"], Order.FIRST: ["channel"]}[self.layout] if self.copy else ["token", "channel"]
-        keys = {Order.LAST: ["token"], Order.FIRST: ["n"]}[self.key_layout] if self.key_copy else ["token", "n"]
-        axes = {
-            **dict.fromkeys(ROWS, [*batch, *across]),
-            **dict.fromkeys(KEYS, [*batch, "group", *keys]),
-            "A": ["channel", "n"],
-            **dict.fromkeys(("D", "delta_bias"), ["channel"]),
-            **dict.fromkeys(STATES, ["slot", "channel"]),
-            **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state"), ["sequence"]),
-        }
-        return [(operand, axis) for operand in self.operands() for axis in axes[operand]]
+        return OPERANDS.of(self)
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
-        element: dict[str, Any] = dict.fromkeys((*ROWS, *KEYS), self.x.value) | dict.fromkeys(STATES, self.state.value)
-        element |= {"A": "f32", "cu_seqlens": _INTEGER[self.cu_seqlens], "state_indices": _INTEGER[self.index], "has_initial_state": "u8"}
-        element |= {name: dtype.value for name in ("D", "delta_bias") if (dtype := getattr(self, name)) is not None}
-        pointers = [Param.pointer(op, element[op], const=op not in ("out", "final_states", "state")) for op in self.operands()]
-        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
-        wide += [Param.i64(f"{op}_{axis}") for op, axis in self.strides() if axis in ("batch", "slot")]
-        narrow = [Param.u32(f"{op}_{axis}") for op, axis in self.strides() if axis not in ("batch", "slot")]
-        return [*pointers, *wide, *map(Param.u32, ("tokens", "groups", "group_channels", "blocks")), *narrow]
+        strides = OPERANDS.stride_params(self)
+        slots = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
+        wide, narrow = ([p for p in strides if (p.code == "q") is is_wide] for is_wide in (True, False))
+        return [
+            *OPERANDS.pointers(self), *slots, *wide, *map(Param.u32, ("tokens", "groups", "group_channels", "blocks")), *narrow,
+        ]  # fmt: skip
 
     def constants(self) -> dict[str, Any]:
         return {

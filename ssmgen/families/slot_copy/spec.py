@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...spec.kernel import SM90, Arch, KernelSpec, Needs, Param, Pdl, must
+from .operands import OPERANDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCopySpec(KernelSpec):
     family: ClassVar[str] = "slot_copy"
     template: ClassVar[str] = "slot_copy/slot_copy.cu.j2"
+    word: ClassVar[str] = "u32"  # the element type of copies
 
     slot_bytes: int
     threads: int = 128
@@ -43,5 +45,9 @@ class SlotCopySpec(KernelSpec):
     def stem(self) -> str:
         return f"slot_copy_{self.slot_bytes}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        return OPERANDS.of(self)
+
     def parameters(self) -> list[Param]:
-        return [Param.pointer("state", "u32", const=False), Param.pointer("state_indices", "int"), Param.i64("state_slot")]
+        return [*OPERANDS.pointers(self), *OPERANDS.stride_params(self)]

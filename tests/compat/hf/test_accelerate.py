@@ -1,0 +1,214 @@
+"""ssmgen.accelerate on a CPU: the tokens of transformers' own generate, and what could not be done said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from selection import costly
+
+pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
+
+from hf_cases import built, minimax
+from hf_cases import nothing_stays_patched as nothing_stays_patched
+
+import ssmgen
+from ssmgen.compat import hf
+from ssmgen.compat.hf import generate as hf_generate
+from ssmgen.errors import ArgumentError, PatchError
+
+IDS = torch.arange(3, 13).view(2, 5)
+
+
+def of_transformers(model, ids, count, **how):
+    return model.generate(ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": count, "do_sample": False, **how})
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_it_generates_what_the_model_does(name, monkeypatch):
+    """Also from the second prompt on, on the same cache, and where that needs a longer one."""
+    monkeypatch.setattr(hf_generate, "ROOM", 8)
+    model = built(name)
+    prompts = [(IDS, 3), (IDS[:, :3] + 20, 5), (IDS, 8)]
+    want = [of_transformers(model, ids, count) for ids, count in prompts]
+    with ssmgen.accelerate(model) as fast:
+        got = [fast.generate(ids, count) for ids, count in prompts]
+        calls = fast.patch.calls()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert calls and not any(c.original for c in calls.values())
+
+
+def test_a_longer_prompt_behind_a_shorter_one_on_the_same_cache():
+    """Qwen4 keeps the positions of all tokens beside the cache, or in it: a prompt has those of its own tokens."""
+    model = built("qwen4_exp")
+    prompts = [(IDS, 2), (IDS, 24)]
+    want = [of_transformers(model, ids, count) for ids, count in prompts]
+    with ssmgen.accelerate(model) as fast:
+        got = [fast.generate(ids, count) for ids, count in prompts]
+        positions = [*_found(fast._steps[2].cache, "position_ids")]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert positions and all(p.shape[-1] == 5 + 23 for p in positions)
+
+
+def _found(cache, word):
+    return (v for held in (cache, *cache.layers) for name, v in vars(held).items() if word in name and isinstance(v, torch.Tensor))
+
+
+def test_a_step_that_replaces_what_the_cache_holds_is_not_captured(monkeypatch):
+    """It would be one that nothing has computed; and the host would count on from it where the capture fails."""
+    tried = []
+    monkeypatch.setattr(hf_generate.Steps, "_capture", lambda steps: tried.append(steps.room) or "tried")
+    for name in ("mamba2", "qwen3_next"):
+        with ssmgen.accelerate(built(name)) as fast:
+            fast._steps_of(2, 64).captures = True
+            with pytest.warns(RuntimeWarning, match="not captured: tried"):
+                fast.generate(IDS, 4)
+        assert tried.pop() and not tried
+    model = built("qwen4_exp")
+    want = of_transformers(model, IDS, 24)
+    with ssmgen.accelerate(model) as fast:
+        fast._steps_of(2, 64).captures = True
+        with pytest.warns(RuntimeWarning, match="steps of 2 sequences are not captured: each makes a new .*position_ids of the cache"):
+            got = fast.generate(IDS, 24)
+    assert not tried and torch.equal(got, want) and "position_ids" in fast.left[-1]
+
+
+def test_padded_prompts_give_the_tokens_of_transformers():
+    for name in ("mamba2", "qwen3_next"):  # without attention, and with it
+        model, mask = built(name), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+        want = of_transformers(model, IDS, 6, attention_mask=mask)
+        with ssmgen.accelerate(model) as fast:
+            assert torch.equal(fast.generate(IDS, 6, attention_mask=mask), want)
+
+
+@costly(1)
+@pytest.mark.parametrize("ends", ["one row", "both rows", "at once"])
+def test_sequences_end_where_those_of_transformers_do(ends):
+    model = built("mamba2")
+    model.generation_config.eos_token_id = None
+    free = of_transformers(model, IDS, 20)[:, 5:]
+    tokens = {"one row": [int(free[0, 7])], "both rows": [int(free[0, 7]), int(free[1, 3])], "at once": [int(free[0, 0]), int(free[1, 0])]}
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = tokens[ends], 0
+    want = of_transformers(model, IDS, 20)
+    with ssmgen.accelerate(model) as fast:
+        assert torch.equal(fast.generate(IDS, 20), want)
+
+
+def test_what_was_done_and_what_was_not_is_told():
+    with ssmgen.accelerate(built("mamba2")) as fast:
+        text = str(fast)
+    assert text.startswith("Mamba2ForCausalLM on cpu, float32\n  + 4 functions and the forwards of 4 classes are ssmgen's: mamba2.causal")
+    assert "kernels are not loaded, and steps are not captured: the model is on cpu, where the reference computes" in fast.left[0]
+    with ssmgen.accelerate(built("jamba")) as fast:
+        assert any("no layer of this kind is fused" in words for words in fast.left)
+
+
+def test_a_model_that_does_not_run_on_a_static_cache_generates_by_itself():
+    model = minimax()
+    want = of_transformers(model, IDS, 4)
+    with ssmgen.accelerate(model) as fast:
+        assert any("generate is model.generate: it does not run on transformers' StaticCache" in words for words in fast.left)
+        assert torch.equal(fast.generate(IDS, 4), want)
+
+
+def test_everything_wrong_is_said_at_once():
+    with ssmgen.accelerate(built("mamba2")) as fast:
+        with pytest.raises(ArgumentError) as e:
+            fast.generate(IDS[0].float(), 0, attention_mask=torch.ones(1, 1))
+        for words in ("input_ids is float32 [5], not int32 or int64", "max_new_tokens is 0, not 1 or more", "attention_mask is [1, 1]"):
+            assert words in str(e.value)
+    with pytest.raises(PatchError, match="has been undone"):
+        fast.generate(IDS, 2)
+    fast.undo()
+
+
+def test_nothing_stays_replaced_where_it_fails(monkeypatch):
+    with pytest.raises(PatchError, match="no layer of a model that is known"):
+        ssmgen.accelerate(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(hf_generate, "_replaced", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ssmgen.accelerate(built("mamba2"))
+    assert not hf._active
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"model": "mamba2"}, "model is 'mamba2'; expected a model. Load it: transformers.AutoModelForCausalLM.from_pretrained('mamba2')"),
+        ({"model": 3}, "model is int; expected a torch.nn.Module"),
+        ({"batches": 2}, "batches is 2; expected sizes of 1 or more, such as batches=[2]"),
+        ({"batches": [0, 2]}, "batches is [0, 2]; expected sizes of 1 or more"),
+        ({"batches": []}, "batches is []; expected sizes of 1 or more"),
+        ({"prompt_length": 0}, "prompt_length is 0; expected 1 token or more"),
+    ],
+    ids=["name", "number", "one-size", "no-sequence", "no-size", "no-prompt"],
+)
+def test_a_wrong_argument_is_a_clear_error(wrong, words):
+    with pytest.raises(ArgumentError) as e:
+        ssmgen.accelerate(**{"model": built("mamba2")} | wrong)
+    assert words in str(e.value)
+
+
+def test_generate_takes_what_the_models_does():
+    """A streamer, beams, a configuration and tokens that end; a model that samples by default is greedy unless told."""
+    from transformers import GenerationConfig
+
+    model = built("mamba2")
+    model.generation_config.do_sample = True
+    mask, greedy = torch.ones_like(IDS), of_transformers(model, IDS, 6)
+    end = int(greedy[0, 7])
+    beams = model.generate(IDS, attention_mask=mask, max_new_tokens=4, num_beams=3, do_sample=False)
+    ended = model.generate(IDS, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=9)
+    with ssmgen.accelerate(model) as fast:
+        assert torch.equal(fast.generate(IDS, max_new_tokens=6, do_sample=False, num_beams=1), greedy)
+        assert torch.equal(fast.generate(input_ids=IDS, attention_mask=mask, max_new_tokens=6), greedy)
+        assert torch.equal(fast.generate(inputs=IDS, max_length=5 + 6, attention_mask=mask), greedy)
+        assert torch.equal(fast.generate(IDS, GenerationConfig(max_new_tokens=6, do_sample=False), attention_mask=mask), greedy)
+        assert torch.equal(fast.generate(IDS, 4, num_beams=3, attention_mask=mask), beams)
+        assert torch.equal(fast.generate(IDS, 6, eos_token_id=end, pad_token_id=9), ended)
+        full = fast.generate(IDS, 6, attention_mask=mask, return_dict_in_generate=True, output_logits=True)
+        assert torch.equal(full.sequences, greedy) and len(full.logits) == 6
+        assert fast.patch.calls() and not any(c.original for c in fast.patch.calls().values())
+
+
+def test_it_is_called_as_the_model_is():
+    model = built("mamba2")
+    with torch.no_grad():
+        want = model(input_ids=IDS).logits
+        with ssmgen.accelerate(model) as fast:
+            got = fast(input_ids=IDS).logits
+            assert fast.patch.calls()["mamba2.Mamba2Mixer"].ssmgen > 0
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def a_forward_of_tomorrow(self, hidden_states, memory, attention_mask=None, **kwargs):
+    raise AssertionError
+
+
+def test_a_layer_that_cannot_be_replaced_is_said_first_and_is_an_error_where_asked(monkeypatch):
+    """The next transformers may give a forward a parameter that nothing here knows."""
+    model = built("mamba2")
+    monkeypatch.setattr(type(model.backbone.layers[0].mixer), "forward", a_forward_of_tomorrow)
+    assert not hf.fusible(model)
+    words = "its forward takes self, hidden_states, memory, attention_mask, kwargs, not self, hidden_states, cache, attention_mask"
+    with pytest.warns(RuntimeWarning, match="not replaced:\n  - mamba2.Mamba2Mixer: its forward takes"), ssmgen.accelerate(model) as fast:
+        text = str(fast)
+        assert str(fast.patch).startswith(f"not replaced: mamba2.Mamba2Mixer: {words}\n")
+    assert text.splitlines()[0].endswith("; 1 that ssmgen knows are not replaced: mamba2.Mamba2Mixer")
+    assert f"mamba2.Mamba2Mixer is not replaced: {words}" in fast.left and fast.patch.lost == {"mamba2.Mamba2Mixer": words}
+    with pytest.warns(RuntimeWarning), pytest.raises(PatchError, match=r"strict=True\) cannot replace.*\n  - mamba2.Mamba2Mixer"):
+        ssmgen.accelerate(model, strict=True)
+    assert not hf._active
+
+
+def test_strict_is_content_where_nothing_is_lost():
+    with ssmgen.accelerate(built("mamba2"), strict=True) as fast:
+        assert fast.patch.lost == {} and str(fast).splitlines()[0] == "Mamba2ForCausalLM on cpu, float32"
+
+
+def test_naming_it_imports_no_transformers():
+    program = "import sys, ssmgen\nassert 'torch' not in sys.modules\nssmgen.accelerate\nassert 'transformers' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,391 @@
+"""causal_conv1d and causal_conv1d_update without a GPU: reference, emulated kernels, laws, errors, registration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+import conv_laws as laws
+import pytest
+import torch
+from conv_cases import FIRST, I32, I64, LAST, POOL, RING, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call, make_update
+from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from conv_matrices import matrix, update_matrix
+from selection import costly, few
+from ssu_cases import BF16, F16, F32
+from varying import named
+
+import ssmgen
+from ssmgen.errors import ArgumentError
+from ssmgen.families.causal_conv1d import call as forward_op
+from ssmgen.families.causal_conv1d import spec as conv
+from ssmgen.families.causal_conv1d.spec import ConvProblem
+from ssmgen.families.causal_conv1d_update import call as update_op
+from ssmgen.families.causal_conv1d_update import spec as step
+from ssmgen.families.causal_conv1d_update.operands import CHILDREN
+from ssmgen.spec.kernel import Arch, KernelSpec, Pdl
+
+# The reference.
+
+
+@costly(80, 120)
+@named(*matrix(), *update_matrix())
+def test_reference_is_within_rounding_of_float64(case):
+    call = make(case, "cpu")
+    want = expected(call)
+    call.run()
+    assert_matches(call, want)
+
+
+def test_reference_against_the_textbook_formula():
+    """One channel in scalars: three tokens after two that a state remembers."""
+    past, tokens, taps, bias = [0.5, -2.0], [1.0, 3.0, -0.25], [0.1, 0.2, 0.3], 0.7
+    sums = [bias + sum(w * v for w, v in zip(taps, (past + tokens)[t : t + 3], strict=True)) for t in range(3)]
+    want = [v / (1 + math.exp(-v)) for v in sums]
+    x, state, weight = torch.tensor([[tokens]]), torch.tensor([[past]]), torch.tensor([taps])
+    operands = {"weight": weight, "bias": torch.tensor([bias]), "activation": "swish"}
+    out, final = ssmgen.causal_conv1d(x, **operands, initial_states=state, return_final_states=True)
+    assert out.flatten().tolist() == pytest.approx(want, rel=1e-6) and final.flatten().tolist() == [3.0, -0.25]
+    out = ssmgen.causal_conv1d_update(x, state, **operands)
+    assert out.flatten().tolist() == pytest.approx(want, rel=1e-6) and torch.equal(state, final)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_out_and_final_states_are_allocated_like_x(last):
+    draw = Draw("cpu", BF16, last)
+    x = draw.tokens(2, length=9)
+    out, final = ssmgen.causal_conv1d(x, *draw.weights, return_final_states=True)
+    assert out.shape == x.shape and out.stride() == x.stride() and out.dtype == final.dtype == BF16
+    assert final.shape == (2, 24, 3) and (final.stride(1) == 1) == last
+    out = ssmgen.causal_conv1d_update(x, draw.states(2), *draw.weights)
+    assert out.shape == x.shape and out.stride() == x.stride()
+
+
+# Emulated kernels.
+
+forward, update = emulated(forward_op), emulated(update_op)
+
+
+def features(case: Case | UpdateCase) -> set[Any]:
+    """What the generated text depends on, dtypes apart, each with the layout or with what becomes of the window."""
+    problem = make(case, "cpu").problem
+    held = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in ("x", "weight", "bias", "silu", "state_len")}
+    held["width"] = min(problem.width, 3)
+    if isinstance(problem, ConvProblem):
+        return {(problem.layout, problem.loads, *pair) for pair in held.items()}
+    held["tokens"] = min(problem.tokens, 3)
+    return {(main, *pair) for main in (problem.advance, problem.layout) for pair in held.items()}
+
+
+def covering(cases: Iterable[Any]) -> list[Any]:
+    """The cases that show a feature which none before them has, and those whose names say that they are special."""
+    seen: set[Any] = set()
+    chosen = []
+    for case in cases:
+        new = features(case) - seen
+        if new or any(word in case.id for word in ("-sequences", "none", "in-place", "packed-gaps", "longer-in")):
+            chosen.append(case)
+            seen |= new
+    return chosen
+
+
+def emulate_and_check(case: Any, spec: KernelSpec | None = None, arch: Arch = SM90) -> Call:
+    call = make(case, "cpu")
+    want = expected(call)
+    emulate(call.op, call.given, call.options, spec, arch)
+    assert_matches(call, want)
+    return call
+
+
+@needs_emulator
+@named(*few([*covering(matrix()), *covering(update_matrix())]))
+def test_kernels_are_within_rounding_of_float64(case):
+    emulate_and_check(case)
+
+
+@needs_emulator
+@named(replace(FIRST, id="first", lengths=SHORT, **POOL), replace(LAST, id="last", **STATEFUL), UpdateCase("update", tokens=2))
+def test_without_pdl_for_an_old_architecture(case):
+    emulate_and_check(case, arch=Arch.parse("sm_80"))
+
+
+SPREAD = [
+    replace(FIRST, id="first-states", **STATEFUL),
+    replace(FIRST, id="first-packed-shifted", layout="first_slice", lengths=(3, 0, 300, 1, 270), **POOL),
+    replace(LAST, id="last-seq-idx", seq_idx=True),
+    replace(LAST, id="last-odd-packed", layout="last_odd", dim=37, lengths=SHORT, **POOL),
+    UpdateCase("shift-t3", tokens=3),
+    UpdateCase("roll-channels-t5", ROLL, tokens=5, state="channels"),
+    UpdateCase("ring-any-packed", RING, state="any", dim=37, layout="odd", lengths=(3, 1, 0, 9, 2), extra=2),
+    UpdateCase("tree", tokens=6, parents=I32, saved="windows"),
+]
+
+
+@costly(3)
+@needs_emulator
+@named(*SPREAD)
+def test_variants_are_bit_equal(case):
+    space = conv.space if isinstance(case, Case) else step.space
+    specs = [s for s in space(make(case, "cpu").problem, SM90) if s.pdl is Pdl.TRIGGER_TOP]
+    chosen = {(s.vec, getattr(s, "vectors", 0)): s for s in specs[::-1] + specs[1::3]}  # the second half with other numbers of threads
+    chosen = [*list(chosen.values())[::3], specs[0], specs[-1]]
+    first = None
+    for spec in chosen:
+        call = emulate_and_check(case, spec)
+        first = first or call.results()
+        assert all(equal(a, b) for a, b in zip(call.results(), first, strict=True)), f"{spec} differs from {chosen[0]}"
+    assert len(set(chosen)) >= 3
+
+
+# Laws, by emulated kernels.
+
+
+@needs_emulator
+@LAST_AXIS
+@pytest.mark.parametrize(("dtype", "width"), [(BF16, 4), (F32, 3)], ids=["bf16-w4", "f32-w3"])
+def test_forward_equals_token_by_token_updates(dtype, width, last):
+    laws.forward_equals_updates(forward, update, Draw("cpu", dtype, last, width=width))
+
+
+@needs_emulator
+@pytest.mark.parametrize("last", [False, True], ids=["windows", "long"])
+def test_several_tokens_equal_single_ones(last):
+    laws.several_tokens_equal_single_ones(update, Draw("cpu", BF16, last), 6 if last else 3, (3, 16, 20))
+
+
+@needs_emulator
+def test_several_tokens_in_a_ring_equal_single_ones():
+    laws.several_tokens_equal_single_ones(update, Draw("cpu", BF16, True), 5, (2, 20), ring=True)
+
+
+@needs_emulator
+@pytest.mark.parametrize(("state_len", "tokens"), [(3, 1), (7, 3), (4, 6)])
+def test_ring_equals_shift(state_len, tokens):
+    laws.ring_equals_shift(update, Draw("cpu", F16, True), state_len, tokens)
+
+
+@needs_emulator
+@pytest.mark.parametrize(("last", "tokens"), [(False, 4), (True, 5)], ids=["windows", "channels"])
+def test_speculation_equals_the_accepted_history(last, tokens):
+    laws.speculation_equals_the_accepted_history(forward, update, Draw("cpu", BF16, last), tokens)
+
+
+@needs_emulator
+@pytest.mark.parametrize("law", [laws.a_chain_is_no_tree, laws.each_path_equals_the_path_alone, laws.the_order_of_siblings_changes_nothing])
+@pytest.mark.parametrize(("last", "state_len", "width"), [(False, 3, 4), (False, 4, 4), (True, 6, 3)], ids=["runs", "longer", "channels"])
+def test_draft_trees(law, last, state_len, width):
+    law(update, Draw("cpu", BF16, last, width=width), state_len)
+
+
+@needs_emulator
+@LAST_AXIS
+def test_packed_sequences_equal_each_alone(last):
+    laws.packed_equals_each_sequence(forward, Draw("cpu", BF16, last))
+
+
+@needs_emulator
+@LAST_AXIS
+def test_segments_equal_sequences(last):
+    laws.segments_equal_sequences(forward, Draw("cpu", BF16, last))
+
+
+@needs_emulator
+@LAST_AXIS
+def test_split_at_any_point_equals_the_whole(last):
+    laws.split_equals_whole(forward, Draw("cpu", BF16, last), tuple(range(1, 24)), 24)
+    laws.split_equals_whole(forward, Draw("cpu", BF16, last), (255, 256, 257, 511, 512, 513, 600), 601)
+
+
+# Errors.
+
+
+def bad(case: Any, change: dict[str, Any]) -> str:
+    call = make(case, "cpu")
+    kwargs = call.kwargs | {k: v(call.kwargs) if callable(v) else v for k, v in change.items()}
+    with pytest.raises(ArgumentError) as e:
+        call.function(**kwargs)
+    assert not call.memory.untouched({}), "something was written"
+    assert "Nothing was launched and the state is unchanged." in str(e.value)
+    return str(e.value)
+
+
+TREE = {name: torch.zeros(6, 2, dtype=I32) for name in CHILDREN}
+WHOLE = replace(FIRST, id="whole", length=16, batch=2)
+PACKED = replace(LAST, id="packed", lengths=(3, 0, 4), **POOL)
+SPECULATIVE = UpdateCase("speculative", ROLL, tokens=4, batch=5)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        (WHOLE, {"x": None}, "x is a NoneType, not a tensor"),
+        (WHOLE, {"x": lambda k: k["x"][0]}, "x is [12, 16], not [batch, dim, length]"),
+        (WHOLE, {"x": lambda k: k["x"].double()}, "x is torch.float64, not float32, float16 or bfloat16"),
+        (WHOLE, {"weight": lambda k: k["weight"][:5]}, "weight is [5, 4], not [dim, width] = [12, 4]"),
+        (WHOLE, {"weight": lambda k: k["weight"][:, 0]}, "weight is [12], not [dim, width]"),
+        (WHOLE, {"weight": lambda k: k["weight"][:, :0]}, "weight is [12, 0]"),
+        (WHOLE, {"bias": lambda k: k["bias"][:3]}, "bias is [3], not [dim] = [12]"),
+        (WHOLE, {"bias": lambda k: k["bias"].requires_grad_()}, "bias requires grad"),
+        (WHOLE, {"activation": "gelu"}, "activation is 'gelu', not None, 'silu' or 'swish'"),
+        (WHOLE, {"activation": ["silu"]}, "activation is ['silu']"),
+        (WHOLE, {"pdl": "yes"}, "pdl is 'yes'"),
+        (WHOLE, {"out": lambda k: k["x"]}, "out overlaps x in memory"),
+        (WHOLE, {"out": lambda k: k["out"][:1].expand(2, -1, -1)}, "two of its elements share memory"),
+        (WHOLE, {"out": lambda k: k["out"].float()}, "out is float32, x is bfloat16"),
+        (WHOLE, {"out": lambda k: k["out"][..., :3]}, "out is [2, 12, 3], not [batch, dim, length]"),
+        (WHOLE, {"seq_idx": torch.zeros(2, 16, dtype=I64)}, "seq_idx is int64, not int32"),
+        (WHOLE, {"seq_idx": torch.zeros(2, 15, dtype=I32)}, "seq_idx is [2, 15], not [batch, length] = [2, 16]"),
+        (WHOLE, {"initial_states": torch.zeros(2, 12, 4, dtype=BF16)}, "initial_states is [2, 12, 4], not [sequences, dim, width - 1]"),
+        (WHOLE, {"initial_states": torch.zeros(2, 12, 3)}, "initial_states is float32, x is bfloat16"),
+        (WHOLE, {"final_states_out": torch.zeros(1, 12, 3, dtype=BF16)}, "final_states_out is [1, 12, 3]"),
+        (WHOLE, {"conv_state_indices": torch.zeros(2, dtype=I32)}, "conv_state_indices is given without conv_states"),
+        (WHOLE, {"has_initial_state": torch.ones(2, dtype=torch.bool)}, "has_initial_state is given without conv_states"),
+        (WHOLE, {"conv_states": torch.zeros(1, 12, 3, dtype=BF16)}, "conv_states has 1 slots for 2 sequences"),
+        (WHOLE, {"conv_states": torch.zeros(9, 12, 6, dtype=BF16)}, "of longer states pass the slice that holds the history"),
+        (WHOLE, {"x": torch.zeros(2, 12, 16, dtype=BF16, device="meta")}, "weight is on cpu, x is on meta"),
+        (
+            replace(WHOLE, initial=True),
+            {"conv_states": torch.zeros(2, 12, 3, dtype=BF16)},
+            "initial_states is given together with conv_states",
+        ),
+        (PACKED, {"x": lambda k: k["x"].expand(2, -1, -1)}, "x is [2, 40, 7], not [dim, tokens] or [1, dim, tokens]"),
+        (PACKED, {"query_start_loc": torch.zeros(0, dtype=I32)}, "query_start_loc is empty"),
+        (PACKED, {"query_start_loc": torch.zeros(4)}, "query_start_loc is torch.float32, not int32 or int64"),
+        (PACKED, {"seq_idx": lambda k: torch.zeros(1, 7, dtype=I32)}, "seq_idx and query_start_loc both divide the length"),
+        (PACKED, {"has_initial_state": torch.ones(3, dtype=I32)}, "has_initial_state is int32, not bool"),
+        (PACKED, {"conv_state_indices": torch.ones(2, dtype=I32)}, "conv_state_indices is [2], not [sequences] = [3]"),
+        (PACKED, {"conv_states": lambda k: k["conv_states"][:1].expand(9, -1, -1)}, "conv_states has strides"),
+        (UpdateCase("u"), {"x": lambda k: k["x"][0]}, "x is [40], not [batch, dim(, T)]"),
+        (UpdateCase("u"), {"out": lambda k: k["out"][:3]}, "out is [3, 40], x is [6, 40]"),
+        (UpdateCase("u"), {"conv_state": lambda k: k["conv_state"][..., 1:]}, "state_len 2 is below width - 1 = 3"),
+        (UpdateCase("u"), {"conv_state": lambda k: k["conv_state"][:, 1:]}, "not [slots, dim, state_len] = [slots, 40, 3 or more]"),
+        (UpdateCase("u"), {"conv_state": lambda k: k["conv_state"].half()}, "conv_state is float16, x is bfloat16"),
+        (UpdateCase("u"), {"conv_state_indices": None, "conv_state": lambda k: k["conv_state"][:4]}, "4 slots for a batch of 6"),
+        (UpdateCase("u"), {"conv_state": lambda k: k["conv_state"][:1].expand(9, -1, -1)}, "two of its elements share memory"),
+        (UpdateCase("u"), {"intermediate_state_indices": torch.zeros(6, dtype=I32)}, "given without intermediate_conv_window"),
+        (UpdateCase("u"), {"intermediate_conv_window": torch.zeros(6, 40, 3, dtype=BF16)}, "not [batch, T, dim, width - 1]"),
+        (UpdateCase("u"), {"intermediate_conv_window": torch.zeros(5, 1, 40, 3, dtype=BF16)}, "[6 or more, 1 or more, 40, 3]"),
+        (UpdateCase("u"), {"query_start_loc": torch.zeros(0, dtype=I32)}, "query_start_loc is empty"),
+        (UpdateCase("u", lengths=(1, 2)), {"x": lambda k: k["x"][None]}, "x is [1, 3, 40], not [tokens, dim], as query_start_loc asks for"),
+        (UpdateCase("u", tokens=2), dict.fromkeys(CHILDREN[:2], torch.zeros(6, 2, dtype=I32)), "given: a tree by children takes them all"),
+        (UpdateCase("u", tokens=2), dict.fromkeys(("parents", *CHILDREN), torch.zeros(6, 2, dtype=I32)), "both say what the tree is"),
+        (UpdateCase("u", lengths=(1, 2)), dict.fromkeys(CHILDREN, torch.zeros(2, 2, dtype=I32)), "of packed sequences, give parents"),
+        (UpdateCase("u", tokens=129), dict.fromkeys(CHILDREN, torch.zeros(6, 129, dtype=I32)), "of more than 128, give parents"),
+        (UpdateCase("u", tokens=2), TREE | {"next_siblings": torch.zeros(6, 2, dtype=I64)}, "they are of one dtype"),
+        (UpdateCase("u", tokens=2), TREE | {"parents_out": torch.zeros(1, dtype=I32).expand(6, 2)}, "two of its elements share memory"),
+        (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 3, dtype=I32)}, "parents is [6, 3], not [batch, T] = [6, 2]"),
+        (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 2)}, "parents is torch.float32, not int32 or int64"),
+        (UpdateCase("u", tokens=2), {"parents": torch.zeros(6, 2, dtype=I32), "out": lambda k: k["x"]}, "out overlaps x in memory"),
+        (UpdateCase("u", lengths=(1, 2)), {"parents": torch.zeros(2, dtype=I32)}, "parents is [2], not [batch, T]"),
+        (UpdateCase("u", RING), {"cache_seqlens": torch.zeros(5, dtype=I32)}, "cache_seqlens is [5], not [batch] = [6]"),
+        (UpdateCase("u", RING), {"cache_seqlens": torch.zeros(6)}, "cache_seqlens is torch.float32, not int32 or int64"),
+        (SPECULATIVE, {"conv_state": lambda k: k["conv_state"][..., 1:]}, "state_len 5 is below width - 2 + T = 6"),
+        (SPECULATIVE, {"cache_seqlens": torch.zeros(5, dtype=I32)}, "cache_seqlens and num_accepted_tokens both say"),
+        (UpdateCase("u", tokens=2), {"out": lambda k: k["conv_state"][:6, :, :2]}, "out overlaps conv_state in memory"),
+        (UpdateCase("u", batch=7), {"x": lambda k: k["x"][:6], "out": lambda k: k["x"][1:], "conv_state_indices": None}, "out overlaps x"),
+        (UpdateCase("u", batch=4, tokens=4, dim=4), {"out": lambda k: k["x"].transpose(0, 2)}, "out overlaps x in memory"),
+    ],
+)  # fmt: skip
+def test_bad_input(case, change, words):
+    assert words in bad(case, change)
+
+
+def test_everything_wrong_in_one_message():
+    wrong = {
+        "bias": lambda k: k["bias"].double(), "activation": "relu", "pdl": 3, "has_initial_state": torch.ones(3), "out": torch.zeros(40, 7),
+        "conv_state_indices": torch.ones(2, dtype=I32), "seq_idx": torch.zeros(1, 7, dtype=I32),
+    }  # fmt: skip
+    assert bad(PACKED, wrong).count("\n  - ") >= 7
+    wrong = {
+        "weight": lambda k: k["weight"].double(), "activation": 1, "cache_seqlens": torch.zeros(5), "pdl": "no",
+        "conv_state": torch.zeros(9, 40, 2, dtype=BF16), "intermediate_state_indices": torch.zeros(2, dtype=I32),
+    }  # fmt: skip
+    assert bad(SPECULATIVE, wrong).count("\n  - ") >= 7
+
+
+def test_a_long_stride_is_refused():
+    x = torch.empty_strided((2, 12, 16), (2**33, 2**32, 1), device="meta", dtype=BF16)
+    assert "below 2^32" in bad(WHOLE, {"x": x})
+
+
+def test_parameters_are_taken_without_grad_mode():
+    call = make_call(WHOLE, "cpu")
+    weight = torch.nn.Parameter(call.kwargs["weight"])
+    with pytest.raises(ArgumentError, match="weight requires grad"):
+        ssmgen.causal_conv1d(**call.kwargs | {"weight": weight})
+    with torch.no_grad():
+        ssmgen.causal_conv1d(**call.kwargs | {"weight": weight})
+
+
+# Registration with torch.
+
+REGISTERED = [replace(WHOLE, **STATEFUL), replace(WHOLE, seq_idx=True), PACKED, SPECULATIVE, UpdateCase("ring", RING, saved="windows")]
+REGISTERED += [UpdateCase("tree", tokens=3, parents=I32, saved="windows"), UpdateCase("children", tokens=3, children=I64)]
+
+
+@costly(3)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@named(*[replace(c, id=f"{i}-{c.id}") for i, c in enumerate(REGISTERED)])
+def test_opcheck(case):
+    call = make(case, "cpu")
+    options = forward_op.ACTIVATIONS[call.options[0]], call.options[1], None
+    torch.library.opcheck(getattr(torch.ops.ssmgen, call.op.OPERATOR).default, (*call.given, *options))
+
+
+@costly(1)
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_torch_compile_fullgraph(last):
+    def two(x, past, state, weight, bias):
+        out, final = ssmgen.causal_conv1d(x, weight, bias, activation="silu", initial_states=past, return_final_states=True)
+        last = ssmgen.causal_conv1d_update(out[..., -1] * 2, state, weight, bias, "silu")
+        return last.float() + 1, final
+
+    def operands():
+        draw = Draw("cpu", BF16, last)
+        return draw.tokens(2, length=9), draw.states(2), draw.states(2), *draw.weights
+
+    eager, compiled = operands(), operands()
+    want = two(*eager)
+    got = torch.compile(two, fullgraph=True, backend="aot_eager")(*compiled)
+    assert all(torch.equal(a, b) for a, b in zip((*got, *compiled), (*want, *eager), strict=True))
+
+
+def test_fake_tensors_go_through_the_dispatcher():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    draw = Draw("cpu", BF16, True)
+    with FakeTensorMode() as mode:
+        x, state, past, *weights = (mode.from_tensor(t) for t in (draw.tokens(2, length=9), draw.states(2), draw.states(2), *draw.weights))
+        out, final = ssmgen.causal_conv1d(x, *weights, initial_states=past, return_final_states=True)
+        again = ssmgen.causal_conv1d_update(x, state, *weights)
+    assert out.shape == again.shape == (2, 24, 9) and final.shape == (2, 24, 3) and type(out) is not torch.Tensor
+
+
+def test_bind_on_cpu():
+    call = make_update(UpdateCase("u"), "cpu")
+    eager = make_update(UpdateCase("u"), "cpu")
+    bound = ssmgen.bind(ssmgen.causal_conv1d_update, **call.kwargs)
+    for _ in range(2):
+        assert bound() is call.kwargs["out"]
+        eager.run()
+    assert all(equal(a, b) for a, b in zip(call.results(), eager.results(), strict=True))
+    whole = make_call(replace(WHOLE, **STATEFUL), "cpu")
+    out, final = ssmgen.bind(ssmgen.causal_conv1d, **whole.kwargs)()
+    assert out is whole.kwargs["out"] and final is whole.kwargs["final_states_out"]
+
+
+def test_explain_and_supported_of_a_call_without_a_gpu():
+    call = make_update(UpdateCase("u"), "cpu")
+    found = ssmgen.explain(ssmgen.causal_conv1d_update, **call.kwargs, arch="sm_90a")
+    assert found.chosen.rule == "single" and found.chosen.spec.width == 4 and "-> single" in str(found)
+    whole = make_call(WHOLE, "cpu")
+    assert ssmgen.supported(ssmgen.causal_conv1d, **whole.kwargs, arch="sm_80") == (True, [])
+    yes, reasons = ssmgen.supported(ssmgen.causal_conv1d, **whole.kwargs | {"activation": "tanh", "pdl": 7}, arch="sm_90a")
+    assert not yes and len(reasons) == 2
+    wide = torch.zeros(12, 9, dtype=BF16)
+    assert ssmgen.supported(ssmgen.causal_conv1d, **whole.kwargs | {"weight": wide}, arch="sm_90a") == (
+        False,
+        ["weight is [12, 9]: width 9 is not 1 … 8"],
+    )

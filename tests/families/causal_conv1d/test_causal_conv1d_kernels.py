@@ -1,0 +1,277 @@
+"""causal_conv1d and causal_conv1d_update: specs, the text and machine code of kernels, and that wrong ones are found."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import cycle, product
+
+import pytest
+from compiled import compiled
+from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase, make
+from conv_laws import SM90, assert_matches, emulate, expected, needs_emulator
+from selection import costly, few, kept
+
+from ssmgen.compile.render import render, uses_pdl
+from ssmgen.emulator import EmulatorError
+from ssmgen.families.causal_conv1d import spec as conv
+from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem, ConvSpec
+from ssmgen.families.causal_conv1d_update import spec as step
+from ssmgen.families.causal_conv1d_update.spec import Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch, DType, Index, KernelSpec, Loads, Pdl
+
+SM80 = Arch.parse("sm_80")
+
+# Specs and text.
+
+WHOLE_SPEC = ConvSpec(layout=ConvLayout.FIRST, width=4, vec=8)
+CHANNELS_SPEC = ConvSpec(layout=ConvLayout.LAST, width=4, vec=4, vectors=8)
+STEP_SPEC = UpdateSpec(width=4, state_len=3, vec=4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "words"),
+    [
+        (WHOLE_SPEC, {"width": 9}, "width 9 is not 1 … 8"),
+        (WHOLE_SPEC, {"width": 1, "final": True}, "a convolution of width 1 has no state"),
+        (WHOLE_SPEC, {"pool": True, "initial": True}, "conv_states take the place of initial_states and final_states"),
+        (WHOLE_SPEC, {"started": True}, "slots and has_initial_state are of conv_states"),
+        (WHOLE_SPEC, {"seq_idx": True, "query_start_loc": Index.I32}, "seq_idx and query_start_loc both divide the length"),
+        (CHANNELS_SPEC, {"shifted": True}, "only channel-first vectors are shifted"),
+        (WHOLE_SPEC, {"threads": 48}, "threads 48 is not 32 … 1024 in steps of 32"),
+        (WHOLE_SPEC, {"vectors": 0}, "vectors is not positive"),
+        (WHOLE_SPEC, {"vec": 4}, "vec 4 of bf16 is not 16 bytes"),
+        (CHANNELS_SPEC, {"vec": 8}, "vec 8 of bf16 is not 4 or 8 bytes"),
+        (CHANNELS_SPEC, {"vectors": 2}, "pieces of 2 tokens are shorter than the history of 3"),
+        (WHOLE_SPEC, {"width": 3}, "taps of 6 bytes are not whole words"),
+        (WHOLE_SPEC, {"width": 6}, "taps of 12 bytes do not keep their alignment"),
+        (CHANNELS_SPEC, {"loads": Loads.ELEMENT}, "taps of channels that a lane holds apart are not one run"),
+        (STEP_SPEC, {"width": 1}, "width 1 is not 2 … 8"),
+        (STEP_SPEC, {"tokens": 17}, "tokens 17 is not 1 … 16"),
+        (STEP_SPEC, {"advance": Advance.ROLL}, "a ring or a rolling window needs a position"),
+        (STEP_SPEC, {"count": Tokens.RAGGED}, "packed sequences need query_start_loc"),
+        (STEP_SPEC, {"layout": StateLayout.ANY}, "state_len is of runs only"),
+        (STEP_SPEC, {"state_len": 5}, "runs of 5 are not 3 or 4"),
+        (STEP_SPEC, {"advance": Advance.RING, "position": Index.I32}, "a ring is not rewritten whole"),
+        (
+            STEP_SPEC,
+            {"advance": Advance.ROLL, "position": Index.I32, "count": Tokens.COUNTED},
+            "runs that roll need a fixed number of tokens",
+        ),
+        (STEP_SPEC, {"saved_index": Index.I32}, "slots of windows that are not saved"),
+        (STEP_SPEC, {"parents": Index.I32}, "a draft tree has several tokens"),
+        (replace(STEP_SPEC, tokens=2), {"parents": Index.I32, "children": Index.I32}, "parents and children both say what the tree is"),
+        (
+            replace(STEP_SPEC, tokens=2),
+            {"children": Index.I32, "count": Tokens.RAGGED, "query_start_loc": Index.I32},
+            "first children and next siblings are of sequences with the same number of tokens",
+        ),
+        (STEP_SPEC, {"threads": 2048}, "threads 2048 is not 32 … 1024"),
+        (STEP_SPEC, {"vec": 8}, "vec 8 of bf16 is not 4 or 8 bytes"),
+    ],
+)
+def test_violations_in_words(spec, change, words):
+    assert not spec.violations(SM90)
+    assert any(words in problem for problem in replace(spec, **change).violations(SM90))
+
+
+@pytest.mark.parametrize("spec", [WHOLE_SPEC, CHANNELS_SPEC, STEP_SPEC], ids=lambda s: s.stem)
+def test_violations_of_architectures(spec):
+    assert "programmatic dependent launch needs sm_90, not sm_80" in replace(spec, pdl=Pdl.WAIT).violations(SM80)
+    assert not spec.violations(SM80) and "bf16 arithmetic needs sm_80, not sm_75" in spec.violations(Arch.parse("sm_75"))
+
+
+FULL = {"pool": True, "started": True, "index": Index.I64, "query_start_loc": Index.I32}
+TEXTS = [
+    WHOLE_SPEC,
+    replace(WHOLE_SPEC, **FULL, shifted=True, bias=DType.F32),
+    replace(WHOLE_SPEC, seq_idx=True, initial=True, final=True, loads=Loads.ELEMENT, taps=Loads.ELEMENT),
+    CHANNELS_SPEC,
+    replace(CHANNELS_SPEC, **FULL, bias=DType.BF16),
+    replace(CHANNELS_SPEC, seq_idx=True, initial=True, final=True, loads=Loads.ELEMENT, taps=Loads.ELEMENT),
+    STEP_SPEC,
+    replace(STEP_SPEC, advance=Advance.ROLL, position=Index.I64, tokens=4, state_len=6, index=Index.I32, bias=DType.F32),
+    replace(
+        STEP_SPEC, advance=Advance.RING, position=Index.I32, count=Tokens.RAGGED, query_start_loc=Index.I64, layout=StateLayout.ANY,
+        state_len=0, saved=Saved.ANY, saved_index=Index.I32, loads=Loads.ELEMENT, taps=Loads.ELEMENT, tokens=4,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pdl", Pdl)
+@pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
+def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(spec, pdl):
+    text = render(replace(spec, pdl=pdl), SM90)
+    body = text[text.index('extern "C"') :]
+    assert uses_pdl(text) == (pdl is not Pdl.OFF)
+    assert "__restrict__" not in body and "__ldg" not in body
+    if pdl is Pdl.OFF:
+        assert "wait_for_upstream" not in text
+        return
+    wait = body.index("wait_for_upstream();")
+    assert all(m.start() > wait for m in re.finditer(r"\b(load|store|find)\w*[(<]", body))
+    assert ("allow_dependents();" in body) == (pdl is not Pdl.WAIT)
+
+
+@pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
+def test_layout_of_the_text(spec):
+    text = render(spec, SM90)
+    assert text.startswith(f"// {spec.family} for sm_90a")
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
+    assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in text.splitlines())
+
+
+def test_what_is_switched_off_is_not_in_the_text():
+    for spec in (WHOLE_SPEC, CHANNELS_SPEC, STEP_SPEC):
+        text = render(replace(spec, silu=False), SM90)
+        absent = (
+            "silu",
+            "exp2",
+            "bias",
+            "seq_idx",
+            "query_start_loc",
+            "pad_slot_id",
+            "initial_states",
+            "find_sequence",
+            "griddepcontrol.wait",
+        )
+        for word in (*absent, "parent", "elder", "intermediate", "cache_seqlens", "accepted", "struct f16"):
+            assert word not in text.split("#define DEVICE")[1], word
+
+
+# What the emulator finds in kernels that are wrong.
+
+ODD = replace(LAST, layout="last_odd", dim=37)
+SPECULATED = UpdateCase("u", ROLL, tokens=4, state="channels")
+EDITS = {
+    "no wait": (FIRST, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
+    "halo of another lane": (FIRST, "(lane + 32 - h) % 32", "(lane + 31 - h) % 32", "off by"),
+    "before the row": (
+        replace(FIRST, layout="first_slice", length=541),
+        "if (t >= 0 && t < tokens) store",
+        "if (t < tokens) store",
+        "store",
+    ),
+    "no padding": (replace(LAST, lengths=SHORT, **POOL), "if (u64(slot) >= u64(slots) || slot == pad_slot_id)", "if (false)", "outside"),
+    "past kept by all pieces": (replace(LAST, **STATEFUL), "if (first == 0) {\n    Pack", "if (true) {\n    Pack", "no barrier between"),
+    "other segments": (replace(LAST, seq_idx=True), "id[t + k] == id[t + kWidth - 1]", "true", "off by"),
+    "channels past the last": (ODD, "if (c < dim && lane > 0) store", "if (lane > 0) store", "no barrier between"),
+    "heads of the piece before": (
+        replace(FIRST, lengths=(510, 90)),
+        "starts_at(next - 1) + kWidth - 1",
+        "starts_at(next - 1)",
+        "no barrier",
+    ),
+    "heads not replaced": (replace(FIRST, lengths=(300, 90), **STATEFUL), "__any_sync(0xffffffffu, begins)", "false", "differs"),
+    "indices not compared": (replace(FIRST, seq_idx=True), "alike[u] = __all_sync(0xffffffffu, same)", "alike[u] = true", "off by"),
+    "halves of words": (replace(ODD, dim=300), "is_odd(i) ? 0x5432 : 0x3210", "0x3210", "off by"),
+    "window in the wrong order": (UpdateCase("u", tokens=2), "window[i] = window[i + 1]", "window[i] = window[i]", "differs"),
+    "padded sequence written": (UpdateCase("u"), "u64(slot) < u64(slots) && slot != pad_slot_id", "true", "outside of every operand"),
+    "count out of range": (SPECULATED, "accepted >= 1 && accepted + kWidth - 2 <= i64(state_len)", "true", "outside"),
+    "siblings in a row": (UpdateCase("u", tokens=5, parents=I32), "u64(parent) < u64(t) ? int(parent)", "false ? 0", "off by"),
+    "a parent that is later": (UpdateCase("u", tokens=5, parents=I32), "u64(parent) < u64(t)", "parent >= 0", "off by"),
+    "parents of elders": (UpdateCase("u", tokens=9, children=I32), "parent_of_eldest[eldest]", "parent_of_eldest[t]", "differs"),
+    "no barrier in a tree": (UpdateCase("u", tokens=9, children=I32), "= -1;\n  }\n  __syncthreads();", "= -1;\n  }", "no barrier between"),
+    "windows in a row": (
+        UpdateCase("u", tokens=5, parents=I32, saved="windows"),
+        "after[i] = path[t][i + 1]",
+        "after[i] = window[i]",
+        "differs",
+    ),
+    "ring one behind": (UpdateCase("u", RING, state="channels", extra=2), "u32(kWidth - 1 + first", "u32(kWidth + first", "differs"),
+}
+
+
+@costly(6)
+@needs_emulator
+@pytest.mark.parametrize("edit", EDITS)
+def test_broken_template(edit):
+    case, old, new, words = EDITS[edit]
+    call = make(case, "cpu")
+    want = expected(call)
+
+    def change(source: str) -> str:
+        assert old in source, "the edit no longer applies"
+        return source.replace(old, new)
+
+    with pytest.raises((EmulatorError, AssertionError)) as e:
+        emulate(call.op, call.given, call.options, change=change)
+        assert_matches(call, want)
+    assert words in str(e.value)
+
+
+# Machine code.
+
+LOADS = {
+    "first": {"layout": ConvLayout.FIRST},
+    "first-shifted": {"layout": ConvLayout.FIRST, "shifted": True},
+    "first-any": {"layout": ConvLayout.FIRST, "loads": Loads.ELEMENT, "taps": Loads.ELEMENT},
+    "last": {"layout": ConvLayout.LAST},
+    "last-any": {"layout": ConvLayout.LAST, "loads": Loads.ELEMENT, "taps": Loads.ELEMENT},
+}
+MODES = {"plain": {}, "ids": {"seq_idx": True}, "states": {"initial": True, "final": True}, "packed": FULL}
+
+
+def sampled(kind: str, widths: range) -> list[KernelSpec]:
+    """Problems of these widths with every set of operands; dtypes take turns. Of the sizes, small ones and those that fill the card."""
+    types, weights = cycle(DType), cycle([DType.BF16, DType.F32, None, DType.F16, DType.BF16])
+    specs: dict[KernelSpec, None] = {}
+    for width, mode in product(widths, MODES):
+        if (width == 1 and mode in ("states", "packed")) or (kind == "first" and mode == "packed"):  # those are shifted
+            continue
+        weight = next(weights)
+        problem = ConvProblem(width=width, x=next(types), weight=weight or DType.F16, bias=weight, **LOADS[kind], **MODES[mode])
+        if kind.startswith("first") and width * problem.weight.size not in (4, 8, 16, 32):
+            problem = replace(problem, taps=Loads.ELEMENT)
+        specs |= {registry.select(conv.OPERATOR, problem, size, SM90, True): None for size in (1024, 2**20)}
+    return list(specs)
+
+
+def sampled_updates(advance: Advance, widths: range) -> list[KernelSpec]:
+    """Problems of these widths in every layout of the state, for some numbers of tokens; dtypes take turns."""
+    types, counts = cycle((DType.BF16, DType.F32, DType.F16)), cycle((1, 4, None, 2, 20, 3, 8))
+    position = Index.NONE if advance is Advance.SHIFT else Index.I32
+    specs: dict[KernelSpec, None] = {}
+    for width, layout, tree in product(widths, StateLayout, (Index.NONE, Index.I64)):
+        starts = Index.I32 if (T := next(counts)) is None else Index.NONE
+        if T == 1 and tree is not Index.NONE:
+            T = 6
+        tokens, count = step.tokens_of(width, T or 1, starts, tree)
+        runs = layout is StateLayout.RUNS
+        if runs and (advance is Advance.RING or (advance is Advance.ROLL and count is not Tokens.FIXED)):
+            continue
+        loads = Loads.ELEMENT if layout is StateLayout.ANY else Loads.VECTOR
+        problem = UpdateProblem(
+            width=width, x=next(types), weight=DType.F32, bias=DType.F32, advance=advance, position=position, tokens=tokens, count=count,
+            query_start_loc=starts, index=Index.I32, layout=layout, loads=loads, taps=loads, parents=tree,
+        )  # fmt: skip
+        for length in problem.runs_lens if runs else (0,):
+            specs[registry.select(step.OPERATOR, replace(problem, state_len=length), 64, SM90, True)] = None
+    return list(specs)
+
+
+def spilled(specs: list[KernelSpec]) -> list[str]:
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
+        done = pool.map(lambda s: compiled(s, SM90).resources, specs)
+        return [f"{spec}: {resources}" for spec, resources in zip(specs, done, strict=True) if resources.spills]
+
+
+def widths(every: range):
+    """The width that all models have, and every one."""
+    return pytest.mark.parametrize("widths", kept((range(4, 5), every), lambda r: len(r) == 1), ids=("w4", "every-width"))
+
+
+@widths(range(1, 9))
+@pytest.mark.parametrize("kind", few(LOADS, 1))
+def test_nothing_spills_over_whole_sequences(kind, widths):
+    assert not spilled(sampled(kind, widths))
+
+
+@widths(range(2, 7))
+@pytest.mark.parametrize("advance", few(Advance, 1), ids=lambda a: a.value)
+def test_nothing_spills_in_updates(advance, widths):
+    assert not spilled(sampled_updates(advance, widths))

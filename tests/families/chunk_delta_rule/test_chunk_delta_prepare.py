@@ -1,0 +1,225 @@
+"""The images of chunks, which the first kernel of chunk_delta_rule leaves: in the emulator, against float64, and the mistakes that show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from delta_cases import PER_TOKEN, launch_emulated, views_of
+from delta_images import Images, images_are_right, images_of, unpack
+from scan_cases import NAN, SM90, starts_of
+from selection import costly
+from ssu_cases import BF16, F16, F32
+from torch import Tensor
+
+import ssmgen
+from ssmgen import emulator
+from ssmgen.emulator import EmulatorError
+from ssmgen.engine.chunks.kernels import of_problem
+from ssmgen.engine.chunks.problem import CHUNK
+from ssmgen.families.chunk_delta_rule.planning import FAMILY, counts_of
+from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
+from ssmgen.families.chunk_delta_rule.problem import IMAGE, ChunkProblem
+from ssmgen.spec.kernel import Arch, Pdl
+
+SM80 = Arch.parse("sm_80")
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    key_heads: int = 1
+    group: int = 2  # heads of v for each of them
+    head_k: int = 32
+    x: torch.dtype = BF16
+    gate: str = "log"
+    form: str = "plain"  # of beta
+    bias: bool = False
+    gates: torch.dtype = F32  # dtype of g, beta, A_log and dt_bias
+    l2norm: bool = True
+
+
+def make(sizes: Sizes, *lead: int, seed: int = 0, decay: float = 1.0, alike: float = 0.0) -> dict[str, Any]:
+    """A call. decay: factor of log decays; alike: how much of each key is the same one."""
+    g = torch.Generator().manual_seed(seed)
+    heads = sizes.key_heads * sizes.group
+
+    def randn(*shape: int, dtype: torch.dtype = sizes.x) -> Tensor:
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    k = (1 - alike) * randn(*lead, sizes.key_heads, sizes.head_k, dtype=F32) + alike * randn(sizes.head_k, dtype=F32)
+    if not sizes.l2norm:
+        k = k / k.norm(dim=-1, keepdim=True)
+    call: dict[str, Any] = {"q": randn(*lead, sizes.key_heads, sizes.head_k), "k": k.to(sizes.x), "v": randn(*lead, heads, 16)}
+    log = -decay * torch.rand(*lead, heads, generator=g)
+    if sizes.gate != "none":
+        values = {"log": log, "linear": log.exp(), "raw": 3 * torch.randn(*lead, heads, generator=g)}[sizes.gate]
+        call["g"] = values.to(sizes.gates)
+    beta = torch.rand(*lead, heads, generator=g)
+    call["beta"] = (beta if sizes.form == "plain" else 6 * beta - 1).to(sizes.gates)
+    if sizes.gate == "raw":
+        call["A_log"] = (decay * torch.rand(heads, generator=g)).log().to(sizes.gates)
+        call["dt_bias"] = randn(heads, dtype=sizes.gates) if sizes.bias else None
+    return call | {
+        "use_qk_l2norm": sizes.l2norm,
+        "beta_sigmoid": sizes.form != "plain",
+        "allow_neg_eigval": sizes.form == "twice_sigmoid",
+        **({"linear_gate": sizes.gate == "linear"} if sizes.gate != "none" else {}),
+    }
+
+
+def function_of(sizes: Sizes) -> Any:
+    return ssmgen.chunk_delta_rule if sizes.gate == "none" else ssmgen.chunk_gated_delta_rule
+
+
+def run(sizes: Sizes, *, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> tuple[Tensor, Images]:
+    """([numbers, HV, IMAGE] bytes, as the kernel makes them in the emulator, NaN where it writes nothing; what they should say). `change`
+    edits its text."""
+    call = function_of(sizes).build(**kwargs)
+    views = views_of(call)
+    problem = FAMILY.problem_of(views, {n: t.data_ptr() for n, t in call.operands.items()}, call.options)
+    views["workspace"].fill_(0xFF)
+    spec = PrepareSpec(**of_problem(problem, ChunkProblem), pdl=Pdl.TRIGGER_LOADED if arch >= Arch(90) else Pdl.OFF)
+    launch_emulated(spec, views, call, arch, change)
+    counts = counts_of(views)
+    found = views["workspace"][: counts.chunks * counts.heads * IMAGE]
+    return found.view(counts.chunks, counts.heads, IMAGE), images_of(views, call.options)
+
+
+def prepared(sizes: Sizes, *, bound: float = 2.0**-12, coefficients: float = 1e-5, **kwargs: Any) -> Tensor:
+    """The same bytes, within what is allowed of T beside its rounding, and of coefficients."""
+    found, wanted = run(sizes, **kwargs)
+    assert_images(found, wanted, sizes, bound, coefficients)
+    return found
+
+
+def assert_images(found: Tensor, wanted: Images, sizes: Sizes, bound: float = 2.0**-12, coefficients: float = 1e-5) -> None:
+    read, served = unpack(found.flatten(), wanted, sizes.x), wanted.served > 0
+    images_are_right(read, wanted, sizes.x, ROUNDING[sizes.x] + bound, coefficients)
+    assert (found[~served] == 0xFF).all() and not read.T[served].triu(1).any() and not read.P[served].triu(1).any()
+
+
+ROUNDING = {BF16: 2.0**-8, F16: 2.0**-11}  # of a number, relative to it
+
+
+GATES = {
+    "log": Sizes(),
+    "none": Sizes(gate="none"),
+    "none-unnormalised": Sizes(gate="none", l2norm=False, form="sigmoid"),
+    "unnormalised": Sizes(l2norm=False, gates=F16, x=F16),
+    "linear": Sizes(gate="linear", form="sigmoid"),
+    "raw": Sizes(gate="raw", gates=BF16, form="twice_sigmoid", bias=True),
+}
+SIZES = {  # of heads, of channels, and of copies
+    "k16-8-bytes": (Sizes(head_k=16, group=1, key_heads=2), 4),
+    "k80-4-bytes": (Sizes(head_k=80, group=5), 2),
+    "k256": (Sizes(head_k=256, group=3, gate="raw", x=F16), 0),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("sizes", GATES.values(), ids=GATES)
+def test_images_are_those_of_float64(sizes):
+    prepared(sizes, **make(sizes, 2, 100, decay=0.3))
+
+
+@needs_emulator
+@pytest.mark.parametrize(("sizes", "offset"), SIZES.values(), ids=SIZES)
+def test_sizes_and_strides(sizes, offset):
+    """q and k are slices of one tensor, `offset` elements from multiples of 16 bytes; gates are slices of another."""
+    call = make(sizes, 1, 70)
+    wide = torch.cat([torch.full((1, 70, offset), NAN).to(sizes.x), call["q"].flatten(2), call["k"].flatten(2)], 2)
+    q, k = wide[..., offset:].split(sizes.key_heads * sizes.head_k, 2)
+    g, beta = torch.cat([call["g"], call["beta"]], 2).split(sizes.key_heads * sizes.group, 2)
+    shape = (sizes.key_heads, sizes.head_k)
+    prepared(sizes, arch=SM80, **call | {"q": q.unflatten(2, shape), "k": k.unflatten(2, shape), "g": g, "beta": beta})
+
+
+STRONG = {
+    "fast": ("log", lambda g: 40 * g),
+    "never": ("log", lambda g: torch.where(torch.arange(64)[:, None] == 40, -torch.inf, g)),
+    "zero": ("linear", lambda g: torch.where(torch.arange(64)[:, None] % 7 == 3, 0.0, g)),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize(("gate", "change"), STRONG.values(), ids=STRONG)
+def test_all_may_be_forgotten(gate, change):
+    """f32 sums of logarithms, each at most 128, are accurate to 2^-24 of what they reach."""
+    sizes = Sizes(gate=gate, group=1)
+    call = make(sizes, 1, 64)
+    prepared(sizes, **call | {"g": change(call["g"])}, coefficients=2.0**-24 * 64 * 40)
+
+
+@needs_emulator
+@pytest.mark.parametrize(("form", "bound"), [("sigmoid", 2.0**-12), ("twice_sigmoid", 2.0**-9)], ids=["to-1", "to-2"])
+def test_keys_may_be_alike(form, bound):
+    """Where each token takes back what the one before it has written, sums of a block are many times what is left of them."""
+    sizes = Sizes(head_k=64, group=1, form=form)
+    call = make(sizes, 1, 64, decay=0.01, alike=0.9)
+    prepared(sizes, **call | {"beta": call["beta"] + 4}, bound=bound)
+
+
+@needs_emulator
+@pytest.mark.parametrize("alike", [0.0, 0.9])
+def test_the_inverse_is_what_16_bits_can_hold(alike):
+    """Ones on its diagonal, and hardly more error than its rounding makes: of steps of nearly 2, which no decay makes small."""
+    sizes = Sizes(head_k=64, group=1)
+    call = make(sizes, 64, decay=0.001, alike=alike)
+    found, wanted = run(sizes, **call | {"beta": torch.full_like(call["beta"], 1.99)}, cu_seqlens=starts_of((64,), "cpu"))
+    T, exact = unpack(found.flatten(), wanted, sizes.x).T[0], wanted.T[0]
+    assert (T.diagonal(dim1=1, dim2=2) == 1).all()
+    assert (T - exact).norm() <= (1.1 if alike == 0 else 2.0) * (exact.to(sizes.x).double() - exact).norm()
+
+
+LENGTHS = (0, 1, 15, 64, 0, 65, 63)
+
+
+@needs_emulator
+def test_sequences_have_numbers_of_their_own():
+    """Whichever NaN are in the others, and in tokens of none; and alone, the bits are the same."""
+    sizes = Sizes(group=1)
+    call = make(sizes, sum(LENGTHS) + 9)
+    starts = starts_of((4, *LENGTHS), "cpu", torch.int64)[1:]
+    images = prepared(sizes, **call, cu_seqlens=starts)
+    for s in (1, 5, 6):
+        first, chunks = int(starts[s]), -(-LENGTHS[s] // CHUNK)
+        span, numbers = slice(first, first + LENGTHS[s]), slice(first // CHUNK + s, first // CHUNK + s + chunks)
+        alone = prepared(sizes, **{n: t[span][None] if n in PER_TOKEN else t for n, t in call.items()})
+        assert torch.equal(alone[:chunks], images[numbers])
+        others = {n: torch.full_like(call[n], NAN) for n in ("q", "k", "g", "beta")}
+        for name, t in others.items():
+            t[span] = call[name][span]
+        among, _ = run(sizes, **call | others, cu_seqlens=starts)
+        assert torch.equal(among[numbers], images[numbers])
+
+
+MISTAKES = {
+    "copies are not waited for": ("  wait_all_copies();\n", "", "copy"),
+    "nor by all": ("  wait_all_copies();\n  __syncthreads();\n", "  wait_all_copies();\n", "shared memory"),
+    "sums take the place of what is read": ("  meet(1, kThreads);\n", "", "shared memory"),
+    "sums are read early": ("  __syncthreads();\n  if (!serves) return;\n", "  if (!serves) return;\n", "shared memory"),
+    "blocks are read early": ("  __syncwarp();\n\n  // (I + A) T", "\n  // (I + A) T", "shared memory"),
+    "blocks take the place of what is read": ("    __syncwarp();\n    const Place into", "    const Place into", "shared memory"),
+    "upstream is not waited for": ("\n  wait_for_upstream();", "\n", "wait"),
+    "rows behind the end": ("there ? source : from, there ? kCopy : 0", "source, kCopy", "beyond|outside|operand"),
+}
+
+
+@costly(2)
+@needs_emulator
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake):
+    old, new, words = MISTAKES[mistake]
+    sizes = Sizes(head_k=16, group=2)
+
+    def change(text: str) -> str:
+        assert text.count(old) == 1
+        return text.replace(old, new)
+
+    call = make(sizes, 40)
+    with pytest.raises(EmulatorError, match=words):
+        run(sizes, change=change, **call, cu_seqlens=torch.tensor([0, 40], dtype=torch.int32))

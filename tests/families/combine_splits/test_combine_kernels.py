@@ -1,0 +1,242 @@
+"""combine_splits: specs, the text and machine code of kernels, and that wrong ones are found."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import cycle, product
+
+import pytest
+from combine_cases import DENSE, F32, INF, PREFIX, SM90, assert_matches, emulate, expected, make, needs_emulator
+from compiled import compiled
+from selection import costly, kept
+from test_check import edited
+
+from ssmgen.compile.nvrtc import compile_cubin
+from ssmgen.compile.render import render, uses_pdl
+from ssmgen.emulator import EmulatorError
+from ssmgen.emulator.check import check
+from ssmgen.errors import SsmgenError
+from ssmgen.families.combine_splits import spec as kernels
+from ssmgen.families.combine_splits.spec import BOUNDS, MAX_SIZE, CombineProblem, CombineSpec
+from ssmgen.select import registry
+from ssmgen.select.catalog import SPECS
+from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl, parse_spec
+from ssmgen.variants.inspect import sass
+
+ARCHS = [Arch.parse(a) for a in ("sm_80", "sm_90a", "sm_100a", "sm_120")]
+
+# Specs and text.
+
+FEW = CombineSpec(d_v=512, max_splits=64, axes=2, num_splits=Index.I32, vec=4, parts=4, ilp=4)
+MANY = CombineSpec(d_v=128, max_splits=32, vec=4)
+TWO = CombineSpec(d_v=128, o=DType.BF16, max_splits=2, pair=True, axes=2, mask=True, vec=8, lanes=16)
+IN_PLACE = CombineSpec(d_v=512, o=DType.BF16, max_splits=2, pair=True, in_place=True, vec=8, threads=64)
+ANY = CombineSpec(
+    d_v=68, o=DType.F16, out=DType.F32, max_splits=0, axes=3, num_splits=Index.I64, sink=DType.F32, loads=Loads.ELEMENT, vec=4
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "words"),
+    [
+        (MANY, {"d_v": 66}, "d_v 66 needs loads by elements"),
+        (MANY, {"d_v": 2048}, "d_v 2048 is not 1 … 1024"),
+        (MANY, {"max_splits": 7}, "max_splits 7 is none of 2, 4, 8,"),
+        (MANY, {"axes": 4}, "axes 4 is not 1 … 3"),
+        (TWO, {"max_splits": 4}, "a pair has two splits"),
+        (TWO, {"num_splits": Index.I32}, "a pair has no num_splits"),
+        (MANY, {"skip_single": True}, "only where num_splits says so"),
+        (MANY, {"in_place": True}, "only the LSEs of a pair are written in place"),
+        (MANY, {"threads": 48}, "threads 48 is not 32 … 1024 in steps of 32"),
+        (MANY, {"threads": 32, "parts": 2}, "threads 32 is not a multiple of lanes x parts = 64"),
+        (FEW, {"threads": 256}, "a barrier of 128 threads needs blocks of as many, not 256"),
+        (IN_PLACE, {"threads": 128}, "a barrier of 64 threads needs blocks of as many, not 128"),
+        (MANY, {"vec": 8}, "vec 8 is not 4 or 4"),
+        (MANY, {"lanes": 64}, "lanes 64 is above 32"),
+        (MANY, {"parts": 16, "threads": 512}, "parts 16 is above 8"),
+        (MANY, {"ilp": 8}, "ilp 8 is above 4"),
+        (MANY, {"parts": 3}, "parts 3 is no power of two"),
+        (TWO, {"pair": False, "max_splits": 16}, "rows of a warp, 16 threads each, cannot have more than 8 splits"),
+    ],
+)
+def test_violations_in_words(spec, change, words):
+    assert not spec.violations(SM90)
+    assert any(words in problem for problem in replace(spec, **change).violations(SM90))
+
+
+def test_violations_of_architectures():
+    assert "programmatic dependent launch needs sm_90, not sm_80" in replace(MANY, pdl=Pdl.WAIT).violations(ARCHS[0])
+    assert not MANY.violations(ARCHS[0]) and "bf16 arithmetic needs sm_80, not sm_75" in MANY.violations(Arch.parse("sm_75"))
+
+
+TEXTS = [FEW, MANY, TWO, IN_PLACE, ANY, replace(FEW, skip_single=True, parts=8, threads=256), replace(MANY, lse_out=False)]
+
+
+@pytest.mark.parametrize("pdl", Pdl)
+@pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
+def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(spec, pdl):
+    text = render(replace(spec, pdl=pdl), SM90)
+    body = text[text.index('extern "C"') :]
+    assert uses_pdl(text) == (pdl is not Pdl.OFF)
+    assert "__restrict__" not in body and "__ldg" not in body
+    if pdl is Pdl.OFF:
+        assert "wait_for_upstream" not in text
+        return
+    wait = body.index("wait_for_upstream();")
+    assert all(m.start() > wait for m in re.finditer(r"\b(load|store)\w*[(<]", body))
+    assert ("allow_dependents();" in body) == (pdl is not Pdl.WAIT)
+
+
+@pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
+def test_layout_of_the_text(spec):
+    text = render(spec, SM90)
+    assert text.startswith("// combine_splits for sm_90a") and parse_spec(str(spec), SPECS) == spec
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
+    assert not any(
+        line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in text.splitlines() if "Quad{" not in line
+    )
+
+
+def test_what_is_switched_off_is_not_in_the_text():
+    text = render(replace(MANY, lse_out=False), SM90).split("#define DEVICE")[1]
+    absent = ("num_splits", "attn_sink", "load_u8", "empty_lse", "o_other", "divide", "__shared__", "__syncthreads", "struct f16")
+    for word in (*absent, "griddepcontrol.wait"):
+        assert word not in text, word
+
+
+def test_in_place_all_of_a_row_is_read_before_it_is_written():
+    for spec in (IN_PLACE, replace(IN_PLACE, parts=2, threads=128)):
+        body = render(spec, SM90).partition('extern "C"')[2]
+        assert body.index("add_split(__shfl") < body.index("__syncthreads();") < body.index("store(lse_out")
+
+
+# Wrong kernels.
+
+CHECKED = {
+    "dense": "d_v=128,vec=4",
+    "mla": "d_v=512,vec=4,parts=4,ilp=4,axes=3,num_splits=i32,max_splits=64",
+    "any": "d_v=100,vec=4,parts=8,ilp=4,threads=256,num_splits=i64,max_splits=0,sink=f32,axes=2,skip_single=yes",
+    "pair": "d_v=128,vec=8,lanes=16,pair=yes,max_splits=2,o=bf16,axes=2,mask=yes",
+    "in-place": "d_v=512,vec=8,parts=2,threads=128,pair=yes,max_splits=2,o=bf16,in_place=yes",
+    "odd": "d_v=68,vec=4,loads=element,o=f16,out=f32,axes=3,lse_out=no,sink=bf16",
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", CHECKED)
+def test_check_of_variants(name):
+    spec = parse_spec(f"combine_splits:{CHECKED[name]}", SPECS)
+    for batch in (1, 4):
+        assert check(spec, SM90, batch).passed
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("dense", "fmaf(w, f[e]", "fmaf(1.01f * w, f[e]"),
+        ("mla", "log2f(sum)", "(0.01f + log2f(sum))"),
+        ("odd", "to_float(raw_sink), sink_to_base", "to_float(raw_sink), 1.1f * sink_to_base"),
+    ],
+)
+def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
+    monkeypatch.setattr("ssmgen.emulator.render", edited(old, new))
+    assert not check(parse_spec(f"combine_splits:{CHECKED[name]}", SPECS), SM90).passed
+
+
+EDITS = {
+    "no wait": (DENSE, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
+    "weightless read": (DENSE, "if (w != 0.f)", "if (true)", "off by"),
+    "infinite lse": (
+        replace(DENSE, empty_lse=INF),
+        "fabsf(lse) < __uint_as_float(0x7f800000u)",
+        "lse < __uint_as_float(0x7fffffffu)",
+        "off",
+    ),
+    "chains in another order": (
+        replace(DENSE, splits=17, d_v=64),
+        "j * kParts + first < int(count)",
+        "j * kParts + first < 17 - 8",
+        "off by",
+    ),
+    "splits beyond the last": (PREFIX, "min(u32(load(num_splits + num_splits_outer)), splits)", "splits + 1", "outside of every operand"),
+    "no barrier": (replace(DENSE, splits=40, d_v=64), "  __syncthreads();", "  __syncwarp();", "no barrier between"),
+    "columns beyond the last": (replace(DENSE, d_v=36), "inside) store", "true) store", "store"),
+    "masked rows written": (replace(DENSE, mask=True), "if (load_u8(mask) == 0) return;", "", "off by"),
+    "sink in the sum": (replace(DENSE, sink=F32), "log2f(sum)", "log2f(sum + to_float(raw_sink))", "lse_out off by"),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("edit", EDITS)
+def test_broken_template(edit):
+    case, old, new, words = EDITS[edit]
+    call = make(case, "cpu")
+    want = expected(call)
+
+    def change(source: str) -> str:
+        assert old in source, "the edit no longer applies"
+        return source.replace(old, new)
+
+    with pytest.raises((EmulatorError, AssertionError)) as e:
+        emulate(call, change=change)
+        assert_matches(call, want)
+    assert words in str(e.value)
+
+
+# The registry and machine code.
+
+
+def every_rule() -> list[tuple[CombineSpec, Arch]]:
+    """What serves every form with every bound, few rows and many; dtypes, widths and architectures take turns."""
+    archs, types, widths = cycle(ARCHS), cycle(product(DType, repeat=2)), cycle((512, 128, 64, 576, 68, 1024, 256))
+    forms = [{}, {"num_splits": Index.I32, "axes": 2}, {"num_splits": Index.I64, "axes": 3, "sink": DType.BF16, "skip_single": True}]
+    forms += [{"axes": 3, "mask": True, "lse_out": False}, {"loads": Loads.ELEMENT, "axes": 2}]
+    found: dict[tuple[CombineSpec, Arch], None] = {}
+    problems = [(form, bound) for bound in (*BOUNDS, 0) for form in forms]
+    problems += [({"pair": True, "axes": 2, "in_place": p}, 2) for p in (False, True) for _ in range(7)]
+    for form, bound in problems:
+        arch, (o, out) = next(archs), next(types)
+        problem = CombineProblem(d_v=next(widths), o=o, out=out, max_splits=bound, **form)
+        for rows in (1, 128, 700, MAX_SIZE):
+            found[registry.select(kernels.OPERATOR, problem, rows, arch, arch >= SM90), arch] = None
+    return list(found)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("share", kept((12, 3), lambda share: share > 3), ids=("some", "third"))
+def test_no_variant_spills_or_uses_local_memory(share):
+    def resources(pair: tuple[CombineSpec, Arch]):
+        spec, arch = pair
+        return pair, compiled(spec, arch).resources
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
+        done = list(pool.map(resources, every_rule()[::share]))
+    assert not [f"{pair}: {r}" for pair, r in done if r.spills or r.stack or r.registers * pair[0].threads > 65536]
+
+
+def test_the_rules_are_legal_and_agree_about_thresholds():
+    for spec, arch in every_rule():
+        assert not spec.violations(arch)
+    problem = CombineProblem(d_v=128)
+    assert len(registry.variants(kernels.OPERATOR, problem, SM90, True, MAX_SIZE)) == 3
+    assert len(list(kernels.space(problem, SM90))) >= 30
+
+
+@costly(1)
+@pytest.mark.parametrize(("spec", "count"), [(FEW, 8), (MANY, 8), (TWO, 2)], ids=["few", "many", "two"])
+def test_loads_of_16_bytes_are_in_flight_before_anything_waits(spec, count):
+    """All of the first vectors are asked for ahead of the first shuffle, which waits for the LSEs; and no access is ahead of the wait."""
+    spec = replace(spec, pdl=Pdl.TRIGGER_LOADED)
+    try:
+        text = sass(compile_cubin(render(spec, SM90), SM90, str(spec)).cubin)
+    except SsmgenError as e:
+        pytest.skip(str(e))
+    ops = re.findall(r"\b(ACQBULK|PREEXIT|LDG[.\w]*|STG[.\w]*|SHFL[.\w]*|LDL[.\w]*|STL[.\w]*)\b", text)
+    assert ops[0] == "ACQBULK" and not any(o.startswith(("LDL", "STL")) for o in ops)
+    before = ops[: next(i for i, o in enumerate(ops) if o.startswith("SHFL"))]
+    assert sum(o.startswith("LDG") and o.endswith("128") for o in before) == count and "PREEXIT" in before

@@ -1,0 +1,240 @@
+"""gated_rms_norm: specs, the text and machine code of kernels, and that wrong ones are found."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import cycle, product
+
+import pytest
+from compiled import compiled
+from norm_cases import F32, GDN, MAMBA, SM90, assert_matches, emulate, expected, make, needs_emulator
+from selection import costly, kept
+from test_check import edited
+
+from ssmgen.compile.nvrtc import compile_cubin
+from ssmgen.compile.render import render, uses_pdl
+from ssmgen.emulator import EmulatorError
+from ssmgen.emulator.check import check
+from ssmgen.engine.norm import Activation
+from ssmgen.engine.norm_kernel import NormProblem
+from ssmgen.errors import SsmgenError
+from ssmgen.families.gated_rms_norm import spec as kernels
+from ssmgen.families.gated_rms_norm.spec import MAX_SIZE, NormSpec
+from ssmgen.select import registry
+from ssmgen.select.catalog import SPECS
+from ssmgen.spec.kernel import Arch, DType, Loads, Pdl, parse_spec
+from ssmgen.variants.inspect import sass
+
+ARCHS = [Arch.parse(a) for a in ("sm_80", "sm_90a", "sm_100a", "sm_120")]
+
+# Specs and text.
+
+HEAD = NormSpec(size=128, grouped=True, norm_first=True, vec=8, team=16)
+WARP = NormSpec(size=256, norm_first=True, activation=Activation.SIGMOID, vec=8, team=32)
+BLOCK = NormSpec(size=1280, vec=8, team=160, threads=160)
+LONG = NormSpec(size=16384, x=DType.F32, grouped=True, vec=4, team=1024, threads=1024)
+ODD = NormSpec(size=100, gate=None, weight=None, out=DType.F32, loads=Loads.ELEMENT, vec=4, team=8)
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "words"),
+    [
+        (HEAD, {"size": 130}, "size 130 needs loads by elements"),
+        (HEAD, {"size": 16388}, "size 16388 is not 1 … 16384"),
+        (ODD, {"norm_first": True}, "norm_first is of a gate, and there is none"),
+        (ODD, {"activation": Activation.SIGMOID}, "the activation is of a gate, and there is none"),
+        (HEAD, {"vec": 2}, "vec 2 is not 4 or 8"),
+        (ODD, {"vec": 8}, "size 100 is not a multiple of vec 8"),
+        (HEAD, {"team": 12}, "team 12 is no power of two below a warp, and not 1 … 32 warps"),
+        (BLOCK, {"team": 2048}, "team 2048 is no power of two below a warp"),
+        (BLOCK, {"team": 96, "threads": 96}, "team 96 is no power of two, and has 2 passes to sum"),
+        (HEAD, {"threads": 48}, "threads 48 is not 32 … 1024 in steps of 32"),
+        (BLOCK, {"team": 128}, "threads 160 is not a multiple of team 128"),
+        (BLOCK, {"team": 64, "threads": 128}, "a barrier of 64 threads needs blocks of as many"),
+        (HEAD, {"team": 2}, "a thread of 128 would hold 64 elements of its group, above 32"),
+        (HEAD, {"team": 4, "threads": 1024}, "a thread of 1024 would hold 32 elements of its group, above 16"),
+    ],
+)
+def test_violations_in_words(spec, change, words):
+    assert not spec.violations(SM90)
+    assert any(words in problem for problem in replace(spec, **change).violations(SM90))
+
+
+def test_violations_of_architectures():
+    assert "programmatic dependent launch needs sm_90, not sm_80" in replace(HEAD, pdl=Pdl.WAIT).violations(ARCHS[0])
+    assert not HEAD.violations(ARCHS[0]) and "bf16 arithmetic needs sm_80, not sm_75" in HEAD.violations(Arch.parse("sm_75"))
+
+
+TEXTS = [HEAD, WARP, BLOCK, LONG, ODD]
+
+
+@pytest.mark.parametrize("pdl", Pdl)
+@pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
+def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(spec, pdl):
+    text = render(replace(spec, pdl=pdl), SM90)
+    body = text[text.index('extern "C"') :]
+    assert uses_pdl(text) == (pdl is not Pdl.OFF)
+    assert "__restrict__" not in body and "__ldg" not in body
+    assert ("allow_dependents();" in body) == (pdl is not Pdl.WAIT)
+    if pdl is Pdl.OFF:
+        assert "wait_for_upstream" not in text
+        return
+    wait = body.index("wait_for_upstream();")
+    assert all(m.start() > wait for m in re.finditer(r"\b(load|store)\w*[(<]", body))
+
+
+@pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
+def test_layout_of_the_text(spec):
+    text = render(spec, SM90)
+    assert text.startswith("// gated_rms_norm for sm_90a") and parse_spec(str(spec), SPECS) == spec
+    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
+    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
+    assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
+
+
+def test_what_is_switched_off_is_not_in_the_text():
+    text = render(ODD, SM90).split("#define DEVICE")[1]
+    for word in ("gate", "weight", "silu", "sigmoid", "divide", "__shared__", "__syncthreads", "struct f16", "griddepcontrol.wait"):
+        assert word not in text, word
+    assert "__syncthreads" not in render(HEAD, SM90) and "inside" not in render(BLOCK, SM90) and "units" not in render(BLOCK, SM90)
+
+
+def test_a_family_can_end_with_this_norm():
+    """Its operands have names of their own, and the template those of the norm."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Behind(NormSpec):
+        family = "behind"
+
+        def operands(self) -> list[str]:
+            return [{"x": "y", "gate": "z"}.get(role, role) for role in self.roles()]
+
+    spec = Behind(size=1280, vec=8, team=160, threads=160)
+    assert spec.operands() == ["y", "z", "weight", "out"] and spec.parameters() == BLOCK.parameters()
+    ours, theirs = (render(s, SM90).split('extern "C"')[1].split("(\n")[1] for s in (BLOCK, spec))
+    assert ours == theirs
+
+
+# Wrong kernels.
+
+CHECKED = {
+    "head": "size=128,vec=8,team=16,grouped=yes,norm_first=yes,pdl=trigger_loaded",
+    "lane": "size=8,vec=8,team=1,threads=32,activation=sigmoid",
+    "warp": "size=200,vec=4,team=32,norm_first=yes,weight=f32",
+    "block": "size=1280,vec=8,team=160,threads=160,x=f16,gate=f16,out=f16,pdl=trigger_top",
+    "passes": "size=1280,vec=4,team=64,threads=64,grouped=yes",
+    "part": "size=3000,vec=4,team=256,threads=256,out=f32",
+    "odd": "size=100,vec=4,team=8,gate=none,weight=none,x=f32,loads=element",
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", CHECKED)
+def test_check_of_variants(name):
+    spec = parse_spec(f"gated_rms_norm:{CHECKED[name]}", SPECS)
+    for batch in (1, 4):
+        assert check(spec, SM90, batch).passed
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("head", "* silu(", "* 1.01f * silu("),
+        ("passes", "1.f / kSize, eps", "1.1f / kSize, eps"),
+        ("part", "sum_over_lanes<kWarpSums>", "sum_over_lanes<kWarpSums / 2>"),
+        ("odd", "1.f / kSize, eps", "1.f / kSize, 1.f"),
+    ],
+)
+def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
+    monkeypatch.setattr("ssmgen.emulator.render", edited(old, new))
+    assert not check(parse_spec(f"gated_rms_norm:{CHECKED[name]}", SPECS), SM90).passed
+
+
+EDITS = {
+    "no wait": (GDN, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
+    "no barrier": (MAMBA, "  __syncthreads();", "  __syncwarp();", "no barrier between"),
+    "elements beyond the last": (replace(MAMBA, size=1000), "int(column) + p * kStep < kSize", "true", "outside of every operand"),
+    "groups beyond the last": (replace(GDN, rows=(1,), groups=3), "unit < units", "true", "outside of every operand"),
+    "the same weight for all": (MAMBA, "u64(group) * weight_group + ", "", "off by"),
+    "a barrier's worth forgotten": (MAMBA, "lane % kWarpSums];", "0];", "off by"),
+    "the gate after the norm": (replace(MAMBA, x=F32, out=F32), "value[p][i] * silu(factor[i])", "value[p][i]", "off by"),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("edit", EDITS)
+def test_broken_template(edit):
+    case, old, new, words = EDITS[edit]
+    call = make(case, "cpu")
+    want = expected(call)
+
+    def change(source: str) -> str:
+        assert old in source, "the edit no longer applies"
+        return source.replace(old, new)
+
+    with pytest.raises((EmulatorError, AssertionError)) as e:
+        emulate(call, change=change)
+        assert_matches(call, want)
+    assert words in str(e.value)
+
+
+# The registry and machine code.
+
+
+def every_rule() -> list[tuple[NormSpec, Arch]]:
+    """What serves every size in every form, few groups and many; dtypes and architectures take turns."""
+    archs, types = cycle(ARCHS), cycle(product(DType, (None, *DType), (None, *DType), DType))
+    forms = [{}, {"norm_first": True}, {"norm_first": True, "activation": Activation.SIGMOID, "grouped": True}, {"loads": Loads.ELEMENT}]
+    sizes = (4, 8, 64, 100, 128, 256, 260, 512, 1024, 1280, 2560, 3000, 4096, 5120, 8192, 12288, 16380, 16384)
+    found: dict[tuple[NormSpec, Arch], None] = {}
+    for size, form in product(sizes, forms):
+        for _ in range(5):
+            arch, (x, gate, weight, out) = next(archs), next(types)
+            gate = gate or (DType.BF16 if form else None)
+            problem = NormProblem(size=size, x=x, gate=gate, weight=weight, out=out, **form)
+            for groups in (1, MAX_SIZE):
+                found[registry.select(kernels.OPERATOR, problem, groups, arch, arch >= ARCHS[1]), arch] = None
+    widest = NormProblem(size=16384, x=DType.F32, gate=DType.F32, weight=DType.F32, out=DType.F32, norm_first=True, grouped=True)
+    for arch in ARCHS:
+        found[registry.select(kernels.OPERATOR, widest, 1, arch, arch >= ARCHS[1]), arch] = None
+    return list(found)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("share", kept((20, 5), lambda share: share > 5), ids=("some", "fifth"))
+def test_no_variant_spills_or_uses_local_memory(share):
+    def resources(pair: tuple[NormSpec, Arch]):
+        spec, arch = pair
+        return pair, compiled(spec, arch).resources
+
+    every = every_rule()
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
+        done = list(pool.map(resources, [*every[:-4:share], *every[-4:]]))
+    assert not [f"{pair}: {r}" for pair, r in done if r.spills or r.stack or r.registers * pair[0].threads > 65536]
+
+
+def test_the_rules_are_legal_and_agree_about_thresholds():
+    for spec, arch in every_rule():
+        assert not spec.violations(arch)
+    problem = NormProblem(size=128, grouped=True)
+    assert len(registry.variants(kernels.OPERATOR, problem, SM90, True, MAX_SIZE)) == 3
+    assert len(list(kernels.space(problem, SM90))) >= 60
+
+
+@costly(1)
+@pytest.mark.parametrize(("spec", "count"), [(HEAD, 3), (BLOCK, 3), (LONG, 4)], ids=["head", "block", "long"])
+def test_loads_are_in_flight_before_anything_waits(spec, count):
+    """All are asked for ahead of the first arithmetic on them; no access is ahead of the wait; and none is to local memory."""
+    spec = replace(spec, pdl=Pdl.TRIGGER_LOADED)
+    try:
+        text = sass(compile_cubin(render(spec, SM90), SM90, str(spec)).cubin)
+    except SsmgenError as e:
+        pytest.skip(str(e))
+    ops = re.findall(r"\b(ACQBULK|PREEXIT|LDG[.\w]*|STG[.\w]*|SHFL[.\w]*|MUFU[.\w]*|LDL[.\w]*|STL[.\w]*)\b", text)
+    assert ops[0] == "ACQBULK" and not any(o.startswith(("LDL", "STL")) for o in ops)
+    before = ops[: next(i for i, o in enumerate(ops) if o.startswith(("SHFL", "MUFU")))]
+    assert sum(o.startswith("LDG") and o.endswith("128") for o in before) == count and "PREEXIT" in before

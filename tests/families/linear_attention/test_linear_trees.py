@@ -1,0 +1,171 @@
+"""Draft trees of the delta rules without a GPU: the reference, emulated kernels, laws, errors, registration."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from compiled import compiled
+from la_cases import GDN, I32, assert_matches, expected, make_call
+from la_trees import DRAWS, LAWS, Draw, cases
+from selection import costly, few
+from test_linear_attention import PROBLEM, SM80, SM90, bad, emulate, emulated, equal, select
+from varying import named
+
+import ssmgen
+from ssmgen.compile.render import render
+from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.engine.recurrences.attention.problem import Tokens
+from ssmgen.families.linear_attention import planning as op
+from ssmgen.families.linear_attention.spec import space
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import DType, Index
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BY_NAME = {c.id: c for c in cases()}
+
+
+@named(*cases())
+def test_reference_is_within_rounding_of_float64(case):
+    call = make_call(case, "cpu")
+    want = expected(call, any_order=True)
+    call.run()
+    assert_matches(call, want)
+
+
+@emulated
+@named(*few(cases()))
+def test_kernels_are_within_rounding_of_float64(case):
+    call = make_call(case, "cpu")
+    want = expected(call)
+    emulate(call, arch=SM80 if case.id == "gdn-rows" else SM90)
+    assert_matches(call, want)
+
+
+def run(function: Any, **kwargs: Any) -> None:
+    """A call by its emulated kernel."""
+    built = function.build(**kwargs)
+    views, pointers = built.caller.checked(built.operands, built.options, None), {n: t.data_ptr() for n, t in built.operands.items()}
+    spec = registry.select("linear_attention", op.problem_of(views, pointers, built.options), op.batch_of(views), SM90, True)
+    packed = Arguments(spec, op.kernel_values(spec, views, built.options)).at(list(pointers.values()))
+    written = ("state", "out", "intermediate_states")
+    run_source(render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, built.operands, written)
+
+
+@costly(3)
+@emulated
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("draw", DRAWS[:4], ids=lambda d: f"{d[0]}-{d[1]}-{d[2]}".replace("torch.", ""))
+def test_laws(law, draw):
+    rule, state, layout = draw
+    law(run, Draw(rule, "cpu", state, layout))
+
+
+@costly(1)
+@emulated
+@pytest.mark.parametrize("name", ["gdn-bf16", "gdn-bf16-kv"])
+def test_variants_are_bit_equal(name):
+    specs = list(space(make_call(BY_NAME[name], "cpu").problem, SM90))
+    random.Random(2).shuffle(specs)
+    chosen = list({(s.lanes, s.vec): s for s in specs}.values())[:4]
+    results = []
+    for spec in chosen:
+        call = make_call(BY_NAME[name], "cpu")
+        emulate(call, spec)
+        results.append([call.kwargs[n].clone() for n in ("out", "state", "intermediate_states")])
+        assert all(equal(a, b) for a, b in zip(results[-1], results[0], strict=True)), spec
+    assert len(chosen) > 1
+
+
+# Errors.
+
+KEPT, PARENTS = torch.zeros(5, 3, 4, 64, 128), torch.zeros(5, 3, dtype=I32)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parents": PARENTS}, "parents is given without intermediate_states"),
+        ({"intermediate_state_indices": PARENTS[:, 0]}, "intermediate_state_indices is given without intermediate_states"),
+        ({"parents": PARENTS[:, :2], "intermediate_states": KEPT}, "parents is [5, 2], not [batch, tokens] = [5, 3]"),
+        ({"parents": PARENTS[0], "intermediate_states": KEPT}, "parents is [3], not [batch, tokens] = [5, 3]"),
+        ({"parents": PARENTS.float(), "intermediate_states": KEPT}, "parents is torch.float32, not int32 or int64"),
+        ({"intermediate_state_indices": PARENTS, "intermediate_states": KEPT}, "intermediate_state_indices is [5, 3], not [batch] = [5]"),
+        (
+            {"intermediate_state_indices": PARENTS[:, 0], "intermediate_states": KEPT[:, :2]},
+            "intermediate_states is [5, 2, 4, 64, 128], not [rows, tokens or more, heads, V, K] = [5, 3, 4, 64, 128]",
+        ),
+    ],
+)
+def test_bad_input(change, words):
+    assert words in bad(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parents": Index.I32}, "a draft tree needs intermediate states"),
+        ({"kept_index": Index.I64}, "rows of intermediate states without such states"),
+    ],
+)
+def test_faults_of_a_problem(change, words):
+    problem = replace(PROBLEM, tokens=Tokens.MANY)
+    assert not problem.faults() and words in replace(problem, **change).faults()
+
+
+# Text, machine code, registration.
+
+
+def test_what_is_switched_off_is_not_in_the_text():
+    call = make_call(replace(GDN, tokens=4, kept=0), "cpu")
+    text = render(select(call), SM90)
+    assert "parent" not in text and "kept_row" not in text and "intermediate_state_indices" not in text
+
+
+@pytest.mark.parametrize("name", ["gdn-bf16", "kda-bf16", "ragged-few-kv"])
+def test_nothing_spills(name):
+    spec = select(make_call(BY_NAME[name], "cpu"))
+    assert not compiled(spec, SM90).resources.spills
+
+
+@costly(1)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["gdn-rows", "ragged-kda"])
+def test_opcheck(name):
+    call = make_call(BY_NAME[name], "cpu")
+    form, *rest = call.built.options
+    torch.library.opcheck(torch.ops.ssmgen.linear_attention.default, (call.case.rule, *call.built.given, *form, *rest, None))
+
+
+def test_explain_without_a_gpu():
+    call = make_call(BY_NAME["gdn-rows"], "cpu")
+    spec = ssmgen.explain(call.function, **call.kwargs, arch="sm_90a").chosen.spec
+    assert (spec.parents, spec.kept_index, spec.state) == (Index.I64, Index.I32, DType.F32)
+
+
+# What it catches in the kernels, broken by one edit each.
+
+EDITS = {
+    "no parents": ("gdn-f32", "parent >= 0) {", "parent >= 99) {", "off by"),
+    "later parents": ("gdn-f32", "u64(chunk.parent) < earlier ?", "chunk.parent >= 0 ?", "load outside of every operand"),
+    "parents in other columns": ("ragged-f32", "t < parent_columns ? ", "true ? ", "off by"),
+    "rows that are not there": ("gdn-rows", "!keeps", "false", "changed outside what the call may write"),
+    "kept in its own row": ("gdn-rows", "(keeps ? kept_row : 0)", "batch", "changed outside what the call may write"),
+}
+
+
+@emulated
+@pytest.mark.parametrize("edit", EDITS)
+def test_broken_template(edit):
+    name, old, new, words = EDITS[edit]
+    call = make_call(BY_NAME[name], "cpu")
+    want = expected(call)
+    assert old in render(select(call), SM90), "the edit no longer applies"
+    with pytest.raises((EmulatorError, AssertionError)) as e:
+        emulate(call, change=lambda source: source.replace(old, new, 1))
+        assert_matches(call, want)
+    assert words in str(e.value)

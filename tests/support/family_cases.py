@@ -1,0 +1,24 @@
+"""What tests of all families ask of each, of families that say it in a file of their own, `tests/support/cases/<family>.py`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from ssmgen.spec.family import records
+
+CASES = Path(__file__).parent / "cases"
+
+
+def cases(kind: str) -> dict[str, Any]:
+    """Those of a kind, of all in one.
+
+    CALLS: {public name: makes the arguments by name of a small call on a device}; BENCH: {operator: options of its benchmark's `run`, two
+    cases or more on CPU tensors}.
+    """
+    found: dict[str, Any] = {}
+    for family in records():
+        if (CASES / f"{family.name}.py").is_file():
+            found |= getattr(importlib.import_module(f"cases.{family.name}"), kind)
+    return found

@@ -1,0 +1,240 @@
+"""chunk_linear_attention: operands of its functions, what must come of them in float64 by the recurrences as they are written down, and
+what runs a call: a card, or the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from delta_cases import BOUNDS, F32, HARD, NAN, SM90, STORED, error, launch_emulated, same, starts_of
+from ssu_cases import BF16, F16
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+
+import ssmgen
+from ssmgen.families.chunk_linear_attention import planning as op
+from ssmgen.families.chunk_linear_attention.problem import Rule
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch
+
+__all__ = ["BF16", "BOUNDS", "F16", "F32", "HARD", "NAN", "SM90", "STORED", "error", "same", "starts_of"]
+
+Run = Callable[..., Any]  # as a public function, behind the function
+PER_TOKEN = {  # parameters with a token's numbers
+    "chunk_kda": ("q", "k", "v", "g", "beta"),
+    "chunk_gla": ("q", "k", "v", "gk"),
+    "chunk_gdn2": ("q", "k", "v", "g", "b", "w"),
+    "chunk_comba": ("q", "k", "v", "p", "g", "beta"),
+    "chunk_rwkv7": ("r", "w", "k", "v", "kk", "a"),
+    "chunk_dplr_delta_rule": ("q", "k", "v", "a", "b", "gk"),
+}
+FUNCTIONS = tuple(PER_TOKEN)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, and the sizes of a call: small for the emulator, a model's on a card."""
+
+    function: str = "chunk_kda"
+    heads: int = 2
+    key_heads: int = 1
+    head_k: int = 32
+    head_v: int = 32
+    x: torch.dtype = BF16
+    device: str = "cpu"
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.heads, self.head_v, self.head_k
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of one."""
+        return 32 if self.function in ("chunk_rwkv7", "chunk_dplr_delta_rule") else 64
+
+    @property
+    def rule(self) -> Rule:
+        low = dict.fromkeys(("chunk_rwkv7", "chunk_dplr_delta_rule"), Rule.LOW_RANK)
+        return {"chunk_gla": Rule.PLAIN, "chunk_comba": Rule.OLD, **low}.get(self.function, Rule.DELTA)
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        return PER_TOKEN[self.function]
+
+    @property
+    def decode(self) -> Callable[..., Tensor]:
+        found: Callable[..., Tensor] = getattr(ssmgen, self.function.removeprefix("chunk_"))
+        return found
+
+
+# Decays: of all channels alike, of none, and of all but one, by so much in every token; keys that are nearly one; steps of 1.
+ADVERSARIAL: dict[str, dict[str, float]] = {
+    "near keys": {"near": 0.05, "gate": 0.01},
+    "near keys, steps of 1": {"near": 0.05, "step": 1.0, "gate": 0.01},
+    "no decay": {"step": 1.0, "gate": 0.0},
+    "slow": {"gate": 0.01},
+    "-5": {"log": -5.0},
+    "-40": {"log": -40.0},
+    "one channel never": {"log": -5.0, "spared": 1.0},
+    "one channel at once": {"log": 0.0, "fast": 1.0},
+}
+
+
+def make(
+    case: Case, *lead: int, seed: int = 0, gate: float = 1.0, near: float = 0.0, step: float | None = None, log: float | None = None,
+    spared: float = 0.0, fast: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """A call on dense operands. gate: factor of log decays between 0 and -0.2; log: the log decay of all, but for a channel that is spared,
+    and one that is fast; near: keys are one key and this much noise (0: all noise); step: beta (or RWKV-7's a) of all tokens, else
+    between 0 and 1."""
+    g = torch.Generator().manual_seed(seed)
+    HV, V, K = case.state
+    HK = case.key_heads
+
+    def keys() -> Tensor:
+        noise = torch.randn(*lead, HK, K, generator=g)
+        one = torch.randn(HK, K, generator=torch.Generator().manual_seed(seed + 1))
+        return one + near * noise if near else noise
+
+    def short(t: Tensor) -> Tensor:
+        return t.to(case.device, case.x)
+
+    logs = -gate * torch.rand(*lead, HV, K, generator=g) * 0.2
+    logs = logs if log is None else torch.full_like(logs, log)
+    logs[..., K // 3] *= 1 - spared
+    logs[..., K // 2] -= 40 * fast
+    q, k, v, unit = torch.randn(*lead, HK, K, generator=g), keys(), torch.randn(*lead, HV, V, generator=g), normalize(keys(), dim=-1)
+    steps, channels = torch.rand(*lead, HV, generator=g), torch.rand(*lead, HK, K, generator=g)
+    steps, channels = (t if step is None else torch.full_like(t, step) for t in (steps, channels))
+    rows = torch.rand(*lead, HV, V, generator=g)
+    logs, steps = logs.to(case.device), steps.to(case.device)
+    delta = {"q": short(q), "k": short(k), "v": short(v), "use_qk_l2norm": True}
+    bare = {"q": short(q), "k": short(k / K**0.5), "v": short(v)}
+    erase = channels.repeat_interleave(HV // HK, -2)
+    return {
+        "chunk_kda": lambda: delta | {"g": logs, "beta": steps},
+        "chunk_gla": lambda: bare | {"gk": logs},
+        "chunk_gdn2": lambda: delta | {"g": logs, "b": short(erase), "w": rows.to(case.device)},
+        "chunk_comba": lambda: delta | {"p": short(k + 0.3 * keys()), "g": logs[..., 0].contiguous(), "beta": steps},
+        "chunk_rwkv7": lambda: {"r": bare["q"], "k": bare["k"], "v": bare["v"], "w": logs, "kk": short(unit), "a": short(channels)},
+        "chunk_dplr_delta_rule": lambda: bare | {"a": short(-unit), "b": short(unit * channels), "gk": logs},
+    }[case.function]()
+
+
+# What must come of a call.
+
+
+def norm(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def logs_of(call: Mapping[str, Any]) -> Tensor:
+    """[…, HV, K] or [..., HV, 1], log decays of a call's gates, in float64."""
+    g = next((call[n].double() for n in ("g", "gk") if call.get(n) is not None), None)
+    if g is None:
+        return torch.zeros((), dtype=torch.float64)
+    per_head = g.dim() < call["v"].dim()
+    g = g[..., None] if per_head else g
+    bias, rate = call.get("dt_bias"), call.get("A_log")
+    g = g if bias is None else g + bias.double().reshape(*g.shape[-2:])
+    rate = None if rate is None else rate.double().exp()[:, None]
+    if (bound := call.get("lower_bound")) is not None:
+        return bound * torch.sigmoid(g if rate is None else rate * g)
+    return g if rate is None else -rate * softplus(g)
+
+
+def recurrence(case: Case, call: Mapping[str, Any], before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out [T, HV, V], states before the first token and after each [T + 1, HV, V, K]) of one sequence [T, …], in float64: the formulas of
+    the functions' docstrings, S as a matrix."""
+    HV, V, K = case.state
+    call = {n: t.cpu() if isinstance(t, Tensor) else t for n, t in call.items()}
+    if case.function == "chunk_rwkv7":
+        call |= {"q": call["r"], "g": call["w"], "a": -call["kk"].double(), "b": call["kk"].double() * call["a"].double()}
+    keys = {n: call[n].double().repeat_interleave(HV // case.key_heads, 1) for n in ("q", "k", "p") if n in call}
+    keys = {n: norm(t) for n, t in keys.items()} if call.get("use_qk_l2norm") else keys
+    q, k, v = keys["q"], keys["k"], call["v"].double()
+    D = logs_of(call).exp().expand(len(v), HV, K)
+    beta = call["beta"].double() if "beta" in call else torch.ones(len(v), HV, dtype=torch.float64)
+    if call.get("beta_sigmoid"):
+        beta = beta.sigmoid() * (2 if call.get("allow_neg_eigval") else 1)
+    low = [call[n].double().repeat_interleave(HV // case.key_heads, 1) for n in ("a", "b")] if case.rule is Rule.LOW_RANK else []
+    scale = call.get("scale", 1.0 if case.function == "chunk_rwkv7" else K**-0.5)
+    S = torch.zeros(HV, V, K, dtype=torch.float64) if before is None else before.cpu().double()
+    states, out = [S], torch.empty_like(v)
+    for t in range(len(v)):
+        for h in range(HV):
+            old, d, key = states[-1][h], torch.diag(D[t, h]), k[t, h]
+            match case.rule:
+                case Rule.PLAIN:
+                    new = old @ d + torch.outer(v[t, h], key)
+                case Rule.LOW_RANK:
+                    new = old @ d + torch.outer(old @ low[0][t, h], low[1][t, h]) + torch.outer(v[t, h], key)
+                case Rule.OLD:
+                    new = old @ d + beta[t, h] * torch.outer(v[t, h] - old @ keys["p"][t, h], key)
+                case Rule.DELTA if "w" in call:
+                    read = old @ d @ (call["b"][t, h].double() * key)
+                    new = old @ d + torch.outer(call["w"][t, h].double() * v[t, h] - read, key)
+                case _:
+                    new = old @ d + beta[t, h] * torch.outer(v[t, h] - old @ d @ key, key)
+            S = new[None] if h == 0 else torch.cat([S, new[None]])
+            out[t, h] = scale * new @ q[t, h]
+        states.append(S)
+    return out, torch.stack(states)
+
+
+def views_of(call: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = call.caller.checked(call.operands, call.options, None)
+    return found
+
+
+def exact(case: Case, call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
+    """What the call must write, in float64, token by token, by the reference."""
+    built = getattr(ssmgen, case.function).build(**call, **more)
+    views = views_of(built)
+    if built.before is not None:
+        views["v"] = (call["v"].double() * call["w"].double()).view_as(views["v"])
+    wanted = {n: views[n].double() for n in op.FAMILY.written if n in views and n != "workspace"}
+    op.run_reference(views | wanted, built.options, torch.float64)
+    return {n: t.cpu() for n, t in wanted.items()}
+
+
+# What runs a call.
+
+
+def public(case: Case, **kwargs: Any) -> Any:
+    """As its users have it: on CPU tensors the reference, on a card what is served."""
+    return getattr(ssmgen, case.function)(**kwargs)
+
+
+def emulated(case: Case, *, spec: Any = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> Any:
+    """The call's result as its kernels make it in the emulator: of the given variant, or what is made for its problem, or the registry's
+    choice. `change` edits their texts."""
+    call = getattr(ssmgen, case.function).build(**kwargs)
+    views, family = views_of(call), call.caller.family
+    where = {n: t.data_ptr() for n, t in call.operands.items()}
+    problem, size = family.problem_of(views, where, call.options), family.size_of(views)
+    if call.before is not None:
+        call.before()
+    if size:
+        spec = spec(problem) if callable(spec) else spec or registry.select(family.operator, problem, size, arch, arch >= Arch(90))
+        call.operands["workspace"].fill_(0xFF)  # NaN, whatever it is read as
+        for part in spec.kernels:
+            launch_emulated(part, views, call, arch, change)
+    return call.result
+
+
+def launched(case: Case, *, spec: Any, **kwargs: Any) -> Any:
+    """The call's result as a given variant makes it on a card."""
+    call = getattr(ssmgen, case.function).build(**kwargs)
+    problem, size, _, _ = call.problem()
+    if call.before is not None:
+        call.before()
+    if size:
+        call.launch_with(spec(problem) if callable(spec) else spec).at(call.pointers)()
+    return call.result
+
+
+def problem_of(case: Case, **kwargs: Any) -> Any:
+    return getattr(ssmgen, case.function).build(**kwargs).problem()[0]

@@ -1,0 +1,79 @@
+"""The README's picture: a decode step beside a copy of its state, and prompts beside their peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .charts import OWN, Panel, shown
+from .svg import drawing, line, path, rectangle, text
+
+PROMPTS = (  # panel, its case, the row's name
+    ("prompt-mamba2", "128 heads, 1 × 8192", "Mamba-2"),
+    ("prompt-gdn", "64 heads, 1 × 8192", "Gated delta rule"),
+    ("prompt-linear", "chunk_kda, 32, 8192", "KDA"),
+    ("prompt-linear", "chunk_rwkv7, 32, 8192", "RWKV-7"),
+)
+SHORT = {"flash-linear-attention 0.6": "fla 0.6"}
+
+
+def speed(panels: Mapping[str, Panel]) -> str:
+    """Left: lines in % of the copy's speed. Right: us of prompts of 8192 tokens, and the time of a copy of as many bytes where measured."""
+    return drawing(880, 340, "Speed of a decode step and of prompts", [*_steps(panels["mamba2-bf16"]), *_prompts(panels)])
+
+
+def _steps(panel: Panel) -> list[str]:
+    parts = [
+        text(20, 28, "Decode step, Mamba-2", size=15, kind="own"),
+        text(20, 47, "speed, % of a bare copy of the state", kind="quiet", size=12.5),
+    ]
+    left, right, top, bottom = 56.0, 396.0, 66.0, 274.0
+    ceiling = panel.series[panel.ceiling or ""]
+    for value in (0, 25, 50, 75, 100):
+        y = bottom - (bottom - top) * value / 105
+        dashed = ("ceiling", 'stroke-width="2" stroke-dasharray="6 4"') if value == 100 else ("grid", "")
+        parts += [line(left, y, right, y, *dashed), text(left - 8, y + 4, f"{value}", "end", "quiet", 12)]
+    x = [left + (right - left) * i / (len(panel.cases) - 1) for i in range(len(panel.cases))]
+    for name in reversed(panel.series):
+        if name == panel.ceiling:
+            continue
+        points = [
+            (px, bottom - (bottom - top) * 100 * (c or 0) / (us or 1) / 105)
+            for px, us, c in zip(x, panel.series[name], ceiling, strict=True)
+        ]
+        parts.append(path(points, panel.colour(name)))
+        parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.2" class="{panel.colour(name)}"/>' for px, py in points]
+    parts += [text(px, bottom + 18, case, "middle", "quiet", 12) for px, case in zip(x, panel.cases, strict=True)]
+    parts.append(text((left + right) / 2, bottom + 35, "sequences", "middle", "quiet", 12))
+    at = 20.0
+    for name in panel.series:
+        parts += [rectangle(at, 317, 11, 10, panel.colour(name)), text(at + 16, 326, name, size=12)]
+        at += 30 + 6.6 * len(name)
+    return parts
+
+
+def _prompts(panels: Mapping[str, Panel]) -> list[str]:
+    left, wide, y = 574.0, 190.0, 66.0
+    parts = [
+        text(456, 28, "Prompt of 8192 tokens", size=15, kind="own"),
+        text(456, 47, "time; ssmgen's is the unit of length", kind="quiet", size=12.5),
+    ]
+    for name, case, told in PROMPTS:
+        panel = panels[name]
+        i = panel.cases.index(case)
+        own = panel.series[OWN][i] or 1.0
+        found = [(who, us[i]) for who, us in panel.series.items() if us[i] and not who.startswith("FlashQLA")]
+        parts.append(text(left - 10, y + 9 * len(found) + 3, told, "end", size=12.5))
+        for who, us in found:
+            parts.append(rectangle(left, y, wide * (us or 0) / own / 6, 14, panel.colour(who)))
+            words = f"{shown(us or 0)} us" if who == OWN else f"{SHORT.get(who, who)} {shown(us or 0)}"
+            parts.append(text(left + wide * (us or 0) / own / 6 + 6, y + 11, words, kind="own" if who == OWN else "", size=12))
+            y += 18
+        if panel.multiple and (times := panel.multiple[i]):
+            x = left + wide / times / 6
+            parts.append(line(x, y - 18 * len(found) - 3, x, y - 18 * len(found) + 17, "ceiling", 'stroke-width="2.5"'))
+        y += 10
+    parts += [
+        line(480, 315, 480, 329, "ceiling", 'stroke-width="2.5"'),
+        text(490, 326, "a copy of the bytes that are read and written", size=12),
+    ]
+    return parts
