@@ -24,7 +24,9 @@ def test_every_plot_is_shown():
 @pytest.mark.parametrize("panel", panels().values(), ids=lambda panel: panel.name)
 def test_a_panel_is_complete(panel):
     assert all(len(us) == len(panel.cases) for us in [*panel.series.values(), *panel.extra.values()])
-    assert all(panel.series[OWN]) and set(panel.shown) <= set(panel.cases) and panel.command and re.fullmatch(r"\d{4}-\d\d-\d\d", panel.date)
+    assert (
+        all(panel.series[OWN]) and set(panel.shown) <= set(panel.cases) and panel.command and re.fullmatch(r"\d{4}-\d\d-\d\d", panel.date)
+    )
     assert panel.ceiling is None or panel.ceiling in panel.series
 
 
