@@ -10,7 +10,7 @@ def pipeline() -> str:
     stages = (
         ("problem", "shapes, dtypes, alignment", "box"), ("spec", "lanes, vector width, tile, stages", "soft"),
         ("source", "CUDA, rendered by Jinja", "soft"), ("cubin", "compiled by NVRTC in 0.1 to 2.1 s", "soft"),
-        ("kernel", "loaded on the GPU", "warm"), ("plan", "packed arguments of a repeated call", "warm"),
+        ("kernel", "loaded on the GPU", "warm"), ("plan", "arguments of a repeated call", "warm"),
         ("launch", "on the current stream", "warm"),
     )  # fmt: skip
     parts = [text(16, 26, "From a call to a launch", size=15, kind="own")]
