@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from remote_cases import MARKS, ONE, fresh, got, no_warning, one_warning, pushed
+from selection import costly
 
 from ssmgen.cache import exchange, remote
 from ssmgen.cache.layer import Layer
@@ -26,6 +27,7 @@ pytest_plugins = ["remote_cases"]
 pytestmark = MARKS
 
 
+@costly(1)
 def test_what_one_machine_pushed_another_loads(url, sender, reader, tmp_path, compiled):
     pushed(sender(url), tmp_path / "from", 1, 2)
     with no_warning():

@@ -34,6 +34,7 @@ from tools import context as context_tool
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_four_ranks_agree_with_one(tmp_path):
     wrong = failures(4, "cpu", tmp_path, cases, least=47)

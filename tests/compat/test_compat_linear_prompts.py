@@ -340,7 +340,10 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
             sglang_call("kda", POOL, track_state=POOL[:4], track_chunk_idx=SLOTS, cu_seqlens=None), ArgumentError, "without cu_seqlens",
         ),
         (vllm.lightning_attention, {n: X["kda"][n] for n in "qkv"} | {"ed": POOL[0, 0]}, ArgumentError, "slope"),
-        (sglang.seg_la_fwd, SEGMENTS | {"meta": META, "track_lens": SLOTS}, UnsupportedError, "track_lens is given"),
+        (
+            sglang.seg_la_fwd,
+            SEGMENTS | {"meta": META, "track_lens": SLOTS[:3], "track_state_indices": SLOTS}, ArgumentError, r"track_lens is \[3\]",
+        ),
         (sglang.seg_la_fwd, SEGMENTS | {"meta": META, "caches": POOL}, UnsupportedError, "caches is given"),
         (
             sglang.seg_la_fwd,

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from selection import costly
 
 from ssmgen.compile import nvrtc
 from ssmgen.compile.nvrtc import Resources, compile_cubin, compile_ptx, listing, parse_resources
@@ -26,6 +27,7 @@ NARROW = SsuSpec(
 )
 
 
+@costly(6)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
 @pytest.mark.parametrize("spec", [SPEC, NARROW], ids=lambda s: s.stem)
 def test_compiles_for_every_architecture(spec, arch):
@@ -102,7 +104,7 @@ def test_missing_compiler_names_the_extra(package):
            "from cuda.bindings import nvrtc\n"
            "def missing(*a): raise RuntimeError('libnvrtc.so.12 not found')\n"
            "nvrtc.nvrtcVersion = missing\n")
-        + "from ssmgen import nvrtc\n"
+        + "from ssmgen.compile import nvrtc\n"
         "try: nvrtc.build_id()\n"
         "except nvrtc.CompilerMissingError as e: print(e)\n"
     )  # fmt: skip
@@ -115,6 +117,7 @@ def sass(spec: SsuSpec) -> str:
     return inspect.sass(compile_cubin(render(spec, target), target, str(spec)).cubin)
 
 
+@costly(3)
 @pytest.mark.parametrize("spec", [SPEC, NARROW], ids=lambda s: s.stem)
 @pytest.mark.parametrize("pdl", [Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED])
 def test_no_memory_access_before_the_wait_in_the_machine_code(spec, pdl):

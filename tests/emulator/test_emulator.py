@@ -20,7 +20,6 @@ from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, KernelSpec, Param
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
-
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 
 

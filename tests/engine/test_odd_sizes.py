@@ -91,6 +91,7 @@ def test_combine_splits(case):
     combine_cases.assert_matches(call, want)
 
 
+@costly(1)
 @emulated
 @named([odd_sizes.LINEAR, next(c for c in odd_sizes.linear() if c.id == "gdn-kv-k66v35")])
 def test_variants_are_bit_equal(case):

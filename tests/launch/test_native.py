@@ -313,7 +313,7 @@ def test_wrong_arguments_are_python_errors():
 def found_in(folder: Path, *, deny: bool = False, change: str = "pass") -> tuple[str, str]:
     """(what is found, what is warned of) by a process that sees a folder."""
     asked = "print(native.found() and 'native'); " * 2
-    program = f"from ssmgen import native; {change}; {asked}print(native.state())"
+    program = f"from ssmgen.launch import native; {change}; {asked}print(native.state())"
     env = {"PYTHONPATH": f"{Path(ssmgen.__file__).parents[1]}:{folder}", "SSMGEN_NATIVE": "deny" if deny else "allow"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -59,6 +60,16 @@ def in_bf16(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def packed(problem: Any) -> bool:
+    """Whether it is of packed sequences."""
+    return getattr(problem, "query_start_loc", getattr(problem, "cu_seqlens", Index.NONE)) is not Index.NONE
+
+
+def installed() -> tuple[int, ...]:
+    """The release of transformers."""
+    return tuple(map(int, metadata.version("transformers").split(".")[:2]))
+
+
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_transformers_asks_for_nothing_else(name, posed):
     pytest.importorskip("transformers")
@@ -74,14 +85,16 @@ def test_transformers_asks_for_nothing_else(name, posed):
                 ids = torch.full((batch, tokens), 5)
                 model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, min_new_tokens=2, do_sample=False)
     problems = {problem for problem, function in posed.items() if function != "rms_norm"}
-    assert len(problems) >= 4 and problems <= asked(name, Client.TRANSFORMERS)
+    # transformers before 5.20 keeps a mask without padding, for which layers of Mamba pack their sequences
+    assert len(problems) >= 4 and all(packed(problem) for problem in problems - asked(name, Client.TRANSFORMERS))
+    assert installed() < (5, 20) or problems <= asked(name, Client.TRANSFORMERS)
     padded = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     before = len(posed)
     with hf.patch(model, fuse=True), torch.no_grad():
         model.generate(padded + 4, attention_mask=padded, max_new_tokens=1, do_sample=False)
     left = {problem for problem in list(posed)[before:] if problem not in asked(name, Client.TRANSFORMERS)}
     assert "batches with padding" in Client.TRANSFORMERS.left
-    assert all(getattr(p, "query_start_loc", getattr(p, "cu_seqlens", Index.NONE)) is not Index.NONE for p in left)
+    assert all(map(packed, left))
 
 
 def test_mamba_ssm_asks_for_nothing_else(posed):

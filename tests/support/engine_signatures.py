@@ -74,6 +74,14 @@ SIGNATURES = {
         "q, k, v, raw_g, beta, A_log, g_bias, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
         "cu_seqlens=None, safe_gate=False, lower_bound=-5.0, **kwargs"
     ),
+    ("vllm.model_executor.layers.mamba.kda_checkpoint", "kda_prefill_checkpoint_alignment"): "backend",
+    ("vllm.models.kimi_k3.nvidia.kda", "_flashkda_prefill"): (
+        "q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, out, final_state, workspace, checkpoint_state=None, "
+        "checkpoint_offsets=None"
+    ),
+    ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._flashkda_prefill"): (
+        "self, q, k, v, g, beta, initial_state, cu_seqlens, out, checkpoint=None, raw_qkv=None, conv_state=None, recurrent_state=None"
+    ),
     (f"{_FLA}.kda", "fused_recurrent_kda"): (
         "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
         "ssm_state_indices=None, **kwargs"
@@ -148,6 +156,12 @@ SIGNATURES = {
         "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None, head_first=False, "
         "use_qk_l2norm_in_kernel=False, inplace_update=True"
     ),
+    (f"{_LAYERS}.linear.gdn_backend", "flashinfer_gdn_prefill_default"): "model_runner",
+    (f"{_ATTENTION}.fla.fused_recurrent", "fused_recurrent_gated_delta_rule_update"): (
+        "q, k, v, g, beta=None, scale=None, initial_state_source=None, initial_state_indices=None, cu_seqlens=None, "
+        "use_qk_l2norm_in_kernel=False, disable_state_update=False, disable_output_calculation=False, intermediate_states_buffer=None, "
+        "intermediate_state_indices=None, cache_steps=None, retrieve_parent_token=None"
+    ),
     (f"{_ATTENTION}.fla.kda", "chunk_kda"): (
         "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
         "A_log=None, dt_bias=None, lower_bound=None, output_intermediate_states=False, track_state=None, track_chunk_idx=None, "
@@ -210,6 +224,16 @@ class ChunkGatedDeltaRule:
         return fi_chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, **options)
 """
 
+_ALIGNMENT = "from vllm.model_executor.layers.mamba.kda_checkpoint import kda_prefill_checkpoint_alignment"
+
+# What the layers' buffers are parts of.
+_WORKSPACES = """\
+def current_workspace_manager():
+    from types import SimpleNamespace
+    from torch import full
+    return SimpleNamespace(get_simultaneous=lambda *specs: [full(shape, 77, dtype=dtype) for shape, dtype in specs])
+"""
+
 # Imported when a step has prompts.
 _PREFILL = f"""\
 def prefill(**call):
@@ -240,10 +264,12 @@ IMPORTS = {
     "vllm.model_executor.layers.mamba.linear.minimax_linear_attn": (
         "from vllm.model_executor.layers.lightning_attn import lightning_attention, linear_decode_forward_triton"
     ),
-    "vllm.models.kimi_k3.nvidia.kda": f"{_CONV}\n{_PREFILL}",
+    "vllm.models.kimi_k3.nvidia.kda": f"{_CONV}\n{_ALIGNMENT}\n{_PREFILL}",
     "vllm.models.kimi_k3.nvidia.mla": _MERGE,
     "vllm.models.kimi_k3.amd.kda": _CONV,
-    "vllm.models.glm5next.common.kda": f"{_CONV}\nfrom {_GLM} import chunk_kda_with_fused_gate, fused_recurrent_kda",
+    "vllm.models.glm5next.common.kda": (
+        f"{_CONV}\n{_ALIGNMENT}\n{_WORKSPACES}\nfrom {_GLM} import chunk_kda_with_fused_gate, fused_recurrent_kda"
+    ),
     "vllm.v1.attention.backends.flash_attn": _MERGE,
     "vllm.v1.attention.backends.rocm_aiter_fa": _MERGE,
     "vllm.v1.attention.backends.flashinfer": _MERGE,
@@ -257,7 +283,8 @@ IMPORTS = {
     f"{_LAYERS}.linear.gdn_backend": (
         f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update\n"
         f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn_cuda\n"
-        "causal_conv1d_fn = causal_conv1d_fn_cuda"
+        "causal_conv1d_fn = causal_conv1d_fn_cuda\n"
+        f"from {_LAYERS}.linear.kernels.gdn_triton import TritonGDNKernel"
     ),
     f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update",
     f"{_LAYERS}.linear.kda_prefill_graph": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn",
@@ -285,6 +312,7 @@ IMPORTS = {
         f"from {_ATTENTION}.linear.lightning_attn import lightning_attention, linear_decode_forward_triton\n"
         f"from {_ATTENTION}.linear.seg_la import seg_la_fwd"
     ),
+    "sglang.srt.models.jet_nemotron": f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_update",
     "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
     "sglang.srt.models.lfm2_moe": _WRAPPED,
     f"{_MAMBA}.triton_ops.ssu_dispatch": _DISPATCH.format(ops=f"{_MAMBA}.triton_ops.mamba_ssm", noise=""),

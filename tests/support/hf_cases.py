@@ -133,7 +133,7 @@ def cache_of(output: Any) -> Any:
 
 def takes_cache(model: torch.nn.Module, cache: Any) -> dict[str, Any]:
     """The keyword that gives a model, or a layer, its cache."""
-    return {name_in("cache", inspect.signature(plain(model.forward)).parameters): cache}
+    return {name_in("cache", inspect.signature(plain(type(model).forward)).parameters): cache}
 
 
 def states_of_cache(cache: Any, kinds: tuple[str, ...] = ("conv_states", "recurrent_states")) -> list[torch.Tensor]:

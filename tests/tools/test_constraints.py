@@ -119,6 +119,35 @@ def test_a_report_names_packages_and_tests(tmp_path, monkeypatch):
     assert "pytest itself failed" in releases._told(pinned, tmp_path / "none.xml")
 
 
+class Recorded:
+    """An interpreter that installs nothing."""
+
+    def __init__(self):
+        self.installed: list[tuple[str, ...]] = []
+
+    def pip(self, *words: str) -> None:
+        self.installed.append(words)
+
+    def extra(self) -> str:
+        return "cu12" if any("torch" in words for words in self.installed) else "none"
+
+
+@pytest.mark.parametrize("step", ["newest_torch", "oldest"])
+def test_the_extra_fits_the_torch_that_the_step_has_installed(step, monkeypatch):
+    python = Recorded()
+    monkeypatch.setattr(releases, "_tried", lambda install, **options: install(python))
+    getattr(releases, step)()
+    first, second = python.installed
+    assert "torch" in first and re.search(r"\[cu12,", second[-1])
+
+
+def test_named_releases_are_tried_on_top_of_this_environment(monkeypatch):
+    python, told = Recorded(), {}
+    monkeypatch.setattr(releases, "_tried", lambda install, **options: told.update(options) or install(python))
+    releases.these("transformers==5.15.0")
+    assert python.installed == [("transformers==5.15.0",)] and told == {"layered": True}
+
+
 def test_nothing_is_tried_where_nothing_is_newer(monkeypatch):
     monkeypatch.setattr(releases, "_tried", lambda *args, **kwargs: pytest.fail("tried"))
     monkeypatch.setattr(constraints, "newer", dict)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", minversion="5.15", reason="needs transformer
 
 from demo_cases import FEW, narrow, narrow_delta_rule
 from demo_cases import on_cpu as on_cpu
-from hf_cases import MODELS, modeling, tiny
+from hf_cases import MODELS, known, modeling, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
@@ -248,7 +248,7 @@ def test_prompts_are_measured_patched_and_not(on_cpu, preset):
         assert all(row.speedup(way) == row.ms[PLAIN] / row.ms[way] for way in (PATCHED, FUSED))
         assert row.kernels == dict.fromkeys(row.ms, 5) and row.memory == dict.fromkeys(row.ms, 7) and not row.notes
         assert row.without > 0 and not row.by_kernel
-        assert row.apart.keys() == {PATCHED, FUSED} and all(0 < apart < 0.1 for apart in row.apart.values())
+        assert row.apart.keys() == {PATCHED, FUSED} and all(0 <= apart < 0.1 for apart in row.apart.values())
     assert "a prompt of 70: ms to the first token transformers " in run.line(rows[1])
 
 
@@ -330,7 +330,7 @@ def test_passes_that_would_be_too_large_or_too_long_are_not_made(on_cpu, monkeyp
 
 def test_a_family_of_whose_prompts_nothing_is_fused_has_no_such_way(on_cpu, monkeypatch):
     """All that are known have layers, or the norms between them; what patch() replaces as well is not counted."""
-    assert all(prompts._fuses(tiny(name)) for name in ("qwen3_5", "kimi_linear", "mamba", "zamba", "lfm2"))
+    assert all(prompts._fuses(tiny(name)) for name in filter(known, ("qwen3_5", "kimi_linear", "mamba", "zamba", "lfm2")))
     patch = hf.patch
     monkeypatch.setattr(hf, "patch", lambda model, fuse=False: patch(model))
     assert not prompts._fuses(tiny("zamba"))

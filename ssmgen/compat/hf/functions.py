@@ -33,6 +33,7 @@ from ...families.selective_scan import call as native_selective_scan
 from ...families.selective_state_update import call as selective_state_update
 from ...spec.kernel import DType
 from ..shared import mamba1_prompts
+from ..shared.operands import rows_of
 from .replacements import Replacement, Tally, attempt
 
 _recording = threading.local()  # .calls: a list while this thread records
@@ -123,9 +124,10 @@ def mamba2_chunk_scan(
     """
     if kwargs.get("cu_seqlens") is not None:
         raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given: packed sequences are told apart by seq_idx"])
-    x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (hidden_states, B, C))  # they are not behind a window of the cache
+    x, B, C = (rows_of(t) for t in (hidden_states, B, C))  # they are not behind a window of the cache
+    z = rows_of(kwargs.get("z"))
     out: Tensor | tuple[Tensor, Tensor] = call(
-        native_scan.chunk_scan, x, dt, A, B, C, D, kwargs.get("z"), dt_bias, dt_softplus, dt_limit=limits(dt_softplus, dt_limit),
+        native_scan.chunk_scan, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit=limits(dt_softplus, dt_limit),
         seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states,
     )  # fmt: skip
     return out
@@ -174,7 +176,7 @@ def _chunked(
     """A prompt's output, and where it is to be kept the state behind it: the one given, written in place, or a new one."""
     if cu_seqlens is None and others.get("seq_idx") is not None:
         raise ArgumentError(function.__name__, ["seq_idx is given: packed sequences are told apart by cu_seqlens"])
-    rows = (t if t.dim() < 4 or t.stride(-1) == 1 else t.contiguous() for t in operands)  # they are not behind a window of the cache
+    rows = (t if t.dim() < 4 else rows_of(t) for t in operands)  # they are not behind a window of the cache
     found = call(
         function, *rows, use_qk_l2norm=l2norm, state_layout="kv", cu_seqlens=cu_seqlens, initial_states=state,
         return_final_states=bool(keep), final_states_out=state if keep else None,

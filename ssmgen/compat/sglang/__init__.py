@@ -21,7 +21,7 @@ from ...families.causal_conv1d_update.call import causal_conv1d_update as _conv_
 from ...families.combine_splits.call import combine_splits
 from ...families.selective_state_update.call import selective_state_update as _ssu
 from ..shared import gated_delta, replacing
-from ..shared.draft_trees import steps_of as _steps_of
+from ..shared.draft_trees import kept_of_drafts as _kept_of_drafts
 from ..shared.gated_delta import first as _first
 from ..shared.lightning import lightning_attention as lightning_attention
 from ..shared.lightning import linear_decode_forward_triton as linear_decode_forward_triton
@@ -30,8 +30,10 @@ from ..shared.operands import takes as _takes
 from . import delta as _delta
 from . import mamba as _mamba
 from . import steps as _steps
+from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .delta import chunk_kda as chunk_kda
+from .delta import flashinfer_gdn_prefill_default as flashinfer_gdn_prefill_default
 from .lightning import seg_la_fwd as seg_la_fwd
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
@@ -39,6 +41,7 @@ from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_pack
 from .steps import merge_state_v2 as merge_state_v2
 from .steps import mixer2_rms_norm_gated as mixer2_rms_norm_gated
 from .steps import rms_norm_gated as rms_norm_gated
+from .updates import fused_recurrent_gated_delta_rule_update as fused_recurrent_gated_delta_rule_update
 
 
 @_takes(
@@ -75,6 +78,7 @@ def selective_state_update(
     disable_state_update: the pool is only read   intermediate_states_buffer: [rows, cache_steps, H, P, N], the state after each token, by
     intermediate_state_indices [batch] or else by slot   retrieve_parent_token: [batch, T], a draft tree
     enable_stochastic_rounding: of an f16 state, by a seed drawn on the device; cache_philox_rounds 0 is 10
+    Heads of one row in one group, [batch, dim, 1], are Mamba-1's channels: they run as the rows of one head
     """
     name = "sglang's selective_state_update"
     problems = ["out is None, and nothing is returned"] if out is None else []
@@ -87,6 +91,8 @@ def selective_state_update(
         raise ArgumentError(name, problems)
     batch = x.shape[0]
     slots = _first(state_batch_indices, batch)
+    if kept is None and x.dim() == 3 and x.shape[2] == 1 and B.dim() == 3 and B.shape[1] == 1:
+        state, x, dt, A, B, C, D, z, dt_bias, out = _mamba.one_head(state, x, dt, A, B, C, D, z, dt_bias, out)
     rows = None if kept is None else slots if intermediate_state_indices is None else _first(intermediate_state_indices, batch)
     seed = torch.randint(0, 2**32, (1,), device=state.device) if enable_stochastic_rounding and not disable_state_update else None
     _ssu(
@@ -173,6 +179,10 @@ def causal_conv1d_update_triton(
     )  # fmt: skip
 
 
+# Which sequence, and which of its blocks, each of SGLang's programs takes.
+_WORK = ("seq_lens_cpu", "block_table")
+
+
 @_takes(
     x="[dim, tokens] or [batch, dim, length]",
     weight="[dim, width]",
@@ -195,10 +205,10 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """x [dim, tokens] with query_start_loc, or [batch, dim, length] -> a new tensor laid out like it; conv_states in place.
 
-    kwargs: seq_lens_cpu, which divides SGLang's work among programs, is ignored; UnsupportedError for any other that is not None
+    kwargs: seq_lens_cpu and block_table divide SGLang's work among programs: ignored. UnsupportedError for any other that is not None
     Unlike there, x itself is never overwritten.
     """
-    if others := sorted(name for name, value in kwargs.items() if name != "seq_lens_cpu" and value is not None):
+    if others := sorted(name for name, value in kwargs.items() if name not in _WORK and value is not None):
         raise UnsupportedError("sglang's causal_conv1d_fn", [f"{name}: not known to ssmgen, which ignores nothing" for name in others])
     if conv_states is not None:
         conv_states = conv_states[..., : weight.shape[1] - 1]
@@ -298,14 +308,7 @@ def fused_sigmoid_gating_delta_rule_update(
     if reasons := [reason for reason, present in pairs.items() if present]:
         raise UnsupportedError(name, reasons)
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    kept: dict[str, Tensor | None] = {}
-    if intermediate_states_buffer is not None:
-        tree = _first(retrieve_parent_token, sequences)
-        kept = {
-            "intermediate_states": _steps_of(name, intermediate_states_buffer, cache_steps, intermediate_state_indices),
-            "intermediate_state_indices": _first(intermediate_state_indices, sequences),
-            "parents": tree if tree is None or cu_seqlens is not None else tree[:, : v.shape[1]],
-        }
+    kept = _kept_of_drafts(name, intermediate_states_buffer, cache_steps, intermediate_state_indices, retrieve_parent_token, v, cu_seqlens)
     return gated_delta.from_logits(
         initial_state_source, q, k, v, a, b, A_log, dt_bias, is_kda, lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
         state_indices=_first(initial_state_indices, sequences), cu_seqlens=cu_seqlens, update_state=not disable_state_update, **kept,
@@ -349,6 +352,7 @@ _ENGINE = replacing.Engine(
         ),
         *_delta.REPLACEMENTS,
         *_steps.REPLACEMENTS,
+        *_updates.REPLACEMENTS,
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),

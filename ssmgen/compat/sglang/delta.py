@@ -123,7 +123,7 @@ def _extended(
     problems = _prompts.objections(v, indices, {"ssm_states": ssm_states, "track_state": tracked})
     if problems := problems + _tracking(query_start_loc, tracked, chunk):
         raise ArgumentError(name, problems)
-    out = _with_tracked(
+    out = in_pool(
         _prompts.chunk_gated_delta_rule, _prompts.Operands(q, k, v, g, beta), ssm_states, cache_indices[: query_start_loc.shape[0] - 1],
         query_start_loc, inplace_update, tracked, chunk, use_qk_l2norm=True,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def _tracking(starts: Tensor, tracked: Tensor | None, chunk: Tensor | None) -> l
     return problems
 
 
-def _with_tracked(
+def in_pool(
     function: Callable[..., Any], operands: Sequence[Tensor | None], pool: Tensor, slots: Tensor, starts: Tensor | None, in_place: bool,
     tracked: Tensor | None, chunk: Tensor | None, **options: Any,
 ) -> Tensor:  # fmt: skip
@@ -245,7 +245,7 @@ def chunk_kda(
         problems += _tracking(cu_seqlens, track_state, track_chunk_idx)
     if problems:
         raise ArgumentError(name, problems)
-    out = _with_tracked(_chunk_kda, operands, pool, slots, cu_seqlens, True, track_state, track_chunk_idx, **options)
+    out = in_pool(_chunk_kda, operands, pool, slots, cu_seqlens, True, track_state, track_chunk_idx, **options)
     return (out, None) if output_intermediate_states else out
 
 
@@ -263,11 +263,27 @@ def with_tracked_states(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def flashinfer_gdn_prefill_default(model_runner: Any) -> str | None:
+    """None, where SGLang names FlashInfer for prompts of gated delta rules: its Triton backend does them then, and so `extend`.
+
+    Raises UnsupportedError for a GPU of another generation than sm_90, where the two have not been compared.
+    """
+    if torch.cuda.is_available() and (major := torch.cuda.get_device_capability()[0]) != 9:
+        raise UnsupportedError(
+            "sglang's flashinfer_gdn_prefill_default", [f"the GPU is of sm_{major}0: compared with FlashInfer on sm_90 only"]
+        )
+    return None
+
+
 _ATTENTION, _LAYERS = "sglang.kernels.ops.attention", "sglang.srt.layers.attention.linear.kernels"
+_BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 REPLACEMENTS = [
     Replacement(f"{_ATTENTION}.fla.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
     Replacement(
         f"{_LAYERS}.gdn_triton", "TritonGDNKernel.extend", extend, says={"supports_track_state_snapshot": True}, behind=with_tracked_states
     ),
     Replacement(f"{_ATTENTION}.fla.kda", "chunk_kda", chunk_kda),
+    Replacement(
+        _BACKEND, "flashinfer_gdn_prefill_default", flashinfer_gdn_prefill_default, needs=(f"{_LAYERS}.gdn_triton.TritonGDNKernel.extend",)
+    ),
 ]

@@ -35,12 +35,14 @@ def seg_la_fwd(
     meta: SGLang's SegLaMeta: batch_size sequences, q_offsets [N + 1] where they begin, s_offsets [N] their slots, s_scales [N] whether
         their states are read. With no more tokens than sequences each has one, and goes on from its state
     A sequence whose slot is negative, or none of the pool's, touches no state; its output, of a prompt, is as from zeros.
-    The states of a prompt are turned ahead of the kernel and behind it. Raises UnsupportedError for states at other places than the end
-    (track_lens) and for verification of drafts (caches, meta.mask).
+    track_lens, with track_state_indices [N]: [N], the state after so many tokens of each prompt, 1 or more, goes to that slot. A longer
+        count than the prompt's asks for none. These tokens are computed twice
+    The states of a prompt are transposed before the kernel and after it. Raises UnsupportedError for verification of drafts (caches,
+    meta.mask).
     """
     name = "sglang's seg_la_fwd"
-    given = {"caches": caches, "track_lens": track_lens, "meta.mask": getattr(meta, "mask", None)}
-    if reasons := [f"{what} is given: states of drafts, or at other places than the end" for what, t in given.items() if t is not None]:
+    given = {"caches": caches, "meta.mask": getattr(meta, "mask", None)}
+    if reasons := [f"{what} is given: states of drafts" for what, t in given.items() if t is not None]:
         raise UnsupportedError(name, reasons)
     count, slots, starts, read = meta.batch_size, meta.s_offsets, meta.q_offsets, meta.s_scales
     slope = decay_scales.reshape(-1)
@@ -48,23 +50,49 @@ def seg_la_fwd(
         out = _new_output(q, v)
         lightning_attn(s, q, k, v, slope, scale=softmax_scale, state_layout="kv", state_indices=slots[: q.shape[0]], out=out)
         return out
+    tracked = None if track_lens is None or track_state_indices is None else (track_lens, track_state_indices)
     indices = {"meta.s_offsets": slots, "meta.q_offsets": starts}
+    indices |= {} if tracked is None else dict(zip(("track_lens", "track_state_indices"), tracked, strict=True))
+    rows = [(what, t, count + (what == "meta.q_offsets")) for what, t in indices.items()] + [("meta.s_scales", read, count)]
     problems = _prompts.objections(v, indices, {"s": s}) or [
-        f"{what} is {list(t.shape)} for {count} sequences"
-        for what, t, n in (("meta.s_offsets", slots, count), ("meta.q_offsets", starts, count + 1), ("meta.s_scales", read, count))
-        if t.shape[0] < n
+        f"{what} is {list(t.shape)} for {count} sequences" for what, t, n in rows if t.shape[0] < n
     ]
     if problems:
         raise ArgumentError(name, problems)
     slots, starts, read = slots[:count], starts[: count + 1], read[:count] > 0
     before = _prompts.gathered(s, slots).masked_fill_(~read[:, None, None, None], 0)
     out, after = _new_output(q, v), s.new_empty((count, s.shape[1], s.shape[3], s.shape[2]))
-    _prompts.run(
-        chunk_lightning_attn, (q, k, v, slope), out, initial_states=before.transpose(-1, -2), last=after, cu_seqlens=starts,
-        scale=softmax_scale,
-    )  # fmt: skip
+    before = before.transpose(-1, -2)
+    _prompts.run(chunk_lightning_attn, (q, k, v, slope), out, initial_states=before, last=after, cu_seqlens=starts, scale=softmax_scale)
+    if tracked is not None:
+        lens, places = (t[:count] for t in tracked)
+        inner = _inner(q, k, v, slope, before, starts, lens.clamp(min=0), torch.empty_like(after))
+        nowhere = (lens <= 0) | (lens > starts.diff()) | (slots < 0)
+        _scatter(s, places.masked_fill(nowhere, -1), inner.transpose(-1, -2))
     _scatter(s, slots, after.transpose(-1, -2))
     return out
+
+
+def _inner(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, before: Tensor, starts: Tensor, lens: Tensor, after: Tensor) -> Tensor:
+    """`after`, which receives the states after so many tokens of each sequence.
+
+    The kernel gives states at ends of sequences. Here, each one is cut in two, and the second part is padding.
+    """
+    cuts = torch.minimum(starts[:-1] + lens, starts[1:])
+    edges = torch.cat([torch.stack([starts[:-1], cuts], 1).flatten(), starts[-1:]])
+    slot = torch.arange(lens.shape[0], dtype=torch.int32, device=q.device)
+    slots = torch.stack([slot, torch.full_like(slot, -1)], 1).flatten()
+    after.copy_(before)
+    _prompts.run(
+        chunk_lightning_attn,
+        (q, k, v, slope),
+        _new_output(q, v),
+        state=after,
+        state_indices=slots,
+        has_initial_state=slots >= 0,
+        cu_seqlens=edges,
+    )
+    return after
 
 
 def _scatter(pool: Tensor, slots: Tensor, states: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,23 @@ from ..shared import mamba_prompts as _prompts
 from ..shared.operands import takes as _takes
 
 METHOD = "MambaMixer1._selective_scan"
+
+
+def one_head(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The operands of a step of heads of one row in one group, without the axes of rows and groups: the heads become rows.
+
+    A block of the kernel takes rows of one head; heads of one row would give it one row each.
+    state: [slots, dim, 1, N]   x, dt, z, out: [batch, dim, 1]   A: [dim, 1, N]   B, C: [batch, 1, N]   D, dt_bias: [dim, 1]
+    """
+    x, dt = (t if t.dim() < 3 else t.squeeze(2) for t in (x, dt))
+    z, out = (t if t is None or t.dim() < 3 else t.squeeze(2) for t in (z, out))
+    D, dt_bias = (t if t is None or t.dim() < 2 else t.squeeze(1) for t in (D, dt_bias))
+    A = A[:, None].expand(-1, B.shape[-1]) if A.dim() == 1 else A
+    state, A, B, C = (t.squeeze(-2) for t in (state, A, B, C))
+    return state, x, dt, A, B, C, D, z, dt_bias, out
 
 
 @_takes(x="[T, D]", dt="[T, D]", B="[T, N]", C="[T, N]", h0="[D, N]")

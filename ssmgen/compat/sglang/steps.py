@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError
 from ...families.causal_conv1d.call import causal_conv1d as _conv
 from ...families.combine_splits.call import combine_splits
 from ...families.linear_attention.call import kda as _kda
@@ -75,11 +75,8 @@ def causal_conv1d_fn_triton(
     causal_conv1d_triton, which layers of Kimi delta attention call for prompts.
 
     conv_states: [slots, dim, width - 1 or more] of x's dtype, whose first width - 1 entries are the history
-    seq_lens_cpu and validate_data change no result: ignored, as other keywords are there
-    Raises UnsupportedError with block_table, of states in several slots.
+    seq_lens_cpu, block_table and validate_data change no result: ignored, as other keywords are there
     """
-    if block_table is not None:
-        raise UnsupportedError("sglang's causal_conv1d_fn", ["block_table: a sequence has one slot here"])
     sequences = query_start_loc.shape[0] - 1
     found: Any = _conv(
         x, weight, bias, activation="silu" if activation is True else activation or None, query_start_loc=query_start_loc,

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...calls.checks import DTYPES
 from ...errors import ArgumentError, UnsupportedError
 from ...families.chunk_scan.call import chunk_scan
+from .operands import rows_of, written_rows
 
 # Of `takes`: what all that look like mamba-ssm's function have.
 ROWS, GROUPS = "[batch, T, H, P]", "[batch, T, G, N]"
@@ -34,9 +35,9 @@ class Operands(NamedTuple):
     dt_limit: Any
 
     def as_ours(self) -> Operands:
-        """Rows contiguous; and no limits where they say nothing, as a softplus is at least 0: a kernel with limits is another one."""
-        x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (self.x, self.B, self.C))
-        z = None if self.z is None else self.z if self.z.stride(-1) == 1 else self.z.contiguous()
+        """Rows as kernels copy them; and no limits where they say nothing, as a softplus is at least 0: a kernel with limits is another
+        one."""
+        x, B, C, z = rows_of(self.x), rows_of(self.B), rows_of(self.C), rows_of(self.z)
         limit = self.dt_limit
         if self.dt_softplus is True and isinstance(limit, tuple) and all(type(v) in (int, float) for v in limit) and limit == (0, math.inf):
             limit = None
@@ -67,10 +68,13 @@ def scan(
     inner, sequences = (*x.shape[-2:], operands.B.shape[-1]), x.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
     final = None if last is None else x.new_empty((sequences, *inner), dtype=held)
     kept = None if positions is None else x.new_empty((positions.numel(), *inner), dtype=held)
+    written = written_rows(out)
     chunk_scan(
         *operands[:-1], dt_limit=operands.dt_limit, cu_seqlens=cu_seqlens, seq_idx=seq_idx, initial_states=initial_states,
-        final_states_out=final, checkpoint_positions=positions, checkpoints_out=kept, out=out,
+        final_states_out=final, checkpoint_positions=positions, checkpoints_out=kept, out=written,
     )  # fmt: skip
+    if written is not out:
+        out.copy_(written)
     return States(None if final is None else final.to(last), None if kept is None else kept.to(after))
 
 
@@ -84,9 +88,13 @@ def scan_into_slots(
     ours = operands.as_ours()
     if initial_states is not None and pool.dtype == torch.float32 and initial_states.dtype in DTYPES:
         initial_states = initial_states.to(pool.dtype)
+    written = written_rows(out)
     chunk_scan(
-        *ours[:-1], dt_limit=ours.dt_limit, cu_seqlens=cu_seqlens, initial_states=initial_states, state=pool, state_indices=slots, out=out
-    )
+        *ours[:-1], dt_limit=ours.dt_limit, cu_seqlens=cu_seqlens, initial_states=initial_states, state=pool, state_indices=slots,
+        out=written,
+    )  # fmt: skip
+    if written is not out:
+        out.copy_(written)
 
 
 def state_dtype_of(name: str, state_dtype: torch.dtype | None, C: Tensor) -> torch.dtype:
@@ -159,8 +167,8 @@ def combined(
     )  # fmt: skip
     found: dict[str, Tensor] = {}
     if got.after is not None:
-        rows_of = [got.after] if order is None else [got.after[r] for r in order.argsort().split([p.numel() for p in parts.values()])]
-        found = dict(zip(parts, rows_of, strict=True))
+        in_order = [got.after] if order is None else [got.after[r] for r in order.argsort().split([p.numel() for p in parts.values()])]
+        found = dict(zip(parts, in_order, strict=True))
     return Found(
         _of_chunks(found["chunks"].to(dtype), x.shape[0], initial_states) if wanted.chunks else None,
         (found["final"] if wanted.varlen else got.last) if wanted.final else None,

@@ -8,11 +8,14 @@ import re
 from collections.abc import Callable, Mapping
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from ...calls.checks import oddity
+from ...calls.checks import aligned, oddity, overlaps_itself
+from ...calls.planning import is_memory
 from ...errors import ArgumentError
 
 P = ParamSpec("P")  # type checkers read no assignment of both P and R
@@ -33,6 +36,45 @@ def two(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The results of a call that asks for two."""
     assert isinstance(result, tuple)
     return result
+
+
+WORD = 4  # bytes: the least that kernels of prompts copy at once
+
+
+@overload
+def rows_of(t: Tensor) -> Tensor: ...
+@overload
+def rows_of(t: Tensor | None) -> Tensor | None: ...
+def rows_of(t: Tensor | None) -> Tensor | None:
+    """An operand as kernels of prompts copy it: its rows are contiguous and begin at multiples of 4 bytes. A dense copy of one that is
+    not so: a row of 16-bit numbers may begin at an odd element.
+
+    Of a traced call only rows that are not contiguous are copied.
+    """
+    if t is None or not t.dim():
+        return t
+    if t.stride(-1) != 1:
+        return t.contiguous()
+    return t if _on_words(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def written_rows(out: Tensor) -> Tensor:
+    """The tensor that a kernel writes an output to: `out`, or where its rows begin at odd elements a new one, to be copied there.
+
+    One whose rows are not contiguous, or whose elements share memory, stays as it is: the call's own checks refuse it.
+    """
+    if not out.dim() or out.stride(-1) != 1 or _on_words(out) or overlaps_itself(out):
+        return out
+    return torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
+def _on_words(t: Tensor) -> bool:
+    """Whether contiguous rows begin at multiples of 4 bytes. True where that is not known: tracers know no addresses."""
+    if is_compiling() or t.element_size() != WORD // 2:
+        return True
+    start = t.data_ptr() if is_memory(type(t)) else WORD // 2 * int(t.storage_offset())
+    # An axis of one may have any distance: the second look, which costs the host 2 us, leaves it out.
+    return (start % WORD == 0 and not any(step % 2 for step in t.stride()[:-1])) or aligned(t, start, 2)
 
 
 def takes(flags: str = "", **shapes: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from functools import partial, wraps
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
@@ -34,12 +35,13 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 # What SSMGEN_ENGINE_KEEP can name, of all engines.
 NAMES = (
     "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
-    "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "fused_gdn_decode_post_conv_mtp", "fused_recurrent_gated_delta_rule",
-    "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_kda", "fused_recurrent_kda_fwd",
-    "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update", "layer_norm_fwd", "lightning_attention",
-    "linear_decode_forward_triton", "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state",
-    "merge_state_v2", "rms_norm_gated", "seg_la_fwd", "selective_scan_fn", "selective_state_update", "MambaMixer1._selective_scan",
-    "TritonGDNKernel.extend",
+    "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "flashinfer_gdn_prefill_default", "fused_gdn_decode_post_conv_mtp",
+    "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update",
+    "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update",
+    "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
+    "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2",
+    "rms_norm_gated", "seg_la_fwd", "selective_scan_fn", "selective_state_update", "_flashkda_prefill",
+    "Glm5NextLinearAttention._flashkda_prefill", "MambaMixer1._selective_scan", "TritonGDNKernel.extend",
 )  # fmt: skip
 
 # What warm() is to those who do not make the calls themselves.
@@ -55,6 +57,7 @@ class Replacement:
     says: attributes that its class gets too, where the engine looks up what the method can do
     behind: makes of the engine's own one the method that does what is refused, as its class now says more than that can do
     traced: torch.compile may trace calls of it, which stay the engine's own
+    needs: places of other replacements; while one of them is not made, calls of this one stay the engine's own
     """
 
     module: str
@@ -63,6 +66,7 @@ class Replacement:
     says: Mapping[str, Any] = field(default_factory=dict)
     behind: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     traced: bool = False
+    needs: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -120,7 +124,7 @@ class Engine:
         elif drift := differences(r.function, original):
             self._keep(r, f"its parameters are not those of {self.package} {self.version}: {'; '.join(drift)}")
         else:
-            ours = _with_the_original_behind(r, original, self.log)
+            ours = _with_the_original_behind(self._with_others(r), original, self.log)
             if of_class:
                 method = staticmethod(ours) if isinstance(original, staticmethod) else ours
                 self.undo.append(_given(owner, {name: method, **r.says}))
@@ -129,6 +133,20 @@ class Engine:
                 self.undo.append(partial(self._rebind, ours, original))
             self.outcome[r.place] = REPLACED
             self.log.info("ssmgen replaces %s", r.place)
+
+    def _with_others(self, r: Replacement) -> Replacement:
+        """r, whose function refuses calls while a replacement that it needs is not made."""
+        if not r.needs:
+            return r
+
+        @wraps(r.function)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if missing := [place for place in r.needs if self.outcome.get(place) != REPLACED]:
+                reasons = [f"{place} is {self.package}'s own" for place in missing]
+                raise UnsupportedError(f"{self.package}'s {r.name}", reasons)
+            return r.function(*args, **kwargs)
+
+        return changed(r, function=function)
 
     def executed(self, module: ModuleType) -> None:
         """Called when one of the modules has been imported."""

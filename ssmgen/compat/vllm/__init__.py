@@ -27,6 +27,7 @@ from ..shared.lightning import linear_decode_forward_triton as linear_decode_for
 from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
 from . import delta as _delta
+from . import flashkda as _flashkda
 from . import norms as _norms
 from . import steps as _steps
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -34,6 +35,9 @@ from .delta import chunk_kda as chunk_kda
 from .delta import chunk_kda_with_fused_gate as chunk_kda_with_fused_gate
 from .delta import chunk_kda_with_safe_gate as chunk_kda_with_safe_gate
 from .delta import fi_chunk_gated_delta_rule as fi_chunk_gated_delta_rule
+from .flashkda import flashkda_prefill as flashkda_prefill
+from .flashkda import glm_flashkda_prefill as glm_flashkda_prefill
+from .flashkda import kda_prefill_checkpoint_alignment as kda_prefill_checkpoint_alignment
 from .mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
 from .mamba import selective_scan_fn as selective_scan_fn
 from .merging import merge_attn_states as merge_attn_states
@@ -305,6 +309,7 @@ _ENGINE = replacing.Engine(
             f"{_FLA}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update", fused_sigmoid_gating_delta_rule_update
         ),
         *_delta.REPLACEMENTS,
+        *_flashkda.REPLACEMENTS,
         *_steps.REPLACEMENTS,
         *_norms.REPLACEMENTS,
         replacing.Replacement(_LIGHTNING, "lightning_attention", lightning_attention),

@@ -108,7 +108,11 @@ class LinearAttentionAsk(StateAsk):
         found: list[Any] = super().problems(model, wanted)
         if model.kind in ("gated_delta_rule", "kda") and wanted.caller is Client.ENGINES:  # of a step beside prompts, packed
             found += [replace(p, tokens=Tokens.RAGGED, cu_seqlens=Index.I32) for p in found if p.tokens is Tokens.ONE]
-        return list(map(_finished, found)) if wanted.caller is Client.TRANSFORMERS else found
+        if wanted.caller is not Client.TRANSFORMERS:
+            return found
+        if model.kind == "gated_delta_rule":  # before 5.23 its layers repeat the heads of q and k
+            found += [replace(p, key_heads=p.nheads) for p in found if p.key_heads != p.nheads]
+        return list(map(_finished, found))
 
 
 def _finished(problem: LinearAttentionProblem) -> LinearAttentionProblem:

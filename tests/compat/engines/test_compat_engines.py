@@ -12,6 +12,8 @@ from test_compat_ssu import operands, states, token
 from test_engine_forms import same, starts_of, stored
 from torch_conv import DIM, close, conv, randn, taps
 
+from ssmgen.compat import sglang as sglang_plugin
+
 F16 = torch.float16
 
 # selective_state_update
@@ -92,6 +94,28 @@ def test_vllm_decode_step_of_mamba1(vllm):
         new = before[slots[b, 0]].double() * (step[:, None] * A).exp() + (step * x[b])[:, None] * B[b].double()
         y = (new @ C[b].double() + D * x[b].double()) * z[b].double() * z[b].double().sigmoid()
         assert ssu_close(out[b], y) and ssu_close(state[slots[b, 0]], new)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["A of its own", "A of a head"])
+def test_sglang_decode_step_of_mamba1(sglang, monkeypatch, tied):
+    """Channels are heads of one row there, and rows of one head here: no head is a block of its own."""
+    batch, dim, N, seen = 3, 10, 16, []
+    x, dt, z = (randn(batch, dim, 1, seed=s) for s in (1, 2, 3))
+    A = -randn(dim).abs() if tied else -randn(dim, 1, N).abs()
+    B, C, D = randn(batch, 1, N, seed=4), randn(batch, 1, N, seed=5), randn(dim, 1)
+    state, slots, out = pages(6, dim, 1, N), torch.tensor([4, -1, 2], dtype=torch.int32), poisoned(batch, dim, 1)
+    before, run = state.clone(), sglang_plugin._ssu
+    monkeypatch.setattr(sglang_plugin, "_ssu", lambda *given, **more: seen.append(given[1].shape) or run(*given, **more))
+    sglang.selective_state_update(
+        state, x, dt, A, B, C, D, z=z, dt_bias=torch.zeros(dim, 1), dt_softplus=True, state_batch_indices=slots, out=out
+    )
+    assert seen == [(batch, dim)] and not out[1].any() and torch.equal(state[[0, 1, 3, 5]], before[[0, 1, 3, 5]])
+    decay = A.double().view(dim, -1)
+    for b in (0, 2):
+        step = dt[b, :, 0].double().exp().log1p()
+        new = before[slots[b], :, 0].double() * (step[:, None] * decay).exp() + (step * x[b, :, 0])[:, None] * B[b].double()
+        y = ((new * C[b]).sum(-1) + D[:, 0] * x[b, :, 0].double()) * z[b, :, 0].double() * z[b, :, 0].double().sigmoid()
+        assert ssu_close(out[b, :, 0], y) and ssu_close(state[slots[b], :, 0], new)
 
 
 @pytest.mark.parametrize("rounds", [0, 5])
@@ -192,7 +216,8 @@ def test_convolution_of_prompts(request, engine):
     )
     x = randn(sum(lengths), DIM).t()
     pool, before = stored(9, 4)
-    more = {"metadata": object()} if engine == "vllm" else {"seq_lens_cpu": lengths, "block_table": None}
+    blocks = torch.tensor([[i, 0] for i in range(len(lengths))], dtype=torch.int32)
+    more = {"metadata": object()} if engine == "vllm" else {"seq_lens_cpu": lengths, "block_table": blocks}
     out = request.getfixturevalue(engine).causal_conv1d_fn(
         x, weight, bias, activation="silu", conv_states=pool, has_initial_state=started, cache_indices=slots,
         query_start_loc=starts_of(lengths), **more,

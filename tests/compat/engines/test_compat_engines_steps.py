@@ -239,13 +239,14 @@ def test_what_torch_compile_traces_stays_the_engine_s(vllm, sglang):
 
 
 def test_sglang_convolution_of_prompts_in_triton(sglang):
-    """The lengths and unknown keywords say nothing new; only the first entries of a longer state are the history."""
+    """The lengths, a list of work and unknown keywords say nothing new; only the first entries of a longer state are the history."""
     weight, bias = taps(4)
     lengths, slots, started = [5, 1, 4], torch.tensor([3, -1, 4], dtype=torch.int32), torch.tensor([True, True, False])
     x, (pool, before) = randn(sum(lengths), DIM).t(), stored(9, 5)
     out = sglang.causal_conv1d_fn_triton(
-        x, weight, bias, pool, starts_of(lengths), lengths, cache_indices=slots, has_initial_state=started, activation=True, other=1
-    )
+        x, weight, bias, pool, starts_of(lengths), lengths, cache_indices=slots, has_initial_state=started, activation=True,
+        block_table=torch.tensor([[0, 0], [1, 0], [2, 0]], dtype=torch.int32), other=1,
+    )  # fmt: skip
     want = before.clone()
     for got, piece, slot, go_on in zip(out.split(lengths, 1), x.split(lengths, 1), slots.tolist(), started.tolist(), strict=True):
         if slot < 0:

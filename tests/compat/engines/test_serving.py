@@ -24,7 +24,7 @@ from tools.serving.report import answers, as_dict, steps, table
 from tools.serving.run import Options, pairs_of, run
 from tools.serving.worker import Warnings, covered, forget_tuning, weights_as_trained
 
-stand_in = functools.partial(Engine, module="tests.serving_stand_in")
+stand_in = functools.partial(Engine, module="tests.support.serving_stand_in")
 
 
 class Impatient(Engine):
@@ -106,7 +106,7 @@ def test_an_engine_that_fails_stops_no_other(fails, served):
 @costly(1)
 @pytest.mark.parametrize("asked", ["tune", "answers"])
 def test_an_engine_that_does_not_answer_is_ended(asked, served):
-    pairs, _, _ = served(f"mamba2 {asked} silently", functools.partial(Impatient, module="tests.serving_stand_in"))
+    pairs, _, _ = served(f"mamba2 {asked} silently", functools.partial(Impatient, module="tests.support.serving_stand_in"))
     assert "has not answered in " in pairs[0].failures[0] and {ours for _, ours in pairs[0].rates} == {False}
     assert not pairs[1].failures and {ours for _, ours in pairs[1].rates} == {False, True}
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from selection import costly
 
 pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
@@ -82,6 +83,7 @@ def test_padded_prompts_give_the_tokens_of_transformers():
             assert torch.equal(fast.generate(IDS, 6, attention_mask=mask), want)
 
 
+@costly(1)
 @pytest.mark.parametrize("ends", ["one row", "both rows", "at once"])
 def test_sequences_end_where_those_of_transformers_do(ends):
     model = built("mamba2")

@@ -161,6 +161,7 @@ def test_a_decode_step_compiles_into_one_graph(name):
     assert ours_in(targets) == convolutions(model) * (1 + heads if SCANS[name] else 1), targets
 
 
+@costly(1)
 @pytest.mark.parametrize("name", kept(ONE_OF_EACH, lambda name: name in COMPILED))
 def test_a_prompt_compiles_into_one_graph(name):
     model, ids = built(name), torch.arange(3, 13).view(2, 5)

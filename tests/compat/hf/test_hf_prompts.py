@@ -223,7 +223,8 @@ def transformers_own(**given):
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "channels"])
 def test_a_delta_rules_first_state_is_made_in_f32(heads, rows):
     given = of_delta_rule(torch.bfloat16, heads) | {"output_final_state": True}
-    want, state = transformers_own(**given)
+    in_f32 = {name: t.float() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    want, state = transformers_own(**in_f32)  # given bf16, 5.15 also rounds q and k after their norms
     if not rows:
         given |= {name: rows_of_channels(given[name]) for name in ("query", "key", "value")}
         assert given["query"].stride(-1) != 1

@@ -123,6 +123,7 @@ SPREAD = [
 ]
 
 
+@costly(3)
 @needs_emulator
 @named(*SPREAD)
 def test_variants_are_bit_equal(case):
@@ -324,6 +325,7 @@ REGISTERED = [replace(WHOLE, **STATEFUL), replace(WHOLE, seq_idx=True), PACKED, 
 REGISTERED += [UpdateCase("tree", tokens=3, parents=I32, saved="windows"), UpdateCase("children", tokens=3, children=I64)]
 
 
+@costly(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @named(*[replace(c, id=f"{i}-{c.id}") for i, c in enumerate(REGISTERED)])
 def test_opcheck(case):
@@ -332,6 +334,7 @@ def test_opcheck(case):
     torch.library.opcheck(getattr(torch.ops.ssmgen, call.op.OPERATOR).default, (*call.given, *options))
 
 
+@costly(1)
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 def test_torch_compile_fullgraph(last):
     def two(x, past, state, weight, bias):

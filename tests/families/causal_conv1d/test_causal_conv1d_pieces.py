@@ -26,7 +26,7 @@ BESIDE = (253, 1, 1, 1, 250, 3, 0, 2, 500, 2, 1, 9, 0, 0)  # begin up to 3 token
 IN_PLACE = {"initial": True, "final": "in_place"}
 
 
-@costly(2)
+@costly(1)
 @named(
     *vary(replace(FIRST, id="aligned", dim=3, lengths=BESIDE), pool=POOL, in_place=IN_PLACE, w8={**IN_PLACE, "width": 8, "x": F32}),
     *vary(replace(FIRST, id="slice", layout="first_slice", lengths=BESIDE), pool=POOL, w2={**POOL, "width": 2}, w1={"width": 1}),

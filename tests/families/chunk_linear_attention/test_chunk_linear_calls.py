@@ -9,6 +9,7 @@ import linear_laws as laws
 import pytest
 import torch
 from linear_cases import F16, F32, FUNCTIONS, SM90, Case, make, problem_of, public, same, starts_of
+from selection import costly
 
 import ssmgen
 from ssmgen.compile.occupancy import LIMITS
@@ -115,6 +116,7 @@ def test_states_of_sequences_without_tokens(case, state):
     assert same(after, before) and same(pool, before)
 
 
+@costly(3)
 @each
 @torch.no_grad()
 def test_compiled_by_torch(case):

@@ -164,7 +164,7 @@ def test_images_are_those_of_float64(sizes):
     prepared(sizes, make(sizes, 1, 70))
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(("sizes", "offset"), SIZES.values(), ids=SIZES)
 def test_sizes_and_strides(sizes, offset):
@@ -298,7 +298,7 @@ MISTAKES = {
 }
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake):

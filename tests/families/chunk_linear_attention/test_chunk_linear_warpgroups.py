@@ -70,7 +70,7 @@ def test_hard_data(rule, kind):
     assert accurate(chain(p, before=states_of(p)), p, states_of(p), 1.5e-2)
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @rules
 def test_stages_and_rows_of_a_block_change_no_bit(rule):
@@ -79,7 +79,7 @@ def test_stages_and_rows_of_a_block_change_no_bit(rule):
     assert all(same(f[name], found[0][name]) for f in found[1:] for name in ("out", "final_states"))
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @rules
 def test_packing_changes_no_bit(rule):
@@ -97,7 +97,7 @@ def test_a_batch_is_sequences_of_one_length():
     assert same(batch["out"].flatten(0, 1), packed["out"]) and same(batch["final_states"], packed["final_states"])
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @rules
 def test_a_cut_changes_no_bit(rule):
@@ -173,7 +173,7 @@ def test_a_pool_is_touched_where_it_should_be(rule, own):
     assert not found["out"][65:72].any() and not found["out"][88:].any()
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(("rule", "layout"), [(Rule.DELTA, Layout.VK), (Rule.LOW_RANK, Layout.KV), (Rule.PLAIN, Layout.VK)])
 def test_states_at_positions(rule, layout):

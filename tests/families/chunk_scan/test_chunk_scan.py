@@ -53,12 +53,13 @@ def test_results_are_those_of_float64(sizes, tokens, decay, more):
     laws.is_accurate(emulated, sizes, tokens, decay, **more)
 
 
+@costly(1)
 @by_both
 def test_packing_changes_no_bit(scan):
     laws.packing_changes_no_bit(scan, SMALL if scan is emulated else replace(SMALL, x=F32))
 
 
-@costly(2)
+@costly(1)
 @by_both
 @pytest.mark.parametrize("cut", [64, 128])
 @pytest.mark.parametrize("x", [BF16, F32])
@@ -66,20 +67,21 @@ def test_a_cut_changes_no_bit(scan, cut, x):
     laws.a_cut_changes_no_bit(scan, replace(SMALL, x=x), 150, cut)
 
 
+@costly(1)
 @by_both
 @pytest.mark.parametrize(("state", "x"), [(F32, BF16), (BF16, BF16), (F32, F32)])
 def test_a_pool_is_touched_where_it_should_be(scan, state, x):
     laws.a_pool_is_touched_where_it_should_be(scan, replace(SMALL, x=x), state)
 
 
-@costly(2)
+@costly(1)
 @by_both
 @pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)], ids=["i32", "bf16-i64", "in-order"])
 def test_states_of_a_pool_may_begin_elsewhere(scan, state, index):
     laws.states_of_a_pool_may_begin_elsewhere(scan, SMALL, state, index)
 
 
-@costly(2)
+@costly(1)
 @by_both
 @pytest.mark.parametrize(("offset", "x"), [(8, BF16), (4, BF16), (2, BF16), (2, F32), (1, F32)])
 def test_layout_changes_no_bit(scan, offset, x):
@@ -101,7 +103,7 @@ def test_ids_go_on(scan):
     laws.ids_go_on(scan, SMALL)
 
 
-@costly(2)
+@costly(1)
 @by_both
 @pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False), (F16, False)], ids=["f32", "ids", "bf16", "f16"])
 def test_checkpoints_are_final_states(scan, state, ids):
@@ -113,6 +115,7 @@ def test_checkpoints_of_a_batch(scan):
     laws.checkpoints_of_a_batch(scan, SMALL)
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(("x", "kept"), [(BF16, ((64, 3), (16, 1), (32, 2), (16, 4))), (F32, ((64, 2), (16, 1), (32, 3)))])
 def test_variants_are_bit_equal(x, kept):
@@ -268,7 +271,7 @@ def test_the_wait_precedes_every_access(spec):
     assert "__restrict__" not in body and "allow_dependents();" in body
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("spec", SPECS[1:], ids=lambda s: s.stem)
 def test_check_of_variants(spec):
@@ -348,7 +351,7 @@ def test_what_a_launch_asks_for_counts_too():
     assert stats["blocks_per_sm"] == 1 and Candidate(SPECS[0], 1, registers=32).resident(Card(SM90, 132, 4.0)) == 132
 
 
-@costly(2)
+@costly(1)
 @pytest.mark.matrix
 @pytest.mark.parametrize(("arch", "turn"), [("sm_80", 0), ("sm_90a", 1), ("sm_100a", 0)])
 def test_no_variant_spills(arch, turn):

@@ -95,7 +95,7 @@ def test_lengths(parts, lengths):
     laws.lengths_are_accurate(by(parts, 4), SMALL, lengths)
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(("parts", "stages"), [(1, 2), (1, 4), (2, 2), (3, 4)])
 def test_packing_changes_no_bit(parts, stages):
@@ -109,7 +109,7 @@ def test_a_cut_changes_no_bit(cut, x):
     laws.a_cut_changes_no_bit(by(), replace(SMALL, x=x), 150, cut)
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("state", [F32, BF16, F16])
 @in_parts
@@ -117,7 +117,7 @@ def test_a_pool_is_touched_where_it_should_be(state, parts):
     laws.a_pool_is_touched_where_it_should_be(by(parts), SMALL, state)
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)], ids=["i32", "bf16-i64", "in-order"])
 @in_parts
@@ -183,7 +183,7 @@ def test_ids_go_on():
     laws.ids_go_on(by(), SMALL)
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False)], ids=["f32", "ids", "bf16"])
 def test_checkpoints_are_final_states(state, ids):
@@ -217,7 +217,7 @@ def test_ids_and_checkpoints_in_parts(parts):
     assert same(by(parts, 4)(**same_ids), by(parts, 4)(**call))
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("form", attention_cases.FORMS)
 def test_linear_attention(form):
@@ -253,7 +253,7 @@ SPECS = [
 ]
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_check_of_variants(spec):

@@ -11,7 +11,7 @@ from itertools import cycle, product
 import pytest
 from combine_cases import DENSE, F32, INF, PREFIX, SM90, assert_matches, emulate, expected, make, needs_emulator
 from compiled import compiled
-from selection import kept
+from selection import costly, kept
 from test_check import edited
 
 from ssmgen.compile.nvrtc import compile_cubin
@@ -227,6 +227,7 @@ def test_the_rules_are_legal_and_agree_about_thresholds():
     assert len(list(kernels.space(problem, SM90))) >= 30
 
 
+@costly(1)
 @pytest.mark.parametrize(("spec", "count"), [(FEW, 8), (MANY, 8), (TWO, 2)], ids=["few", "many", "two"])
 def test_loads_of_16_bytes_are_in_flight_before_anything_waits(spec, count):
     """All of the first vectors are asked for ahead of the first shuffle, which waits for the LSEs; and no access is ahead of the wait."""

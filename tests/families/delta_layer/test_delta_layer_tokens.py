@@ -139,6 +139,7 @@ def spec_of(name: str) -> DeltaLayerSpec:
     return found
 
 
+@costly(3)
 @needs_emulator
 @pytest.mark.parametrize("name", HOW)
 def test_check_of_variants(name):
@@ -146,6 +147,7 @@ def test_check_of_variants(name):
         assert check(spec_of(name), SM90, batch).passed
 
 
+@costly(3)
 @needs_emulator
 @pytest.mark.parametrize(
     ("name", "old", "new"),
@@ -257,7 +259,7 @@ def test_problems_say_what_is_asked_for():
 # Registration.
 
 
-@costly(2)
+@costly(1)
 @named(
     [
         *[replace(base, id=f"{base.id}-final", tokens=3) for base in (GDN, KDA)],

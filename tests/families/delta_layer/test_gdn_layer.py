@@ -271,7 +271,7 @@ def test_problems_say_where_operands_lie():
 # Registration.
 
 
-@costly(2)
+@costly(1)
 @named([GDN, *vary(GDN, bare={"norm": None, "bias": False, "conv_bias": None}, kv={"layout": "kv", "index": None, "batch": 3})])
 def test_opcheck(case):
     call = make(case).built()

@@ -178,7 +178,7 @@ def test_problems_say_where_operands_lie():
 # Registration.
 
 
-@costly(2)
+@costly(1)
 @named([KDA, *vary(KDA, bare={"norm": None, "bias": False, "conv_bias": None}, bounded={"lower_bound": -5.0, "bare_gate": True})])
 def test_opcheck(case):
     call = make(case).built()

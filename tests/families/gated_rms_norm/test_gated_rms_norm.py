@@ -27,6 +27,7 @@ from norm_cases import (
     named,
     needs_emulator,
 )
+from selection import costly
 
 import ssmgen
 from ssmgen.families.gated_rms_norm import call as op
@@ -133,6 +134,7 @@ VARIED = [
 ]
 
 
+@costly(3)
 @needs_emulator
 @named(*VARIED)
 def test_variants_are_bit_equal(case):

@@ -11,7 +11,7 @@ from itertools import cycle, product
 import pytest
 from compiled import compiled
 from norm_cases import F32, GDN, MAMBA, SM90, assert_matches, emulate, expected, make, needs_emulator
-from selection import kept
+from selection import costly, kept
 from test_check import edited
 
 from ssmgen.compile.nvrtc import compile_cubin
@@ -225,6 +225,7 @@ def test_the_rules_are_legal_and_agree_about_thresholds():
     assert len(list(kernels.space(problem, SM90))) >= 60
 
 
+@costly(1)
 @pytest.mark.parametrize(("spec", "count"), [(HEAD, 3), (BLOCK, 3), (LONG, 4)], ids=["head", "block", "long"])
 def test_loads_are_in_flight_before_anything_waits(spec, count):
     """All are asked for ahead of the first arithmetic on them; no access is ahead of the wait; and none is to local memory."""

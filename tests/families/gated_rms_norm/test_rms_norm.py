@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from norm_cases import BF16, F16, F32, SM90, needs_emulator
+from selection import costly
 
 import ssmgen
 from ssmgen.compile.render import render
@@ -98,6 +99,7 @@ def emulate(call: dict[str, Any], spec: kernels.NormSpec | None = None) -> None:
     run_source(render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, named, op.TABLE.written)
 
 
+@costly(3)
 @needs_emulator
 @cases
 def test_the_kernel_rounds_where_models_do(name):

@@ -67,7 +67,7 @@ VARIED = [
 ]  # fmt: skip
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):

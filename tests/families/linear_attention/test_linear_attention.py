@@ -15,7 +15,7 @@ from selection import costly, kept
 import ssmgen
 from ssmgen import emulator
 from ssmgen.compile.render import render
-from ssmgen.emulator import EmulatorError, run_source
+from ssmgen.emulator import run_source
 from ssmgen.engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
 from ssmgen.engine.recurrences.attention.reference import reference as reference
 from ssmgen.errors import ArgumentError, UnsupportedError
@@ -369,39 +369,3 @@ def test_a_sequence_in_company_equals_it_alone(rule):
         if s.tokens:
             emulate(Call(alone, apart.memory, span | {"state": apart.kwargs["state"][b : b + 1]}, [s]))
     assert equal(packed.kwargs["out"], apart.kwargs["out"]) and equal(packed.kwargs["state"], apart.kwargs["state"])
-
-
-# What it catches in the kernels, broken by one edit each.
-
-POOL, NINE = replace(GDN, out=F32), replace(GDN, tokens=9, batch=2, heads=2, out=F32)
-RAGGED, ACCEPTED = (next(c for c in matrix() if c.id == name) for name in ("gdn-ragged-few-columns", "gdn-t4-accepted"))
-ROUND = "for (auto& row : h) for (auto& part : row) { Pack<State, kVec> r; pack(part, r); unpack(r, part); }"
-EDITS = {
-    "no wait": (POOL, "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
-    "no padding": (POOL, "if (u64(slot) >= u64(slots) || slot == pad_slot_id)", "if (false)", "outside of every operand"),
-    "no barrier before a chunk": (NINE, "if (first) {\n      __syncthreads();", "if (first) {", "in shared memory"),
-    "wrong decay": (POOL, "exp2_approx(-rate * softplus", "exp2_approx(-0.999f * rate * softplus", "off by"),
-    "q not scaled": (POOL, "+ 1e-6f) * scale;", "+ 1e-6f);", "off by"),
-    "wrong key head": (POOL, "key_head = head / kHeadsPerKey", "key_head = head % 2", "off by"),
-    "key not normalised": (POOL, "error * token.write_scale", "error", "off by"),
-    "output of the old state": (NINE, "fmaf(error, token.mix, token.query_scale * seen)", "token.query_scale * seen", "off by"),
-    "rounded between tokens": (replace(NINE, state=BF16), "token = staged_token(c);", f"token = staged_token(c);{ROUND}", "off by"),
-    "first column": (ACCEPTED, "column * state_indices_column", "0 * state_indices_column", "off by"),
-    "states kept past the last": (RAGGED, "if (t < rows_kept) ", "", "store"),
-    "destinations past the last": (RAGGED, "t < dst_columns ? ", "true ? ", "load outside of every operand"),
-    "a state per token in one slot": (RAGGED, "+ t * dst_state_indices_token", "", "off by"),
-}
-
-
-@costly(4)
-@emulated
-@pytest.mark.parametrize("edit", EDITS)
-def test_broken_template(edit):
-    case, old, new, words = EDITS[edit]
-    call = make_call(case, "cpu")
-    want = expected(call)
-    assert old in render(select(call), SM90), "the edit no longer applies"
-    with pytest.raises((EmulatorError, AssertionError)) as e:
-        emulate(call, change=lambda source: source.replace(old, new, 1))
-        assert_matches(call, want)
-    assert words in str(e.value)

@@ -65,6 +65,7 @@ def test_laws(law, draw):
     law(run, Draw(rule, "cpu", state, layout))
 
 
+@costly(1)
 @emulated
 @pytest.mark.parametrize("name", ["gdn-bf16", "gdn-bf16-kv"])
 def test_variants_are_bit_equal(name):
@@ -131,6 +132,7 @@ def test_nothing_spills(name):
     assert not compiled(spec, SM90).resources.spills
 
 
+@costly(1)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["gdn-rows", "ragged-kda"])
 def test_opcheck(name):

@@ -54,6 +54,7 @@ def test_kernels_are_within_rounding_of_float64(state, form):
         assert check(spec, SM90).passed, spec
 
 
+@costly(1)
 @emulated
 @pytest.mark.parametrize("state", [Narrow.I8, Narrow.E4M3], ids=lambda t: t.value)
 def test_variants_are_bit_equal(state):

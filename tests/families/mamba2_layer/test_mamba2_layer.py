@@ -253,7 +253,7 @@ def test_problems_say_where_operands_lie():
 # Registration.
 
 
-@costly(2)
+@costly(1)
 @named([MAMBA, *vary(MAMBA, gated={"norm": None, "conv_bias": None, "D": "none"}, noise={"philox": 7})])
 def test_opcheck(case):
     call = make(case).built()

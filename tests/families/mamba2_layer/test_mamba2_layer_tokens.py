@@ -114,6 +114,7 @@ def spec_of(name: str) -> Mamba2LayerSpec:
     return found
 
 
+@costly(3)
 @needs_emulator
 @pytest.mark.parametrize("name", HOW)
 def test_check_of_variants(name):
@@ -121,6 +122,7 @@ def test_check_of_variants(name):
         assert check(spec_of(name), SM90, batch).passed
 
 
+@costly(3)
 @needs_emulator
 @pytest.mark.parametrize(
     ("name", "old", "new"),
@@ -278,7 +280,7 @@ def test_one_token_with_an_axis_is_one_without():
 # Registration.
 
 
-@costly(2)
+@costly(1)
 @named([T3, ACCEPTED, VERIFY])
 def test_opcheck(case):
     call = make(case).built()

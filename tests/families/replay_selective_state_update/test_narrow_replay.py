@@ -53,6 +53,7 @@ def test_kernels_are_within_rounding_of_float64(state, form):
         assert check(spec, SM90, batch=5).passed, spec
 
 
+@costly(1)
 @emulated
 @pytest.mark.parametrize("state", [Narrow.I8, Narrow.I16], ids=lambda t: t.value)
 def test_variants_leave_the_same_bits(state):

@@ -111,6 +111,7 @@ VARIED = {
 }
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("name", VARIED)
 def test_variants_are_bit_equal(name):
@@ -217,6 +218,7 @@ def broken(monkeypatch: Any, spec: ReplaySpec, change: Callable[[str], str]) -> 
     return check(spec, SM90, batch=4)
 
 
+@costly(3)
 @needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from replay_cases import BF16, F16, F32, HISTORY, KEPT, RING, STEP, make, same
 from replay_runs import Run
+from selection import costly
 from varying import named
 
 import ssmgen
@@ -28,6 +29,7 @@ REGISTERED = [
 ]
 
 
+@costly(1)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @named(*[replace(c, id=f"{i}-{c.id}") for i, c in enumerate(REGISTERED)])
 def test_opcheck(case):
@@ -40,6 +42,7 @@ def test_opcheck(case):
     torch.library.opcheck(torch.ops.ssmgen.replay_selective_state_update.default, args)
 
 
+@costly(1)
 @pytest.mark.parametrize("base", [STEP, RING], ids=lambda c: c.id)
 def test_torch_compile_fullgraph(base):
     case = replace(base, arrivals=True)

@@ -64,7 +64,7 @@ def test_a_pool_is_touched_where_it_should_be(state):
     laws.a_pool_is_touched_where_it_should_be(run, SMALL, state)
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("sizes", [EXACT, replace(SMALL, x=F16, groups=2), replace(SMALL, dim=21, d_state=6)], ids=["f32", "groups", "odd"])
 def test_layout_changes_no_bit(sizes):
@@ -81,7 +81,7 @@ HOWS: list[dict[str, Any]] = [
 ]
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
 @pytest.mark.parametrize("d_state", [16, 36])
@@ -103,7 +103,7 @@ def test_bits_of_segments_are_those_without_roles(how):
     assert all(same(a, b) for a, b in zip(emulated(**call, spec=by(**how)), wanted, strict=True))
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -132,7 +132,7 @@ PROBLEMS = [
 ]
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["pool", "few-states", "any-strides"])
 def test_checks_of_variants(problem):

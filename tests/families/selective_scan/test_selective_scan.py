@@ -69,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("x", [F32, BF16])
@@ -122,7 +122,7 @@ def test_a_cut_changes_no_bit(run, cut):
     laws.a_cut_changes_no_bit(run, SMALL, 75, cut)
 
 
-@costly(2)
+@costly(1)
 @by_both
 @pytest.mark.parametrize("state", [F32, BF16, F16])
 def test_a_pool_is_touched_where_it_should_be(run, state):
@@ -134,7 +134,7 @@ def test_neighbours_do_not_matter(run):
     laws.neighbours_do_not_matter(run, SMALL, (5, 16, 21))
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("sizes", [EXACT, replace(SMALL, x=F16, groups=2), replace(SMALL, dim=21, d_state=6)], ids=["f32", "groups", "odd"])
 def test_layout_changes_no_bit(sizes):
@@ -146,7 +146,7 @@ def test_decoding_goes_on(run):
     laws.decoding_goes_on(run, SMALL, 37)
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
 @pytest.mark.parametrize("d_state", [16, 36])
@@ -185,7 +185,7 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
     assert not run(**call, cu_seqlens=torch.tensor([3]), return_final_states=True)[1].numel(), "no sequences at all"
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -212,7 +212,7 @@ PROBLEMS = [
 ]
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["pool", "few-states", "any-strides"])
 def test_checks_of_variants(problem):
@@ -226,7 +226,7 @@ def operands(**changes: Any) -> dict[str, Any]:
     return make(SMALL, 2, 5) | changes
 
 
-@costly(2)
+@costly(1)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

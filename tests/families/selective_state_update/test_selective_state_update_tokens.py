@@ -324,7 +324,7 @@ def test_bind_and_explain():
 # Registration with torch.
 
 
-@costly(2)
+@costly(1)
 @pytest.mark.parametrize("name", ["t4-kept-each", "tree-rows", "ragged-accepted", "noisy-kept"])
 def test_opcheck(name):
     case = next(c for c in matrix() if c.id == name)
