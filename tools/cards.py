@@ -17,12 +17,15 @@ HEAD = """# All operators, by card
 
 <!-- python -m tools.cards -->
 
-Results of `ssmgen bench all --quick` on each card, from `docs/data/CARD-all.json.gz`. Inputs are cold. [How times are taken](guides/benchmarks.md#method).
+Results of `ssmgen bench all --quick` on each card, from `docs/data/CARD-all.json.gz`. Inputs are cold.
+[How times are taken](guides/benchmarks.md#method).
 
 - **us (TB/s)**: device time, and the bytes that the case reads and writes per time.
-- **× copy**: the time over a copy of the same slots, or over a multiplication of the same bytes. In brackets: percent of the card's ceiling, which torch's multiplication reached in the same run. Calls within the L2 cache have no percentage.
+- **× copy**: the time over a copy of the same slots, or over a multiplication of the same bytes. In brackets: percent of the card's
+  ceiling, which torch's multiplication reached in the same run. Calls within the L2 cache lack a percentage.
 
-Prompts (`chunk_…`, `selective_scan`) compute more than they move, so the copy is not their goal. Variants come from that day's tuned table, otherwise from the rules ([the rules' loss](lab/tuning.md)). An empty cell was not measured.
+Prompts (`chunk_…`, `selective_scan`) compute more than they move, so the copy is not their goal. Variants come from that day's tuned
+table, otherwise from the rules ([the rules' loss](lab/tuning.md)). An empty cell was not measured.
 """
 
 
