@@ -35,7 +35,7 @@ EXTENDED = (
     Lines("mkdocs.yml", "      - token_shift: operators/token_shift.md\n", r"^  - Coming from:$"),
     Lines(
         "docs/operators/index.md",
-        "| [token_shift](token_shift.md) | `token_shift` | state, x, out of one; mix its own | no | no |\n",
+        "| [token_shift](token_shift.md) | `token_shift` | one for state, x, out; mix independent | no | no |\n",
         r"^\nAxes are ",
     ),
     Lines("docs/reference/api.md", "## token_shift\n\n::: ssmgen.families.token_shift.call.token_shift\n\n", r"^## Around a call$"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .charts import Panel, chart, table
 from .diagrams import DRAWINGS
-from .speed import speed
+from .speed import halves, speed
 
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PLOTS = DOCS / "data" / "peers.json", DOCS / "plots"
@@ -25,6 +25,7 @@ def files() -> dict[Path, str]:
     made = {PLOTS / f"{name}.svg": chart(panel) for name, panel in known.items()}
     made |= {PLOTS / f"{name}.svg": draw() for name, draw in DRAWINGS.items()}
     made[PLOTS / "speed.svg"] = speed(known)
+    made |= {PLOTS / f"{name}.svg": text for name, text in halves(known).items()}
     for page in sorted(DOCS.glob("**/*.md")):
         text = page.read_text()
         if PLACE.search(text):
