@@ -62,6 +62,7 @@ SIGNATURES = {
         "q, k, v, g, beta, initial_state, output_final_state, cu_seqlens=None, use_qk_l2norm_in_kernel=True, state_checkpoints=None, "
         "checkpoint_cu_starts=None, checkpoint_every_n_tokens=0, use_cp='auto'"
     ),
+    (f"{_GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention._forward_core"): "self, mixed_qkv, b, a, core_attn_out",
     (f"{_FLA}.kda", "chunk_kda"): (
         "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
         "**kwargs"
@@ -105,6 +106,10 @@ SIGNATURES = {
     ("vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "bailing_linear_attention_decode_spec"): (
         "q, k, v, kv_cache, slope_rate, state_indices_tensor, query_start_loc, num_accepted_tokens, q_start, q_end, slot_start, slot_end, "
         "block_size"
+    ),
+    ("vllm._custom_ops", "fused_kda_decode"): (
+        "x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out=None, lower_bound=None, "
+        "output_gate=None, norm_weight=None, norm_eps=1e-05"
     ),
     ("vllm._custom_ops", "fused_gdn_decode_post_conv_mtp"): (
         "mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate, norm_weight, out=None, "
@@ -172,6 +177,10 @@ SIGNATURES = {
         "x, weight, bias, conv_states, query_start_loc, seq_lens_cpu, cache_indices=None, has_initial_state=None, activation='silu', "
         "pad_slot_id=-1, validate_data=False, block_table=None, **kwargs"
     ),
+    (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
+        "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
+        "scale, onorm_eps, lower_bound=None"
+    ),
     (f"{_ATTENTION}.fla.fused_norm_gate", "rms_norm_gated"): _NORM,
     (f"{_ATTENTION}.fla.layernorm_gated", "rms_norm_gated"): (
         "*, x, weight, bias, z=None, eps=1e-06, group_size=None, norm_before_gate=True, is_rms_norm=False, activation='swish'"
@@ -234,6 +243,15 @@ def current_workspace_manager():
     return SimpleNamespace(get_simultaneous=lambda *specs: [full(shape, 77, dtype=dtype) for shape, dtype in specs])
 """
 
+# Of a step: by each layer's name.
+_CONTEXT = """\
+def get_forward_context():
+    raise AssertionError("a test puts one here")
+
+def is_conv_state_dim_first():
+    return False
+"""
+
 # Imported when a step has prompts.
 _PREFILL = f"""\
 def prefill(**call):
@@ -252,7 +270,9 @@ IMPORTS = {
         f"{_CONV}\nfrom {_OPS}.ssd_combined import mamba_chunk_scan_combined_varlen\nfrom {_OPS}.layernorm_gated import rms_norm_gated"
     ),
     "vllm.model_executor.layers.mamba.short_conv": _CONV,
-    f"{_GDN}.qwen_gdn_linear_attn": f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}",
+    f"{_GDN}.qwen_gdn_linear_attn": (
+        f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\n{_WORKSPACES}\n{_CONTEXT}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}"
+    ),
     f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
     f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}",
     "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\nfrom {_FLA}.kda import {_BAILING}",

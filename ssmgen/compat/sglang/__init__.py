@@ -28,12 +28,14 @@ from ..shared.lightning import linear_decode_forward_triton as linear_decode_for
 from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
 from . import delta as _delta
+from . import layers as _layers
 from . import mamba as _mamba
 from . import steps as _steps
 from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .delta import chunk_kda as chunk_kda
 from .delta import flashinfer_gdn_prefill_default as flashinfer_gdn_prefill_default
+from .layers import kda_fused_decode as kda_fused_decode
 from .lightning import seg_la_fwd as seg_la_fwd
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
@@ -351,6 +353,7 @@ _ENGINE = replacing.Engine(
             fused_sigmoid_gating_delta_rule_update,
         ),
         *_delta.REPLACEMENTS,
+        *_layers.REPLACEMENTS,
         *_steps.REPLACEMENTS,
         *_updates.REPLACEMENTS,
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),

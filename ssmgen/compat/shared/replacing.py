@@ -32,16 +32,22 @@ from ...settings import kept_functions
 # Raised before anything is launched or written, so that the engine's own function can still do the call.
 REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 
+
+class NotReplaced(Exception):  # noqa: N818
+    """Of a replacement, before it has written anything: calls of this kind are the engine's own. No warning says so."""
+
+
 # What SSMGEN_ENGINE_KEEP can name, of all engines.
 NAMES = (
     "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
     "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "flashinfer_gdn_prefill_default", "fused_gdn_decode_post_conv_mtp",
-    "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update",
-    "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update",
-    "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
-    "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2",
-    "rms_norm_gated", "seg_la_fwd", "selective_scan_fn", "selective_state_update", "_flashkda_prefill",
-    "Glm5NextLinearAttention._flashkda_prefill", "MambaMixer1._selective_scan", "TritonGDNKernel.extend",
+    "fused_kda_decode", "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode",
+    "fused_recurrent_gated_delta_rule_update", "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode",
+    "fused_sigmoid_gating_delta_rule_update", "kda_fused_decode", "kda_prefill_checkpoint_alignment", "layer_norm_fwd",
+    "lightning_attention", "linear_decode_forward_triton", "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen",
+    "merge_attn_states", "merge_state", "merge_state_v2", "rms_norm_gated", "seg_la_fwd", "selective_scan_fn", "selective_state_update",
+    "_flashkda_prefill", "Glm5NextLinearAttention._flashkda_prefill", "MambaMixer1._selective_scan",
+    "QwenGatedDeltaNetAttention._forward_core", "TritonGDNKernel.extend",
 )  # fmt: skip
 
 # What warm() is to those who do not make the calls themselves.
@@ -247,6 +253,8 @@ def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log:
                 return r.function(*args, **kwargs)
             with torch.no_grad():  # SGLang's one_batch records its graphs with autograd on; the engine's own have no backward either
                 return r.function(*args, **kwargs)
+        except NotReplaced:
+            pass
         except REFUSALS as e:
             if (kind := _kind(e)) not in told:
                 told.add(kind)

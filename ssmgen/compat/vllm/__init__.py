@@ -28,6 +28,8 @@ from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
 from . import delta as _delta
 from . import flashkda as _flashkda
+from . import gdn as _gdn
+from . import layers as _layers
 from . import norms as _norms
 from . import steps as _steps
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -38,6 +40,8 @@ from .delta import fi_chunk_gated_delta_rule as fi_chunk_gated_delta_rule
 from .flashkda import flashkda_prefill as flashkda_prefill
 from .flashkda import glm_flashkda_prefill as glm_flashkda_prefill
 from .flashkda import kda_prefill_checkpoint_alignment as kda_prefill_checkpoint_alignment
+from .gdn import forward_core as forward_core
+from .layers import fused_kda_decode as fused_kda_decode
 from .mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
 from .mamba import selective_scan_fn as selective_scan_fn
 from .merging import merge_attn_states as merge_attn_states
@@ -310,6 +314,8 @@ _ENGINE = replacing.Engine(
         ),
         *_delta.REPLACEMENTS,
         *_flashkda.REPLACEMENTS,
+        *_gdn.REPLACEMENTS,
+        *_layers.REPLACEMENTS,
         *_steps.REPLACEMENTS,
         *_norms.REPLACEMENTS,
         replacing.Replacement(_LIGHTNING, "lightning_attention", lightning_attention),

@@ -1,0 +1,62 @@
+"""SGLang's decode layer of Kimi-K3 in one kernel, as in SGLang 0.5.23."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+from ..shared import kda_layers
+from ..shared.gated_delta import shaped as _shaped
+from ..shared.operands import takes as _takes
+from ..shared.replacing import Replacement
+
+_TAPS = "[width, H V]"
+
+
+@_takes(
+    mixed_qkv="[B, channels]", a="[B, H K]", b="[B, H]", conv_states="[slots, width - 1, channels]", w_q_t=_TAPS, w_k_t=_TAPS, w_v_t=_TAPS,
+    onorm_g="[B, H V]", ssm_states="[slots, H, V, K]", cache_indices="[B]",
+)  # fmt: skip
+def kda_fused_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_states: Tensor,
+    w_q_t: Tensor,
+    w_k_t: Tensor,
+    w_v_t: Tensor,
+    conv_bias: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    onorm_g: Tensor,
+    onorm_weight: Tensor,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    scale: float,
+    onorm_eps: float,
+    lower_bound: float | None = None,
+) -> Tensor:
+    """-> a new tensor [1, B, H, V] of mixed_qkv's dtype: the decode step of Kimi-K3's layer between its projections.
+
+    mixed_qkv: [B, 3 H V], q, k and v next to each other, before their convolution   w_q_t, w_k_t, w_v_t: [width, H V]
+    conv_states: [slots, width - 1, 3 H V] of mixed_qkv's dtype, updated in place; so is ssm_states [slots, H, V, K]
+    a: [B, H K], raw gate   b: [B, H], logit of beta   A_log, dt_bias: as many elements as [H], [H, K]
+    lower_bound: the log decay is lower_bound sigmoid(e^A_log (a + dt_bias)); None for -e^A_log softplus(a + dt_bias)
+    onorm_g, onorm_weight: [B, H V] and [V], of an RMS norm that the sigmoid of the former gates
+    cache_indices: [B], negative slots are padding. Unlike there, the weights are put together by a kernel of its own
+    """
+    taps = (w_q_t, w_k_t, w_v_t)
+    if len({t.shape[0] for t in taps}) > 1:
+        raise ArgumentError("sglang's kda_fused_decode", [f"taps of q, k and v are {', '.join(str(list(t.shape)) for t in taps)}"])
+    batch, (H, V, K) = mixed_qkv.shape[0], ssm_states.shape[1:]
+    out = torch.empty((1, batch, H, V), dtype=mixed_qkv.dtype, device=mixed_qkv.device)
+    kda_layers.decode(
+        mixed_qkv, _shaped(a, (batch, H, K)), b, _shaped(onorm_g, (batch, H, V)), conv_states.transpose(1, 2), ssm_states,
+        torch.cat([t.t() for t in taps]), conv_bias, A_log, dt_bias, onorm_weight, lower_bound=lower_bound, norm_eps=onorm_eps,
+        slots=cache_indices, pad_slot_id=-1, out=out[0], scale=scale,
+    )  # fmt: skip
+    return out
+
+
+REPLACEMENTS = [Replacement("sglang.kernels.ops.attention.kda_fused_decode", "kda_fused_decode", kda_fused_decode)]

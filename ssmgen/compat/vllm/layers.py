@@ -1,0 +1,56 @@
+"""vLLM's decode layer of Kimi-K3 in one kernel, as in vLLM 0.33."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+from ..shared import kda_layers
+from ..shared.operands import takes as _takes
+from ..shared.replacing import Replacement
+
+
+@_takes(
+    x="[B, channels]", weight="[3, width, H V]", conv_state="[slots, channels, width - 1]", raw_g="[1, B, H, K]", raw_beta="[1, B, H]",
+    state_indices="[B]", state="[slots, H, V, K]", out="[1, B, H, V]", output_gate="[B, H, V]",
+)  # fmt: skip
+def fused_kda_decode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_indices: Tensor,
+    state: Tensor,
+    out: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-5,
+) -> Tensor:
+    """out, or a new tensor [1, B, H, V] of x's dtype: the decode step of Kimi-K3's layer between its projections.
+
+    x: [B, 3 H V], q, k and v next to each other, before their convolution   weight: [3, width, H V], of each of them, width first
+    conv_state: [slots, 3 H V, width - 1] of x's dtype, in either layout, updated in place; so is state [slots, H, V, K]
+    raw_g: [1, B, H, K], raw gate   raw_beta: [1, B, H], logit   A_log, dt_bias: as many elements as [H], [H, K]
+    lower_bound: the log decay is lower_bound sigmoid(e^A_log (raw_g + dt_bias)); None for -e^A_log softplus(raw_g + dt_bias)
+    output_gate, norm_weight: [B, H, V] and [V], of an RMS norm that its sigmoid gates; None for no norm
+    state_indices: [B], slots of 0 and below are padding. Unlike there, the weight is transposed by a kernel of its own
+    """
+    if weight.shape[0] != 3 or x.shape[-1] != 3 * weight.shape[2]:
+        problem = f"weight is {list(weight.shape)} and x {list(x.shape)}, not [3, width, H V] and [B, 3 H V]"
+        raise ArgumentError("vllm's fused_kda_decode", [problem])
+    if out is None:
+        out = torch.empty((1, x.shape[0], *state.shape[1:3]), dtype=x.dtype, device=x.device)
+    kda_layers.decode(
+        x, raw_g[0], raw_beta[0], output_gate, conv_state, state, weight.transpose(1, 2).flatten(0, 1), bias, A_log, dt_bias, norm_weight,
+        lower_bound=lower_bound, norm_eps=norm_eps, slots=state_indices, pad_slot_id=0, out=out[0],
+    )  # fmt: skip
+    return out
+
+
+REPLACEMENTS = [Replacement("vllm._custom_ops", "fused_kda_decode", fused_kda_decode)]
