@@ -5,11 +5,12 @@ A public function ends in `return run(…)`. Before its body, `operator` asks th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from functools import cache, partial, wraps
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -123,23 +124,23 @@ class Operator(Protocol):
 
 
 class _Asked(threading.local):
-    """What a thread wants of the next `run`: the call itself, or its result; then `learn` gives the plan."""
+    """What a thread wants of the next `run`."""
 
-    call = False
-    learn: Callable[[Call], Callable[[], None]] | None = None
+    learn: Callable[[Call], Callable[[], None]] | None = None  # lets the fast path learn the call, and gives its plan
+    calls: list[Call] | None = None  # takes the call, which is then not launched
 
 
 _asked = _Asked()
 
 
 @contextmanager
-def _asking(call: bool, learn: Callable[[Call], Callable[[], None]] | None = None) -> Iterator[None]:
-    before = _asked.call, _asked.learn
-    _asked.call, _asked.learn = call, learn
+def _learning(learn: Callable[[Call], Callable[[], None]]) -> Iterator[None]:
+    before = _asked.learn, _asked.calls
+    _asked.learn, _asked.calls = learn, None
     try:
         yield
     finally:
-        _asked.call, _asked.learn = before
+        _asked.learn, _asked.calls = before
 
 
 def run(
@@ -149,19 +150,33 @@ def run(
     """Makes a call and returns its result: the tensors that `returns` names. Every public function ends here.
 
     tensors: by `caller.names`; objections: what is wrong with arguments that are no tensors.
-    Those who ask about a call (`bind`, `warm`, `explain`), and tracers, get the call.
+    `build` takes the call before it is launched. Tracers see torch's operator instead of the launch.
     """
     call = Call(caller, (*tensors,), options, pdl, returns, objections, before)
-    if is_compiling() or _asked.call:
-        return cast(R, call)
-    return cast(R, launched(call, _asked.learn))
+    if is_compiling():
+        call.dispatch()
+    elif _asked.calls is not None:
+        _asked.calls.append(call)
+    else:
+        launch(call, _asked.learn)
+    result: R = _result(call)
+    return result
 
 
-def launched(call: Call, learn: Callable[[Call], Callable[[], None]] | None) -> Any:
-    """The result of a call that the fast path does not know. learn: `FastPath.learn`, which remembers it."""
+def launch(call: Call, learn: Callable[[Call], Callable[[], None]] | None) -> None:
+    """Runs a call that the fast path does not know. learn: `FastPath.learn`, which remembers it."""
     plan = learn(call) if learn is not None and on_card(call) else call.plan()
     plan()
-    return call.result
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, hidden from Dynamo. After a graph break Dynamo would trace the function on its own, and launch the call."""
+    return _hidden(function) if "torch._dynamo" in sys.modules else function
+
+
+@cache
+def _hidden(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
@@ -188,11 +203,14 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
         @wraps(body)
         def build(*args: Any, **kwargs: Any) -> Call:
             positional, named, objections = scalars.sound(args, kwargs)
-            if is_compiling():
-                call: Call = made(*positional, **named)
-            else:
-                with _asking(call=True):
-                    call = made(*positional, **named)
+            calls: list[Call] = []
+            before = _asked.calls
+            _asked.calls = calls
+            try:
+                _untraced(made)(*positional, **named)
+            finally:
+                _asked.calls = before
+            (call,) = calls
             return call._replace(objections=(*objections, *call.objections)) if objections else call
 
         @wraps(body)
@@ -200,9 +218,10 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
             if is_compiling():
                 if sharded.is_sharded((*args, *kwargs.values())):
                     return on_shards(args, kwargs)
-                call = build(*args, **kwargs)
-                call.dispatch()
-                return _result(call)
+                positional, named, objections = scalars.sound(args, kwargs)
+                if objections:
+                    torch.ops.ssmgen.refuse(body.__name__, list(objections))
+                return made(*positional, **named)
             found = known.latest(args, kwargs)
             if found is not None:
                 return found
@@ -216,9 +235,8 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
             if objections:
                 build(*args, **kwargs).plan()  # raises, with all else that is wrong
             learn = partial(known.learn, key, build, args, kwargs)
-            with _asking(call=False, learn=learn):
-                result = made(*positional, **named)
-            return launched(result, learn) if isinstance(result, Call) else result  # Dynamo may trace the body alone, after a graph break
+            with _learning(learn):
+                return made(*positional, **named)
 
         def on_shards(args: Any, kwargs: Any) -> Any:
             return sharded.run(function, names, *scalars.checked(args, kwargs))
