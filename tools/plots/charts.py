@@ -89,14 +89,15 @@ def shares(panel: Panel) -> str:
     left, right, bottom = 52.0, WIDTH - 20.0, top + 216.0
     parts.append(text(16, top + 8, f"speed, % of the {panel.ceiling}", kind="quiet", size=12))
     plot, y0 = top + 22, bottom
-    most = 110.0
+    ceiling = panel.series[panel.ceiling or ""]
+    fastest = max(c / us for name in panel.series for us, c in zip(panel.series[name], ceiling, strict=True) if us and c)
+    most = 100 * max(1.1, fastest + 0.04)
     x = {case: left + (right - left) * i / max(len(panel.cases) - 1, 1) for i, case in enumerate(panel.cases)}
     for value in range(0, 101, 25):
         y = y0 - (y0 - plot) * value / most
         parts += [line(left, y, right, y), text(left - 8, y + 4, f"{value}", "end", "quiet", 12)]
     parts += [text(x[case], y0 + 18, case, "middle", "quiet", 12) for case in panel.cases]
     parts.append(text((left + right) / 2, y0 + 36, panel.x, "middle", "quiet", 12))
-    ceiling = panel.series[panel.ceiling or ""]
     for name in reversed(panel.series):
         if name == panel.ceiling:
             y = y0 - (y0 - plot) * 100 / most
@@ -170,4 +171,4 @@ def table(panel: Panel) -> str:
 def _number(value: float | None) -> str:
     if value is None or math.isnan(value):
         return ""
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}".removesuffix(".0")
+    return f"{value:g}" if value < 100 else f"{value:.1f}".removesuffix(".0")
