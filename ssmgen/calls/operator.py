@@ -24,14 +24,15 @@ from .naming import spoken
 from .planning import Caller, grid_of, launch_of
 from .scalars import Scalar, Scalars
 
-P = ParamSpec("P")  # apart from R: type checkers read no assignment of both
+P = ParamSpec("P")  # separate from R: type checkers cannot read a joint assignment of both
 R = TypeVar("R")
 
 
 class Before(NamedTuple):
-    """What torch does ahead of every launch of a call: it makes an operand, new in each call, of arguments that are none."""
+    """A function of torch that runs before every launch of a call. It makes an operand, new in each call, from arguments that are not
+    operands."""
 
-    function: Callable[..., Any]  # of `given`, with what it writes as `out`
+    function: Callable[..., Any]  # called with `given`, and `out` as the tensor to write
     given: tuple[Tensor, ...]
     out: Tensor
 
@@ -40,14 +41,14 @@ class Before(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a public function makes of its arguments."""
+    """The call that a public function makes from its arguments."""
 
     caller: Caller
-    given: tuple[Any, ...]  # by caller.names; None for what is absent. Each is an argument as it came, or a new tensor
+    given: tuple[Any, ...]  # in the order of caller.names; None for absent operands. Each is an argument unchanged, or a new tensor
     options: Any
     pdl: bool | None = None
     returns: tuple[str, ...] = ("out",)  # names of the operands that the function returns
-    objections: tuple[str, ...] = ()  # to what is no tensor
+    objections: tuple[str, ...] = ()  # to arguments that are not tensors
     before: Before | None = None
 
     @property
@@ -61,7 +62,7 @@ class Call(NamedTuple):
         return self.caller.named(self.given)
 
     def dispatch(self) -> None:
-        """Runs the call through torch's dispatcher, which comes back to `plan` with plain tensors, or traces it."""
+        """Runs the call through torch's dispatcher, which calls `plan` with plain tensors, or traces the call."""
         problems = list(self.objections)
         if not checks.check_tensors(self.caller.named(self.given), problems) or problems:
             torch.ops.ssmgen.refuse(self.caller.name, spoken(problems, self.caller.words))
@@ -70,9 +71,9 @@ class Call(NamedTuple):
         self.caller.dispatch(self.given, self.options, self.pdl)
 
     def plan(self) -> Callable[[], None]:
-        """What runs the call. Raises what the public function does."""
+        """A function that runs the call. Raises the errors of the public function."""
         if self.objections:
-            self.caller.checked(self.operands, self.options, self.pdl, self.objections)  # raises, with all else that is wrong
+            self.caller.checked(self.operands, self.options, self.pdl, self.objections)  # raises, and lists all other problems too
         plan, before = self.caller.plan(self.given, self.options, self.pdl, self.objections), self.before
         if before is None:
             return plan
@@ -84,14 +85,14 @@ class Call(NamedTuple):
         return both
 
     def launch_with(self, spec: KernelSpec) -> runtime.Launch | runtime.Chain:
-        """The launch of a variant of the call's problem; `at(pointers)` of it is a plan. Raises ArgumentError; LoadError."""
+        """The launch of a variant for the call's problem; its `at(pointers)` is a plan. Raises ArgumentError; LoadError."""
         operands, caller = self.operands, self.caller
         views = caller.checked(operands, self.options, self.pdl, self.objections)
         device = next(iter(views.values())).device.index
         return launch_of(caller.family, caller.name, spec, views, tuple(operands), self.options, device)
 
     def check_grid(self, spec: KernelSpec) -> None:
-        """Raises ArgumentError where a variant that serves the call would need more blocks than a launch has."""
+        """Raises ArgumentError if a variant that serves the call needs more blocks than a launch can have."""
         views = self.caller.checked(self.operands, self.options, self.pdl, self.objections)
         for part in spec.kernels:
             grid_of(self.caller.family, self.caller.name, part, views)
@@ -112,10 +113,10 @@ def _result(call: Call) -> Any:
 
 
 class Operator(Protocol):
-    """A public function as warm(), bind() and explain() know it: what `operator` gives it beside its own parameters and result."""
+    """A public function as warm(), bind() and explain() see it: the attributes that `operator` adds to it."""
 
     __name__: str
-    build: Callable[..., Call]  # its call of the same arguments. Raises ArgumentError for what is no tensor
+    build: Callable[..., Call]  # makes the call for the same arguments. Raises ArgumentError for arguments that are not tensors
     names: tuple[str, ...]  # its parameters
     scalars: Scalars
 
@@ -123,7 +124,7 @@ class Operator(Protocol):
 
 
 class _Asked(threading.local):
-    """What a thread wants of the next `run`: the call itself, or its result; then `learn` gives the plan."""
+    """A thread's request to the next `run`: return the call itself, or its result. For a result, `learn` makes the plan."""
 
     call = False
     learn: Callable[[Call], Callable[[], None]] | None = None
@@ -148,8 +149,8 @@ def run(
 ) -> R:  # type: ignore[type-var]  # what the public function returns  # fmt: skip
     """Makes a call and returns its result: the tensors that `returns` names. Every public function ends here.
 
-    tensors: by `caller.names`; objections: what is wrong with arguments that are no tensors.
-    Those who ask about a call (`bind`, `warm`, `explain`), and tracers, get the call.
+    tensors: by `caller.names`; objections: errors in arguments that are not tensors.
+    Functions that ask about a call (`bind`, `warm`, `explain`), and tracers, get the call instead.
     """
     call = Call(caller, (*tensors,), options, pdl, returns, objections, before)
     if is_compiling() or _asked.call:
@@ -165,17 +166,17 @@ def launched(call: Call, learn: Callable[[Call], Callable[[], None]] | None) -> 
 
 
 def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
-    """What a public function makes of these arguments. Raises ArgumentError for what is no tensor."""
+    """The call that a public function makes from these arguments. Raises ArgumentError for arguments that are not tensors."""
     known: Any = function
     made: Call = known.build(*args, **kwargs)
     return made
 
 
 def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The public function of a body that ends in `run`: a call like one before does not reach the body.
+    """Makes a public function from a body that ends in `run`: a call like an earlier one skips the body.
 
-    like: a parameter, a tensor (or several) with whose shape all other sizes change; own: see Scalars. `build` of the function gives the
-    call of its arguments, and launches nothing.
+    like: a parameter for a tensor (or several); all other sizes change with its shape. own: see Scalars. The function's `build` returns the
+    call for its arguments, and launches nothing.
     """
 
     def public(body: Callable[P, R]) -> Callable[P, R]:
@@ -214,7 +215,7 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
                 return on_shards(args, kwargs)
             positional, named, objections = scalars.sound(args, kwargs)
             if objections:
-                build(*args, **kwargs).plan()  # raises, with all else that is wrong
+                build(*args, **kwargs).plan()  # raises, and lists all other problems too
             learn = partial(known.learn, key, build, args, kwargs)
             with _asking(call=False, learn=learn):
                 result = made(*positional, **named)
