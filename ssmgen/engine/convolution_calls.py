@@ -14,6 +14,10 @@ from ..spec.operands import Table
 ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
 ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
 
+_LIKE_X = (
+    "initial_states", "final_states", "conv_states", "conv_state", "intermediate_conv_window", "input_gate", "output_gate", "out",
+)  # fmt: skip
+
 
 class Options(NamedTuple):
     """Arguments of a call that are not tensors."""
@@ -31,7 +35,7 @@ def check_convolution(table: Table, named: Mapping[str, Any], problems: list[str
     if weight.dim() != 2:
         problems.append(f"weight is {list(weight.shape)}, not [dim, width]")
         return False
-    for name in ("initial_states", "final_states", "conv_states", "conv_state", "intermediate_conv_window", "out"):
+    for name in _LIKE_X:
         if name in named and named[name].dtype != named["x"].dtype:
             problems.append(f"{name} is {named[name].dtype}, x is {named['x'].dtype}".replace("torch.", ""))
     return True

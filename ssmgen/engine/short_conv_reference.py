@@ -70,15 +70,18 @@ def step(
     parents_out: Tensor | None = None,
     intermediate_conv_window: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
     pad_slot_id: int = -1,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """x, out: [batch, dim, tokens], with query_start_loc [1, dim, tokens]; conv_state [slots, dim, state_len]; weight [dim, width];
-    parents, first_children, next_siblings, parents_out [batch, tokens]; intermediate_conv_window [·, tokens, dim, width - 1]. Computes in
-    `dtype`; writes out, rounded once, copies of inputs, and a tree's parents.
+    """x, out, input_gate, output_gate: [batch, dim, tokens], with query_start_loc [1, dim, tokens]; conv_state [slots, dim, state_len];
+    weight [dim, width]; parents, first_children, next_siblings, parents_out [batch, tokens]; intermediate_conv_window
+    [·, tokens, dim, width - 1]. Computes in `dtype`; writes out, rounded once, copies of inputs, and a tree's parents.
     """
     width, (slots, _, state_len) = weight.shape[1], conv_state.shape
     history = width - 1
+    x = x if input_gate is None else x * input_gate
     starts = None if query_start_loc is None else query_start_loc.tolist()
     if first_children is not None and next_siblings is not None and parents_out is not None:
         parents = parents_out.copy_(parents_of(first_children, next_siblings))
@@ -102,7 +105,8 @@ def step(
         state = conv_state[slot]
         inputs = torch.cat([state[:, entries], tokens], 1)
         windows = inputs[:, paths(count, width, [] if parents is None else parents[s].tolist())]
-        result.copy_(over_windows(windows, weight, bias, silu, dtype))
+        y = over_windows(windows, weight, bias, silu, dtype)
+        result.copy_(y if output_gate is None else y.to(x.dtype).to(dtype) * output_gate[row, :, span].to(dtype))
         if intermediate_conv_window is not None:
             target = s if intermediate_state_indices is None else int(intermediate_state_indices[s])
             if 0 <= target < intermediate_conv_window.shape[0]:

@@ -107,6 +107,7 @@ SIGNATURES = {
         "q, k, v, kv_cache, slope_rate, state_indices_tensor, query_start_loc, num_accepted_tokens, q_start, q_end, slot_start, slot_end, "
         "block_size"
     ),
+    ("vllm.model_executor.layers.mamba.short_conv", "ShortConv.forward_cuda"): "self, hidden_states, output",
     ("vllm._custom_ops", "fused_kda_decode"): (
         "x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out=None, lower_bound=None, "
         "output_gate=None, norm_weight=None, norm_eps=1e-05"
@@ -177,6 +178,8 @@ SIGNATURES = {
         "x, weight, bias, conv_states, query_start_loc, seq_lens_cpu, cache_indices=None, has_initial_state=None, activation='silu', "
         "pad_slot_id=-1, validate_data=False, block_table=None, **kwargs"
     ),
+    (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_decode"): "b, c, x, weight, state, cache_indices",
+    ("sglang.srt.models.lfm2", "Lfm2ShortConv.forward"): "self, hidden_states, forward_batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
         "scale, onorm_eps, lower_bound=None"
@@ -252,6 +255,11 @@ def is_conv_state_dim_first():
     return False
 """
 
+_STEPS = """\
+def get_attn_backend():
+    raise AssertionError("a test puts one here")
+"""
+
 # Imported when a step has prompts.
 _PREFILL = f"""\
 def prefill(**call):
@@ -269,7 +277,7 @@ IMPORTS = {
     "vllm.model_executor.layers.mamba.mamba_mixer2": (
         f"{_CONV}\nfrom {_OPS}.ssd_combined import mamba_chunk_scan_combined_varlen\nfrom {_OPS}.layernorm_gated import rms_norm_gated"
     ),
-    "vllm.model_executor.layers.mamba.short_conv": _CONV,
+    "vllm.model_executor.layers.mamba.short_conv": f"{_CONV}\n{_CONTEXT}",
     f"{_GDN}.qwen_gdn_linear_attn": (
         f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\n{_WORKSPACES}\n{_CONTEXT}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}"
     ),
@@ -333,8 +341,8 @@ IMPORTS = {
         f"from {_ATTENTION}.linear.seg_la import seg_la_fwd"
     ),
     "sglang.srt.models.jet_nemotron": f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_update",
-    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
-    "sglang.srt.models.lfm2_moe": _WRAPPED,
+    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}\n{_STEPS}",
+    "sglang.srt.models.lfm2_moe": f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode",
     f"{_MAMBA}.triton_ops.ssu_dispatch": _DISPATCH.format(ops=f"{_MAMBA}.triton_ops.mamba_ssm", noise=""),
     "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha": f"from {_LAYERS}.merge_state import merge_state",
 }

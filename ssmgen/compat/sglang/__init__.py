@@ -35,7 +35,9 @@ from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .delta import chunk_kda as chunk_kda
 from .delta import flashinfer_gdn_prefill_default as flashinfer_gdn_prefill_default
+from .layers import fused_lfm_short_conv_decode as fused_lfm_short_conv_decode
 from .layers import kda_fused_decode as kda_fused_decode
+from .layers import lfm2_forward as lfm2_forward
 from .lightning import seg_la_fwd as seg_la_fwd
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton

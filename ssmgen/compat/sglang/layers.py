@@ -1,15 +1,22 @@
-"""SGLang's decode layer of Kimi-K3 in one kernel, as in SGLang 0.5.23."""
+"""SGLang's decode layers that are one kernel each here: Kimi-K3's and LFM2's, as in SGLang 0.5.23."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from ...families.causal_conv1d_update.call import causal_conv1d_update
 from ..shared import kda_layers
+from ..shared.gated_delta import first
 from ..shared.gated_delta import shaped as _shaped
 from ..shared.operands import takes as _takes
-from ..shared.replacing import Replacement
+from ..shared.replacing import NotReplaced, Replacement
+
+_LFM2 = "sglang.srt.models.lfm2"
 
 _TAPS = "[width, H V]"
 
@@ -59,4 +66,44 @@ def kda_fused_decode(
     return out
 
 
-REPLACEMENTS = [Replacement("sglang.kernels.ops.attention.kda_fused_decode", "kda_fused_decode", kda_fused_decode)]
+@_takes(**dict.fromkeys("bcx", "[batch, dim]"), weight="[dim, width]", state="[slots, dim, width - 1]", cache_indices="[batch]")
+def fused_lfm_short_conv_decode(b: Tensor, c: Tensor, x: Tensor, weight: Tensor, state: Tensor, cache_indices: Tensor) -> Tensor:
+    """-> a new tensor [batch, dim]: c times the convolution of b x, both products rounded, one token per sequence. The states in place.
+
+    b, c, x: [batch, dim], slices of a projection   weight: [dim, width]   state: [slots, dim, width - 1], whose inputs are products b x
+    cache_indices: [batch], negative slots are padding: a zero output
+    """
+    return _gated(b, c, x, weight, None, state, cache_indices)
+
+
+@_takes(hidden_states="[tokens, hidden]")
+def lfm2_forward(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
+    """Decode steps of LFM2's short convolution, from one projection to the next: the method forward of SGLang's Lfm2ShortConv.
+
+    One kernel between the projections; SGLang has two multiplications and the convolution. All else is SGLang's own method, without a
+    warning.
+    """
+    if not forward_batch.forward_mode.is_decode():
+        raise NotReplaced
+    step = import_module(_LFM2).get_attn_backend().conv_state_metadata(self.layer_idx, forward_batch)
+    projected, _ = self.in_proj(hidden_states)
+    b, c, x = projected.chunk(3, dim=-1)
+    convolved = _gated(b, c, x, self.conv_weight, self.conv_bias, step.layer_cache.conv[0], step.cache_indices)
+    output: Tensor
+    output, _ = self.out_proj(convolved)
+    return output
+
+
+def _gated(b: Tensor, c: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor) -> Tensor:
+    return causal_conv1d_update(
+        x, state, weight, bias, conv_state_indices=first(slots, x.shape[0]), input_gate=b, output_gate=c
+    )  # fmt: skip
+
+
+REPLACEMENTS = [
+    Replacement("sglang.kernels.ops.attention.kda_fused_decode", "kda_fused_decode", kda_fused_decode),
+    Replacement("sglang.kernels.ops.mamba.lfm_short_conv", "fused_lfm_short_conv_decode", fused_lfm_short_conv_decode),
+    Replacement(
+        _LFM2, "Lfm2ShortConv.forward", lfm2_forward, needs=("sglang.srt.layers.attention.mamba.causal_conv1d.causal_conv1d_update",)
+    ),
+]

@@ -42,6 +42,7 @@ from .flashkda import glm_flashkda_prefill as glm_flashkda_prefill
 from .flashkda import kda_prefill_checkpoint_alignment as kda_prefill_checkpoint_alignment
 from .gdn import forward_core as forward_core
 from .layers import fused_kda_decode as fused_kda_decode
+from .layers import short_conv as short_conv
 from .mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
 from .mamba import selective_scan_fn as selective_scan_fn
 from .merging import merge_attn_states as merge_attn_states

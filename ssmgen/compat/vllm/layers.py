@@ -1,14 +1,22 @@
-"""vLLM's decode layer of Kimi-K3 in one kernel, as in vLLM 0.33."""
+"""vLLM's decode layers that are one kernel each here: Kimi-K3's and LFM2's, as in vLLM 0.33."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from ...families.causal_conv1d_update.call import causal_conv1d_update
 from ..shared import kda_layers
+from ..shared.gated_delta import first, first_column
 from ..shared.operands import takes as _takes
-from ..shared.replacing import Replacement
+from ..shared.replacing import NotReplaced, Replacement
+
+_LAYERS = "vllm.model_executor.layers.mamba"
+_SHORT = f"{_LAYERS}.short_conv"
 
 
 @_takes(
@@ -53,4 +61,36 @@ def fused_kda_decode(
     return out
 
 
-REPLACEMENTS = [Replacement("vllm._custom_ops", "fused_kda_decode", fused_kda_decode)]
+@_takes(hidden_states="[tokens, hidden]", output="[tokens, hidden]")
+def short_conv(self: Any, hidden_states: Tensor, output: Tensor) -> None:
+    """Decode steps and drafts of LFM2's short convolution, into output: the method forward_cuda of vLLM's ShortConv.
+
+    One kernel between the projections; vLLM has two multiplications, two copies and the convolution. Steps with prompts are vLLM's own
+    method, without a warning.
+    """
+    engine = import_module(_SHORT)
+    step = engine.get_forward_context().attn_metadata
+    step = step.get(self.prefix) if isinstance(step, dict) else None
+    if step is None or step.num_prefills or not step.num_decode_tokens:
+        raise NotReplaced
+    window, tokens, table = self.kv_cache[0], step.num_decode_tokens, step.state_indices_tensor_d
+    if not engine.is_conv_state_dim_first():
+        window = window.transpose(-1, -2)
+    weight, accepted = self.conv.weight.squeeze(1), step.num_accepted_tokens
+    projected, _ = self.in_proj(hidden_states)
+    before, after, x = projected[:tokens].chunk(3, dim=-1)
+    if accepted is None:
+        where: dict[str, Any] = {"conv_state_indices": first_column(table, tokens)}
+        window = window[..., : weight.shape[1] - 1]
+    else:
+        sequences = table.shape[0]
+        where = {"conv_state_indices": first_column(table, sequences), "num_accepted_tokens": first(accepted, sequences)}
+        where["query_start_loc"] = first(step.query_start_loc_d, sequences + 1)
+    convolved = causal_conv1d_update(x, window, weight, self.conv.bias, input_gate=before, output_gate=after, pad_slot_id=0, **where)
+    output[:tokens], _ = self.out_proj(convolved)
+
+
+REPLACEMENTS = [
+    Replacement("vllm._custom_ops", "fused_kda_decode", fused_kda_decode),
+    Replacement(_SHORT, "ShortConv.forward_cuda", short_conv, needs=(f"{_LAYERS}.ops.causal_conv1d.causal_conv1d_update",)),
+]

@@ -20,7 +20,7 @@ from ...spec.arguments import divisor
 from ...spec.kernel import Index, Loads
 from .operands import CHILDREN, OPERANDS
 from .reference import causal_conv1d_update as reference
-from .spec import MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
+from .spec import GATES, MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 
 
 @operator(like="x", activation=ACTIVATION)
@@ -41,6 +41,8 @@ def causal_conv1d_update(
     parents_out: Tensor | None = None,
     intermediate_conv_window: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     pdl: bool | None = None,
@@ -68,6 +70,8 @@ def causal_conv1d_update(
         token's first child and its next sibling, which are later tokens, or -1; and what receives the parents, of nobody's child 0
     intermediate_conv_window: [batch, T or more, dim, width - 1] of x's dtype: receives the history after each token, in the row of the
         sequence or of intermediate_state_indices, [batch] int32 or int64; a row that is not there is not written
+    input_gate, output_gate: like x, of its dtype: the inputs are x input_gate, rounded to x's dtype, and out is the rounded output times
+        output_gate (LFM2). Each by itself or both, but not with a draft tree
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
     out: x itself for in place, but not with a draft tree; None for a new one laid out like x
     pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
@@ -79,7 +83,7 @@ def causal_conv1d_update(
         out = x.new_empty(x.shape) if x.dim() == 2 else new_like(x)
     tensors = OPERANDS.Tensors(
         x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, parents, first_children,
-        next_siblings, parents_out, intermediate_conv_window, intermediate_state_indices, out,
+        next_siblings, parents_out, intermediate_conv_window, intermediate_state_indices, input_gate, output_gate, out,
     )  # fmt: skip
     return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id), pdl)
 
@@ -93,11 +97,14 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if x.dim() not in ((2,) if ragged else (2, 3)):
         problems.append(f"x is {list(x.shape)}, not " + ("[tokens, dim], as query_start_loc asks for" if ragged else "[batch, dim(, T)]"))
         return {}
-    if named["out"].shape != x.shape:
-        problems.append(f"out is {list(named['out'].shape)}, x is {list(x.shape)}")
+    like_x = ["x", "out", *(n for n in GATES if n in named)]
+    if others := [f"{n} is {list(named[n].shape)}, x is {list(x.shape)}" for n in like_x if named[n].shape != x.shape]:
+        problems += others
         return {}
+    if len(like_x) > 2 and ("parents" in named or CHILDREN[0] in named):
+        problems.append(f"{' and '.join(like_x[2:])} of a draft tree: multiply before and after the call")
     if x.dim() == 2:
-        views |= {n: named[n].t().unsqueeze(0) if ragged else named[n].unsqueeze(2) for n in ("x", "out")}
+        views |= {n: named[n].t().unsqueeze(0) if ragged else named[n].unsqueeze(2) for n in like_x}
     lead, dim, T = views["x"].shape
     batch = named["query_start_loc"].numel() - 1 if ragged else lead
     if batch < 0:
@@ -108,7 +115,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         problems.append(f"weight is {list(weight.shape)}: width {width} is not 2 … {MAX_WIDTH}")
         return {}
     sizes = {"batch": batch, "starts": batch + 1, "dim": dim, "width": width}
-    simple = {n: t for n, t in named.items() if n not in ("x", "out", "conv_state", "intermediate_conv_window", "parents", *CHILDREN)}
+    simple = {n: t for n, t in named.items() if n not in (*like_x, "conv_state", "intermediate_conv_window", "parents", *CHILDREN)}
     fits = [checks.check_shapes(OPERANDS, simple, sizes, problems)]
     fits += [_check_tree(named, batch, None if ragged else T, problems)]
     fits += [_check_state(named, batch, dim, width, None if ragged else T, problems)]
@@ -210,7 +217,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     saved = Saved.NO
     if "intermediate_conv_window" in views:
         saved = Saved.RUNS if whole and runs("intermediate_conv_window", width - 1) else Saved.ANY
-    vector = whole and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out"))
+    vector = whole and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out", *GATES) if n in views)
     return UpdateProblem(
         width=width,
         x=DTYPES[x.dtype],
@@ -231,6 +238,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         taps=Loads.VECTOR if whole and taps_are_runs(views, pointers, lane) else Loads.ELEMENT,
         parents=parents,
         children=children,
+        input_gate="input_gate" in views,
+        output_gate="output_gate" in views,
     )
 
 

@@ -18,6 +18,10 @@ def _tree(name: str, field: str) -> Operand:
     )  # fmt: skip
 
 
+def _gate(name: str) -> Operand:
+    return Operand(name, "like x", optional=True, field="x", there=name)
+
+
 OPERANDS = table(
     Operand("x", "batch dim token | batch dim", view="batch dim token", strides="batch?!ragged dim?loose token?several"),
     Operand("conv_state", "slot dim tap", written=True, field="x", strides="slot:64 dim?any_place tap?!runs"),
@@ -34,6 +38,8 @@ OPERANDS = table(
         view="slot token dim tap", strides="slot:64 token dim?saves_any tap?saves_any",
     ),
     _by_sequence("intermediate_state_indices", "saved_index"),
+    _gate("input_gate"),
+    _gate("output_gate"),
     # Of a tree, inputs are read again when outputs have been written.
     Operand("out", "like x", written=True, field="x", may_be=("x",), unless=("parents", "first_children")),
     tap="state_len", token="T", kept="rows", starts="batch + 1",

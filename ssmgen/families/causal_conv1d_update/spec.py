@@ -20,6 +20,8 @@ OPERATOR = "causal_conv1d_update"
 MAX_TOKENS = 16  # that a kernel is made for; of longer calls, and of packed sequences, it takes some at a time
 
 
+GATES = ("input_gate", "output_gate")
+
 MAX_TREE = 128  # tokens of a sequence whose tree is given by children: parents are made in shared memory
 
 
@@ -66,6 +68,8 @@ class UpdateProblem(Problem):
     taps: Loads = Loads.VECTOR
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree, whose tokens' windows are of their ancestors' inputs
     children: Index = field(default=Index.NONE, metadata=LATER)  # or type of first children and next siblings, and of parents to write
+    input_gate: bool = field(default=False, metadata=LATER)  # x is multiplied by one before the convolution
+    output_gate: bool = field(default=False, metadata=LATER)  # and its output after it
 
     @property
     def several(self) -> bool:
@@ -114,6 +118,11 @@ class UpdateProblem(Problem):
         return self.taps is Loads.ELEMENT
 
     @property
+    def gates(self) -> tuple[str, ...]:
+        """Names of the gates that there are."""
+        return tuple([name for name in GATES if getattr(self, name)])
+
+    @property
     def tree(self) -> Index:
         return self.parents if self.children is Index.NONE else self.children
 
@@ -143,6 +152,7 @@ class UpdateProblem(Problem):
             ),
             *must(self.saved is not Saved.NO or self.saved_index is Index.NONE, "slots of windows that are not saved"),
             *must(self.several or self.tree is Index.NONE, "a draft tree has several tokens"),
+            *must(not self.gates or self.tree is Index.NONE, "gates of a draft tree"),
             *must(Index.NONE in (self.parents, self.children), "parents and children both say what the tree is"),
             *must(
                 self.children is Index.NONE or self.count is not Tokens.RAGGED,
@@ -226,6 +236,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "ahead": max(0, self.state_len - self.width + 1) if self.advance is Advance.SHIFT else 0,
             "advance": self.advance.value,
             "saves": self.saves,
+            "gates": self.gates,
         }
 
 

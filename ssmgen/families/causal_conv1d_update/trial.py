@@ -37,6 +37,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
     made = taps(spec, dim, g)
     made["x"] = tokens(torch.randn(*lead, dim, generator=g))
     made["out"] = tokens(torch.full((*lead, dim), float("nan")))
+    made |= {name: tokens(torch.randn(*lead, dim, generator=g)) for name in spec.gates}
     state = torch.randn(slots, dim, entries, generator=g)
     made["conv_state"] = {
         StateLayout.RUNS: lambda: runs(state, spec.x),
