@@ -34,7 +34,7 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 
 
 class NotReplaced(Exception):  # noqa: N818
-    """Of a replacement, before it has written anything: calls of this kind are the engine's own. No warning says so."""
+    """A replacement, before it has written anything: calls of this kind are the engine's own. No warning says so."""
 
 
 # What SSMGEN_ENGINE_KEEP can name, of all engines.
