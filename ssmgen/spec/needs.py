@@ -32,6 +32,8 @@ class Needs:
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # those of shared memory, and the bulk copies that arrive there; from sm_90 on
     maps: bool = False  # copies of boxes by tensor maps; sm_90a
+    box_prefetches: bool = False  # requests to L2 for boxes, beside those
+    uneven: bool = False  # of tensors whose rows are no multiple of a box's 64 columns, beside those
     warpgroups: tuple[int, ...] = ()  # columns of the products that warpgroups make, of `mma`'s type; sm_90a
     panels: bool = False  # their operands whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block meet at from several places of the text
