@@ -284,6 +284,15 @@ inline void copy_box(const emulator::Shared<T>& to, unsigned i, const TensorMap&
   const unsigned from[5] = {0, token, columns, head, row};
   emulator::copy_box(to.array(), i, map, from, barriers.array(), b);
 }
+template <class T>
+inline void copy_columns(const emulator::Shared<T>& to, unsigned i, const TensorMap& map, unsigned column, unsigned token, unsigned head,
+                         unsigned row, const emulator::Shared<unsigned long long>& barriers, unsigned b) {
+  static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
+  const unsigned from[5] = {column, token, 0, head, row};
+  emulator::copy_box(to.array(), i, map, from, barriers.array(), b);
+}
+inline void prefetch_box(const TensorMap&, unsigned, unsigned, unsigned, unsigned) {}
+inline void prefetch_columns(const TensorMap&, unsigned, unsigned, unsigned, unsigned) {}
 
 using emulator::Matrix;
 inline Matrix operator+(Matrix m, unsigned bytes) { return m.byte += bytes, m; }

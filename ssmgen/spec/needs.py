@@ -32,6 +32,8 @@ class Needs:
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # barriers in shared memory, and bulk copies that signal them; from sm_90 on
     maps: bool = False  # copies of boxes by tensor maps; sm_90a
+    box_prefetches: bool = False  # prefetches of boxes into L2
+    uneven: bool = False  # copies of boxes from tensors whose rows are not a multiple of 64 columns
     warpgroups: tuple[int, ...] = ()  # columns of the warpgroups' products, of `mma`'s type; sm_90a
     panels: bool = False  # operands of warpgroups whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block reach from several places in the text

@@ -25,6 +25,8 @@ MORE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("chunk_scan", "Mamba-2, packed, with a pool, many short sequences", {"checkpoints": Index.I32}, {}),
     ("chunk_scan", "Mamba-2, a batch of several sequences in each row", {"short": True}, {}),
     ("chunk_scan", "Mamba-2, packed, with a pool", {}, {"parts": 3, "ends": True}),
+    ("chunk_scan", "Mamba-2, rows of 256, packed, with a pool", {"short": True}, {}),
+    ("chunk_scan", "Mamba-2, rows of 256, packed, with a pool", {"headdim": 80, "checkpoints": Index.I32}, {"parts": 2, "ends": True}),
     ("chunk_delta_rule", "Gated DeltaNet, packed, with a pool", {}, {"tile": 128}),
     ("chunk_delta_rule", "Gated DeltaNet, a batch from zeros", {}, {"tile": 128}),
     ("chunk_delta_rule", "Gated DeltaNet of few heads, packed, in segments", {"checkpoints": Index.I32}, {}),
