@@ -26,7 +26,7 @@ ceiling is not said of what lies in the L2 cache. Of prompts (`chunk_…`, `sele
 
 
 def suites(data: Path = DATA) -> dict[str, Suite]:
-    """{card: what was measured on it}, by name. Raises BenchFileError."""
+    """{card: its measurements}, by name. Raises BenchFileError."""
     return {path.name.removesuffix(SUFFIX).upper(): load([path]) for path in sorted(data.glob(f"*{SUFFIX}"))}
 
 
@@ -77,7 +77,7 @@ def _cells(row: Row | None) -> str:
 
 
 def refresh(data: Path = DATA, page: Path = PAGE) -> Path:
-    """Writes the page of what there is; its path."""
+    """Writes the page from the existing data; returns its path."""
     page.write_text(page_of(suites(data)))
     return page
 
