@@ -30,7 +30,7 @@ table, otherwise from the rules ([the rules' loss](lab/tuning.md)). An empty cel
 
 
 def suites(data: Path = DATA) -> dict[str, Suite]:
-    """{card: what was measured on it}, by name. Raises BenchFileError."""
+    """{card: its measurements}, by name. Raises BenchFileError."""
     return {path.name.removesuffix(SUFFIX).upper(): load([path]) for path in sorted(data.glob(f"*{SUFFIX}"))}
 
 
@@ -81,7 +81,7 @@ def _cells(row: Row | None) -> str:
 
 
 def refresh(data: Path = DATA, page: Path = PAGE) -> Path:
-    """Writes the page of what there is; its path."""
+    """Writes the page from the existing data; returns its path."""
     page.write_text(page_of(suites(data)))
     return page
 

@@ -35,7 +35,7 @@ def files() -> dict[Path, str]:
 
 
 def block(panel: Panel, up: str) -> str:
-    """A plot, the table behind a fold, and when and how it was measured."""
+    """A plot, a collapsed table, and the date and method of the measurement."""
     told = f"{panel.card}, {panel.date}, `{panel.command}`. {panel.note}".strip()
     return (
         f"<!-- plot {panel.name} -->\n\n![{panel.title}]({up}plots/{panel.name}.svg)\n\n"

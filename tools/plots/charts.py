@@ -30,13 +30,13 @@ class Panel:
     card: str
     date: str
     command: str
-    x: str  # what a case is
+    x: str  # the quantity on the x axis
     cases: list[str]
     kind: str  # share: lines; else bars
-    ceiling: str | None  # the series that moves as many bytes and computes nothing
+    ceiling: str | None  # the series that moves the same number of bytes and computes nothing
     series: dict[str, list[float | None]]
     extra: dict[str, list[float | None]] = field(default_factory=dict)  # in the table only
-    multiple: list[float | None] = field(default_factory=list)  # our time over that of a multiplication of the same bytes
+    multiple: list[float | None] = field(default_factory=list)  # our time over the time of a multiplication with the same bytes
     shown: list[str] = field(default_factory=list)  # cases of the chart; default: all
     note: str = ""
     unit: str = "us"
@@ -56,7 +56,7 @@ def chart(panel: Panel) -> str:
 
 
 def legend(panel: Panel, x: float, y: float, width: float) -> tuple[list[str], float]:
-    """(marks, the height they take): as many names in a row as fit."""
+    """(marks, their height): rows of names, each filled to the width."""
     parts, at, row = [], x, 0
     for name in panel.series:
         wide = 22 + 6.6 * len(name)

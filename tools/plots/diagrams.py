@@ -6,7 +6,7 @@ from .svg import WIDTH, arrow, drawing, line, rectangle, text
 
 
 def pipeline() -> str:
-    """From a call to a launch, and what each stage keeps."""
+    """The stages between a call and a launch, and the results that each stage keeps."""
     stages = (
         ("problem", "shapes, dtypes, alignment", "box"), ("spec", "lanes, vector width, tile, stages", "soft"),
         ("source", "CUDA, rendered by Jinja", "soft"), ("cubin", "compiled by NVRTC in 0.1 to 2.1 s", "soft"),
