@@ -9,7 +9,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_AROUND = {  # what is no family's
+_AROUND = {  # names that belong to no family
     "BoundCall": "calls.api",
     "accelerate": "compat.hf.accelerating",
     "bind": "calls.api",
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
         return sorted([*_AROUND, *public_names()])
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # also so that the module of the same name does not hide the function from the second use on
+    globals()[name] = value  # also so that the module of the same name does not hide the function after the first use
     return value
 
 

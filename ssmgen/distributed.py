@@ -1,16 +1,16 @@
-"""Functions over whole sequences whose tokens lie on several ranks of a process group, one rank's behind the other's.
+"""Context parallelism: functions over whole sequences that are split along their tokens over the ranks of a process group.
 
-`ssmgen.distributed.NAME(…, group=None)` takes the arguments of `ssmgen.NAME` and returns what it does, of this rank's tokens:
+`ssmgen.distributed.NAME(…, group=None)` takes the arguments of `ssmgen.NAME` and returns its result for this rank's tokens:
 
 group: a torch.distributed.ProcessGroup, whose ranks all make the call; None for all processes
-tokens: this rank's, as many as it has; those of rank 0 come first. Other arguments are the same on all ranks, and of the same kinds
+tokens: this rank's tokens, any number of them, in rank order. Other arguments are equal on all ranks, and of the same kinds
 cu_seqlens (query_start_loc): where sequences start among the tokens of all ranks
 initial_states: [sequences, …], of all sequences
 return_final_states: also return the final states of all sequences, on all ranks
 pools, checkpoints and seq_idx are refused
 
-The results are those of one device but for the order in which f32 sums are made. Raises ArgumentError listing all that is wrong, before
-anything is launched or communicated, and what the function raises. A guide of its own says what is communicated, and what this can gain.
+The results equal one device's, except for the order of f32 sums. Raises ArgumentError listing all problems, before anything is launched
+or communicated, and the errors of the function. A separate guide describes the communication and the possible gain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["functions"]
 
 
 def functions() -> list[str]:
-    """Names of the functions that there are here."""
+    """Names of the functions in this module."""
     return sorted(_rules())
 
 

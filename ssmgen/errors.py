@@ -1,4 +1,4 @@
-"""One class per cause. Every message says all that is wrong, that nothing was launched, and what to do next."""
+"""One class per cause. Every message lists all problems, states that nothing was launched, and says how to go on."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class NotBuiltError(SsmgenError):
     """The kernel is not in any cache layer and SSMGEN_COMPILE=deny forbids compiling it."""
 
     def __init__(self, spec: str, arch: str, model: str = ""):
-        """model: the options of `ssmgen build` by which a known model of this shape gets all its kernels."""
+        """model: options of `ssmgen build` that build all kernels of a known model with this shape."""
         whole = f"\nBuild all that a model of this shape calls with: ssmgen build {model}" if model else ""
         super().__init__(
             f"{spec} is not built for {arch}, and SSMGEN_COMPILE=deny forbids compiling.\n"
@@ -104,7 +104,7 @@ class NotBuiltError(SsmgenError):
 
 
 class CacheError(SsmgenError, OSError):
-    """A file or directory of a cache cannot be used as asked. Calls do without it, with a warning; commands that are about it fail."""
+    """A file or directory of a cache cannot be used. Calls warn and go on without it; commands on the cache fail."""
 
     def __init__(self, path: object, reason: str):
         super().__init__(f"{path} {reason}")
@@ -112,7 +112,7 @@ class CacheError(SsmgenError, OSError):
 
 
 class RemoteError(SsmgenError, OSError):
-    """A store that machines share cannot be used as asked. Calls do without it, with a warning; commands that are about it fail."""
+    """A store that machines share cannot be used. Calls warn and go on without it; commands on the store fail."""
 
     def __init__(self, place: str, reason: str):
         super().__init__(f"{place} {reason}")
@@ -120,7 +120,7 @@ class RemoteError(SsmgenError, OSError):
 
 
 class ConfigError(SsmgenError, ValueError):
-    """An environment variable has a value that means nothing."""
+    """An environment variable has an invalid value."""
 
     def __init__(self, name: str, value: str, problem: str):
         super().__init__(f"{name}={value!r} {problem}.\nSet it to something else, or unset it.")
@@ -158,15 +158,15 @@ class TensorMapError(SsmgenError):
 
 
 class ModelError(SsmgenError, ValueError):
-    """A model name is not in models.toml, or cannot be divided as asked."""
+    """A model name is not in models.toml, or the model cannot be divided into this number of ranks."""
 
 
 class PatchError(SsmgenError, ValueError):
-    """Models of transformers cannot be patched or warmed as asked, or a patch cannot be undone."""
+    """Models of transformers cannot be patched or warmed, or a patch cannot be undone."""
 
 
 class DriftError(SsmgenError):
-    """The committed generated sources or their lock file differ from what the templates give."""
+    """The committed generated sources or their lock file differ from the rendered templates."""
 
     def __init__(self, problems: Sequence[str]):
         super().__init__(f"generated/ is out of date:\n{bullets(problems)}\nRun: ssmgen generate")

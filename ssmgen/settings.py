@@ -1,4 +1,4 @@
-"""The environment variables that ssmgen reads, all of them, at the moment they are needed. None changes generated code."""
+"""All environment variables that ssmgen reads, each at the moment it is needed. None changes generated code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache_dir() -> Path | None:
     if given := os.environ.get("SSMGEN_CACHE_DIR"):
         return _directory("SSMGEN_CACHE_DIR", given)
     xdg = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(xdg):  # the XDG specification has others ignored
+    if os.path.isabs(xdg):  # the XDG specification says to ignore other values
         return Path(xdg) / "ssmgen"
     try:
         home = Path.home()
@@ -59,9 +59,9 @@ class Remote:
 
     url: str
     trusted: tuple[str, ...] = ()  # public keys, 64 hex digits each
-    anyone: bool = False  # what others than these have put there is loaded, too
+    anyone: bool = False  # entries from other signers, or unsigned, are loaded too
     signing_key: Path | None = None
-    writes: bool = False  # what is compiled here is sent there
+    writes: bool = False  # whether kernels compiled here are sent there
     seconds: float = 10.0  # at most, for one request
 
 

@@ -1,19 +1,19 @@
-"""A crew: processes that share a list of work, each item of which one of them does.
+"""Work sharing: processes share a list of items, and one process does each item.
 
-They are started by torchrun, Slurm or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and meet in nothing but
-torch.distributed's store. There is no collective operation, so that nobody waits for a process that has died. Keys of the store, under
-ssmgen/TURN/, where a turn is one task; the next one begins when its result is there:
+torchrun, Slurm or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT can start them. They communicate only through
+torch.distributed's store. There are no collective operations, so no process waits for one that has died. The keys of the store are under
+ssmgen/TURN/. A turn is one task; the next one begins after its result is stored:
 
-    first/task       what all of them do
-    next             how many items have been handed out
-    claim/N          whose item N is: "MEMBER#times", where `times` counts the processes that have had it
-    done/N           what became of item N, as JSON; the first one to say so is believed
-    beat/MEMBER      counts up while a process lives; one that is silent for a lease, by the clock of whoever looks, counts as dead
+    first/task       the task of all processes
+    next             number of items handed out
+    claim/N          owner of item N: "MEMBER#times", where `times` counts the processes that have had it
+    done/N           result of item N, as JSON; the first one written counts
+    beat/MEMBER      increases while a process lives; after a lease without change, by the observer's clock, the process counts as dead
     idle/MEMBER      set by a process that takes no more items
-    member/RANK      the process that has a rank now, "rank.nonce", so that one before it is dead; name/RANK is what people call it
-    holder/THING     the process that has what only one may have
-    publisher        who writes the result: rank 0, or another one if that is dead
-    result, bye/…    the exit code of all, and who has read it
+    member/RANK      the current process of a rank, "rank.nonce"; an earlier one is dead; name/RANK is its name for people
+    holder/THING     the process that holds a thing which only one may have
+    publisher        the process that writes the result: rank 0, or another one if rank 0 is dead
+    result, bye/…    the exit code of all processes, and the ranks that have read it
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .errors import ConfigError, SsmgenError
 
 T = TypeVar("T")
 LEASE = 20.0  # seconds of silence after which a process counts as dead
-BEATS = 5  # signs of life in a lease: an interpreter may be kept from one or two of them
-LOOKS = 20  # at the store, in a lease, by who waits for others; every LOOK_SECONDS at least
+BEATS = 5  # signs of life per lease: an interpreter may miss one or two of them
+LOOKS = 20  # reads of the store per lease by a waiting process; at least one every LOOK_SECONDS
 LOOK_SECONDS = 0.25
-ATTEMPTS = 3  # processes that may die with an item in their hands; then it is given up, so that it does not end all of them
-CONNECT_SECONDS = 60.0  # for the store to be there
+ATTEMPTS = 3  # processes that may die with an item; then it is given up, so that it does not kill all of them
+CONNECT_SECONDS = 60.0  # longest wait for the store to start
 REQUEST_SECONDS = 60.0  # longest wait for an answer of the store
 LEASE_HELP = "Of several processes: how many seconds of silence count as death."
 
@@ -50,7 +50,7 @@ class CrewError(SsmgenError):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a process sits among those that share its work."""
+    """The position of a process among the processes that share work."""
 
     rank: int
     world: int
@@ -58,11 +58,11 @@ class Seat:
     local_world: int
     host: str
     port: int
-    hosted: bool = False  # by torchrun, which then outlives rank 0; else rank 0 is the store's server
+    hosted: bool = False  # store run by torchrun, which outlives rank 0; otherwise rank 0 runs the store's server
 
 
 def seat() -> Seat | None:
-    """This process's, by the variables that torchrun sets; None if it works alone. Raises ConfigError."""
+    """This process's seat, from the variables that torchrun sets; None if it works alone. Raises ConfigError."""
     world = _number("WORLD_SIZE", 1, 1)
     if world == 1:
         return None
@@ -87,10 +87,10 @@ def _number(variable: str, default: int, least: int) -> int:
 
 
 class Crew:
-    """One process's part in it; a context manager, within which it counts as alive.
+    """One process's part in sharing work; a context manager, inside which the process counts as alive.
 
-    task: says what all of them do, in the same words in each. Raises CrewError, here and in every method, if the store cannot be
-    reached, or has been told another task.
+    task: describes the task, with equal text in all processes. Raises CrewError, here and in every method, if the store cannot be
+    reached, or has another task.
     """
 
     def __init__(self, seat: Seat, task: str, lease: float = LEASE, name: str = ""):
@@ -98,7 +98,7 @@ class Crew:
         self.name = name or f"process {os.getpid()} on {socket.gethostname()}"
         self.me = f"{seat.rank}.{secrets.token_hex(6)}"
         self._ending = threading.Event()
-        self._seen: dict[str, tuple[bytes, float]] = {}  # what was last read of a key that should change, and when that was new
+        self._seen: dict[str, tuple[bytes, float]] = {}  # last value read of a key that should change, and the time when that value was new
 
     def __enter__(self) -> Crew:
         with self._asking():
@@ -135,7 +135,7 @@ class Crew:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """What torch says of a store becomes a CrewError."""
+        """Turns torch's errors about the store into CrewError."""
         try:
             yield
         except RuntimeError as e:
@@ -150,38 +150,38 @@ class Crew:
             return getattr(self._store, request)(*words)
 
     def _beat(self) -> None:
-        """Gives signs of life by a connection of its own: the other one may be waiting for an answer."""
-        with contextlib.suppress(RuntimeError):  # the next request of the others says it
+        """Sends signs of life over a separate connection: the other one may be waiting for an answer."""
+        with contextlib.suppress(RuntimeError):  # the next request of the others reports the error
             store = self._connected(server=False)
             while not self._ending.wait(self.lease / BEATS):
                 store.add(f"ssmgen/{self._turn}/beat/{self.me}", 1)
 
     def _read(self, key: str) -> str:
-        """What stands there; empty if nothing does."""
+        """The value of a key; empty if it is not set."""
         return self._ask("get", key).decode() if self._ask("check", [key]) else ""
 
     def _still(self, key: str) -> bool:
-        """Whether a key has been as it is for a lease."""
+        """Whether a key has not changed for a lease."""
         now, value = time.monotonic(), self._read(key).encode()
         if key not in self._seen or self._seen[key][0] != value:
             self._seen[key] = value, now
         return now - self._seen[key][1] > self.lease
 
     def _dead(self, member: str) -> bool:
-        """Whether another process has its rank, as after torchrun has started all of them again, or it has been silent for a lease."""
+        """Whether a newer process has its rank, as after a restart of all by torchrun, or it has been silent for a lease."""
         return self._read(f"member/{member.partition('.')[0]}") != member or self._still(f"beat/{member}")
 
     def _gone(self, rank: int) -> bool:
-        """Whether a rank takes no more items: idle, dead, or not come within a lease."""
+        """Whether a rank takes no more items: idle, dead, or not started within a lease."""
         if not (member := self._read(f"member/{rank}")):
             return self._still(f"member/{rank}")
         return bool(self._ask("check", [f"idle/{member}"])) or self._dead(member)
 
     def take(self, work: Callable[[], Iterable[T]], stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, T]]:
-        """(number, item) of each that is this process's to do, until all are done or stop() says so. Say `done` of each.
+        """(number, item) for each item that this process is to do, until all are done or stop() is true. Call `done` for each.
 
-        Items of processes that have died come last. work: gives the same items in the same order in every process, whenever it is
-        called; it makes those of others, too, which should cost little beside doing them.
+        Items of dead processes come last. work: returns equal items in equal order in every process, and on every call. It also makes
+        the items of other processes, which should cost little compared with doing them.
         """
         mine = self._next()
         left: Sequence[int] = ()
@@ -199,7 +199,7 @@ class Crew:
                 self._wait()
 
     def _next(self) -> int:
-        """The number of an item that nobody has had; beyond the last one when there is none."""
+        """The number of an item without an owner; past the last one if there is none."""
         while True:
             number = int(self._ask("add", "next", 1)) - 1
             mine = f"{self.me}#1"
@@ -207,12 +207,12 @@ class Crew:
                 return number
 
     def _taken_over(self, number: int) -> bool:
-        """Whether an item that is not done is this process's now."""
+        """Whether this process has just taken over an item that is not done."""
         key = f"claim/{number}"
         held = self._read(key)
         owner, _, times = held.partition("#")
         if owner == self.me:
-            return False  # another thread is at it
+            return False  # another thread of this process has it
         if not (self._ask("check", [f"idle/{owner}"]) or self._dead(owner) if held else self._still(key)):
             return False
         mine = f"{self.me}#{int(times or 0) + 1}"
@@ -224,11 +224,12 @@ class Crew:
         return True
 
     def first(self, key: str, value: str) -> str:
-        """What the first of the processes said under a key; this one's value if it is the first."""
+        """The value that the first process stored under a key; this process's value if it is the first."""
         return str(self._ask("compare_set", f"first/{key}", "", value).decode())
 
     def holder(self, what: str) -> int | None:
-        """Whose a thing is that one process may have: the rank of another one that lives; None if it is this one's from now on."""
+        """Claims a thing that one process may have. Returns the rank of another living process that has it; None if this process has it
+        now."""
         key, beats = f"holder/{what}", dict[str, str]()
         while (held := self._read(key)) != self.me:
             if not held or self._ask("check", [f"idle/{held}"]) or self._dead(held):
@@ -241,20 +242,20 @@ class Crew:
         return None
 
     def done(self, number: int, value: dict[str, Any]) -> None:
-        """Says what became of an item; value: of what JSON has."""
+        """Stores the result of an item; value: JSON values."""
         times = self._read(f"claim/{number}").partition("#")[2]
         told = value | {"rank": self.seat.rank, "member": self.me, "taken_over": times not in ("", "1")}
         self._ask("compare_set", f"done/{number}", "", json.dumps(told))
 
     def finish(self, publish: Callable[[dict[int, dict[str, Any]]], int]) -> int:
-        """Waits until nobody takes more, and has one process publish; the exit code that it gave, in all of them.
+        """Waits until no process takes more items, and has one process publish. Returns the exit code of `publish` in all processes.
 
-        publish: gets what was said of the items that are done, by number, in order. If who publishes dies, another one does it again.
+        publish: gets the results of the finished items, by number, in order. If the publishing process dies, another one publishes again.
         """
         self._ask("set", f"idle/{self.me}", "1")
         others = [rank for rank in range(self.seat.world) if rank != self.seat.rank]
         while not self._ask("check", ["result"]):
-            gone = [self._gone(rank) for rank in others]  # of all: each one's silence is counted from the first look at it
+            gone = [self._gone(rank) for rank in others]  # for all ranks: each one's silence counts from the first check
             if all(gone) and self._publishes():
                 code = publish(self._results())
                 self._ask("compare_set", "result", "", str(code))
@@ -288,7 +289,8 @@ class Crew:
         return {number: json.loads(text) for number, text in said if text}
 
     def account(self, results: dict[int, dict[str, Any]], seconds: float, what: str) -> str:
-        """Who did what, in lines. results: as `finish` gives them, with `seconds` of each; seconds: since these processes began."""
+        """A summary of each process's work, in lines. results: from `finish`, with `seconds` of each; seconds: since these processes
+        began."""
         lines, before = [], 0
         for rank in range(self.seat.world):
             own = [r for r in results.values() if r["rank"] == rank]

@@ -17,16 +17,20 @@ HEAD = """# All operators, by card
 
 <!-- python -m tools.cards -->
 
-`ssmgen bench all --quick` on each card, from `docs/data/CARD-all.json.gz`: microseconds of device time among cold inputs; TB/s, and what
-part that is of the card's ceiling, which torch's multiplication reached in the same run; and the ratio to a copy of the same slots, or to a
-multiplication of as many bytes. [How times are taken](guides/benchmarks.md#method). Variants are those of that day's table where it has
-the case, else the rules'; [what the rules lose to the tables](lab/tuning.md). An empty cell was not measured there, and a part of a
-ceiling is not said of what lies in the L2 cache. Of prompts (`chunk_…`, `selective_scan`) it is no goal: they compute for longer.
+Results of `ssmgen bench all --quick` on each card, from `docs/data/CARD-all.json.gz`. Inputs are cold.
+[How times are taken](guides/benchmarks.md#method).
+
+- **us (TB/s)**: device time, and the bytes that the case reads and writes per time.
+- **× copy**: the time over a copy of the same slots, or over a multiplication of the same bytes. In brackets: percent of the card's
+  ceiling, which torch's multiplication reached in the same run. Calls within the L2 cache lack a percentage.
+
+Prompts (`chunk_…`, `selective_scan`) compute more than they move, so the copy is not their goal. Variants come from that day's tuned
+table, otherwise from the rules ([the rules' loss](lab/tuning.md)). An empty cell was not measured.
 """
 
 
 def suites(data: Path = DATA) -> dict[str, Suite]:
-    """{card: what was measured on it}, by name. Raises BenchFileError."""
+    """{card: its measurements}, by name. Raises BenchFileError."""
     return {path.name.removesuffix(SUFFIX).upper(): load([path]) for path in sorted(data.glob(f"*{SUFFIX}"))}
 
 
@@ -60,8 +64,8 @@ def _tables(measured: Mapping[str, Suite]) -> list[str]:
             found.setdefault(row.op, {}).setdefault((row.case, row.size_of, row.size), {})[card] = row
     lines = []
     for op in sorted(found):
-        head = "".join(f" {card}, us | TB/s | of the ceiling | ratio |" for card in measured)
-        lines += [f"## {op}", "", f"| case |{head}", "|---|" + "---:|---:|---:|---:|" * len(measured)]
+        head = "".join(f" {card}, us (TB/s) | × copy (%) |" for card in measured)
+        lines += [f"## {op}", "", f"| case |{head}", "|---|" + "---:|---:|" * len(measured)]
         for (case, size_of, size), rows in found[op].items():
             lines.append(f"| {case}, {size_of} {size} |" + "".join(_cells(rows.get(card)) for card in measured))
         lines.append("")
@@ -70,14 +74,14 @@ def _tables(measured: Mapping[str, Suite]) -> list[str]:
 
 def _cells(row: Row | None) -> str:
     if row is None:
-        return " | | | |"
-    share = "" if row.share is None else f"{100 * row.share:.0f} %"
+        return " | |"
+    share = "" if row.share is None else f" ({100 * row.share:.0f})"
     ratio = "" if row.copy_ratio is None else f"{row.copy_ratio:.2f}"
-    return f" **{row.us:.2f}** | {row.tbs:.2f} | {share} | {ratio} |"
+    return f" **{row.us:.2f}** ({row.tbs:.2f}) | {ratio}{share} |"
 
 
 def refresh(data: Path = DATA, page: Path = PAGE) -> Path:
-    """Writes the page of what there is; its path."""
+    """Writes the page from the existing data; returns its path."""
     page.write_text(page_of(suites(data)))
     return page
 

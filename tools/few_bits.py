@@ -1,4 +1,4 @@
-"""What states in fewer bits cost in accuracy: outputs and states of long runs against those of float64, by the reference on the CPU.
+"""Accuracy of states with fewer bits: errors of outputs and states in long runs against float64, with the reference on the CPU.
 
 One line per type and rounding, one column per decay per token; `python -m tools.few_bits --steps 10000`. Inputs are the same for all.
 """

@@ -4,13 +4,15 @@ Writes docs/data/NAME.json.gz, which `ssmgen bench render` shows; `transformers`
 docs/lab/transformers.md, of decode steps and of prompts; with mamba-ssm, causal-conv1d and flash-linear-attention installed these
 have transformers with them, too. docs/data/peers.json is filled from such results by hand: each entry has its command. A NAME is a
 card and what is measured on it, h200-all or h100-all; each report has the ceilings of its card. A file of all operators also makes
-docs/cards.md anew. With --from FILE, which `ssmgen bench … --json` wrote on such a card, nothing is measured, and no GPU is needed.
+docs/cards.md anew, one of all models (CARD-models) docs/models.md and its plots. With --from FILE, which `ssmgen bench … --json` wrote on
+such a card, nothing is measured, and no GPU is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import json
 import re
 import subprocess
 import sys
@@ -18,9 +20,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ssmgen.bench import models_page
 from ssmgen.bench.formats import as_json, load
+from ssmgen.bench.models import stitched
 
-from . import cards
+from . import cards, models
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "lab" / "transformers.md"
@@ -48,10 +52,15 @@ COMMANDS = {  # what is measured -> the commands of `ssmgen` whose reports are i
 }
 
 
+MODELS = "bench models"  # whose file, CARD-models, has a form of its own
+
+
 def commands_of(name: str) -> list[str]:
     """The commands whose reports are in a data file; none if its name says nothing that is known."""
     card, _, what = name.partition("-")
-    return COMMANDS.get(what, []) if card else []
+    if not card:
+        return []
+    return [MODELS] if what == "models" else COMMANDS.get(what, [])
 
 
 def output(module: str, *words: str) -> str:
@@ -74,11 +83,15 @@ def refresh(name: str, data: Path = DATA, run: Callable[..., str] = output) -> P
 
 def keep(name: str, paths: Sequence[Path], data: Path = DATA) -> Path:
     """Makes a data file of what `ssmgen bench … --json` wrote; its path. Raises BenchFileError, and ValueError as `refresh`."""
-    suite = load(paths)
-    card = name.partition("-")[0]
-    if wrong := {report["device"] for report in suite.reports if card.upper() not in re.split(r"\W+", report["device"].upper())}:
+    card, _, what = name.partition("-")
+    if what == "models":
+        reports = [models_page.load(path) for path in paths]
+        text = json.dumps(stitched(reports), indent=1)
+    else:
+        suite = load(paths)
+        text, reports = as_json(suite, alone=False), suite.reports
+    if wrong := {report["device"] for report in reports if card.upper() not in re.split(r"\W+", report["device"].upper())}:
         raise ValueError(f"{name} would be of {', '.join(sorted(wrong))}")
-    text = as_json(suite, alone=False)
     path = data / f"{name}.json.gz"
     path.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same results, the same bytes
     return path
@@ -98,7 +111,7 @@ def refresh_table(name: str, page: Path = PAGE, run: Callable[..., str] = output
 
 
 def main() -> None:
-    known = [*(f"CARD-{what}" for what in COMMANDS), *TABLES]
+    known = [*(f"CARD-{what}" for what in (*COMMANDS, "models")), *TABLES]
     parser = argparse.ArgumentParser(
         prog="python -m tools.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,6 +122,7 @@ def main() -> None:
     if given.list:
         for name in COMMANDS:
             print(f"CARD-{name}:", *COMMANDS[name], sep="\n  ssmgen ")
+        print(f"CARD-models:\n  ssmgen {MODELS}")
         for name, options in TABLES.items():
             print(f"{name}:", f"python -m tools.demo {options}", sep="\n  ")
     elif not given.names or (unknown := [name for name in given.names if name not in TABLES and not commands_of(name)]):
@@ -122,6 +136,8 @@ def main() -> None:
             parser.exit(1, f"{e}\n")
         if name.endswith("-all"):
             print(cards.refresh())
+        elif name.endswith("-models"):
+            print(*models.refresh(), sep="\n")
 
 
 if __name__ == "__main__":

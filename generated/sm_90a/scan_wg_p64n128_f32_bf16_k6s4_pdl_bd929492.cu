@@ -627,6 +627,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
   const u32 share = max((2 * chunks + (2 * kParts + 1 - 1)) / (2 * kParts + 1), 8u);
   const u32 shortest = share * 1 / 2, lead = chunks > 8 + shortest ? shortest : chunks;  // of which others sum 2 chunks in the time of 1
   const u32 behind = (chunks - lead + share - 1) / share, own_part = rank ? rank : behind;  // parts behind the first: the last of them is the first block's
+  if (rank && !behind) return;  // the first block has all of a short sequence, and meets nobody
   const u32 first_chunk = own_part ? min(lead + (own_part - 1) * share, chunks) : chunks;
   const u32 own_chunks = rank ? (rank < behind ? share : 0) : chunks - first_chunk;
   const u32 summed = rank ? own_chunks : lead, steps_end = summed + own_chunks;
@@ -662,7 +663,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
 
   // The cluster meets twice: when all have what their parts add, and when all have read it. Nobody works between having arrived at the first meeting
   // and waiting for it: compute-sanitizer, which holds up who has arrived, would not end.
-  const auto meet_parts = [] {
+  const auto meet_parts = [&] {
+    if (!behind) return;
     cluster_arrive();
     cluster_wait();
     cluster_arrive();
@@ -952,7 +954,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
       }
     }
     const u32 y_from = rank ? summed : 0;  // the step that makes the block's first y
-    for (u32 phase = rank ? 1 : 0; phase < 2; ++phase) {
+    for (u32 phase = rank ? 1 : 0; phase < (behind ? 2 : 1); ++phase) {
       if (phase) {
         const u32 state_lane = 4 * (threadIdx.x % 128), own_exchange = exchange_of[rank] + state_lane;
         meet(1, 128);  // products of all four warps have read that stage
@@ -1143,5 +1145,5 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
     }
     if (rank) return;
   }
-  if (warp < 12) cluster_wait();
+  if (warp < 12 && behind) cluster_wait();
 }

@@ -34,8 +34,9 @@ class Benches(click.Group):
 def bench() -> None:
     """Time an operator against a copy of as many bytes and against every peer that can be imported. Needs a GPU.
 
-    `ssmgen bench OPERATOR --help` shows what can be varied; `all` times all of them; `render` makes tables and pages of saved results,
-    without a GPU. A case whose result is wrong is not timed: the others are, it is named at the end, and the exit code is 1.
+    `ssmgen bench OPERATOR --help` shows what can be varied; `all` times all of them, `models` every model's shapes; `render` makes tables
+    and pages of saved results, without a GPU. A case whose result is wrong is not timed: the others are, it is named at the end, and the
+    exit code is 1.
     """
 
 
@@ -119,6 +120,40 @@ def every(
         suite = suites.run(work, rounds or (suites.QUICK_ROUNDS if quick else 7), not no_peers, watch)
     show(suite, form, page=page)
     check(suite)
+
+
+@bench.command("models")
+@click.option("--model", "names", multiple=True, help="Only this model of `ssmgen models`; may repeat.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--jobs", type=click.IntRange(0), default=8, show_default=True, help="Processes that compile peers' kernels ahead.")
+@click.option("--saved", type=click.Path(path_type=Path), help="Show what --json printed into this file, plain or .json.gz. Needs no GPU.")
+@NO_PEERS
+@with_outputs
+def models(
+    names: tuple[str, ...], rounds: int, jobs: int, saved: Path | None, no_peers: bool, as_json: bool, as_csv: bool, page: Path | None
+) -> None:
+    """Time every model's decode step and prompt beside its peers; the worst ratio comes first.
+
+    Decode steps of 1 and of 64 sequences, a prompt of 4096 tokens, and 16 packed prompts of 256. Models of one shape are timed once.
+    """
+    from . import models as work
+    from . import models_page
+    from .progress import watching
+
+    form = _form(as_json, as_csv, page)
+    if saved and (names or no_peers):
+        raise click.UsageError("--saved measures nothing: give it without --model and --no-peers")
+    if saved:
+        report = models_page.load(saved)
+    else:
+        from .peers_ahead import compiling
+        from .report import need_device
+
+        need_device()
+        ahead = compiling(names, 0 if no_peers else jobs)
+        with watching() as watch:
+            report = work.run(names, rounds=rounds, peers=not no_peers, watch=watch, ahead=ahead)
+    models_page.show(report, form, page)
 
 
 @bench.command("render")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..spec.kernel import must
+from . import axes
 from .case import Call, Launch, cuts_of, sets_of
 
 PROMPT = 2048  # tokens of a model's prompts
 HOST_TOKENS = 2048  # host times are of cases up to this
 HEADS = 4  # that are held against float64
+PACKED = axes.switch(
+    "--packed", "packed", (False,), "The sequences lie end to end, as cu_seqlens says: of equal lengths, from zeros.", later=True
+)
 
 
 def sequences_of(quick: bool) -> tuple[int, ...]:
@@ -39,6 +44,22 @@ def ends(states: Tensor, packed: int) -> tuple[dict[str, Any], dict[str, Any], t
     slots, started = torch.randperm(count, device=device).int(), torch.ones(count, dtype=torch.bool, device=device)
     shared = {"cu_seqlens": cuts_of(packed, count, device), "state_indices": slots, "has_initial_state": started}
     return {"state": states.normal_()}, shared, ("out",)
+
+
+def even_cuts(count: int, length: int, device: torch.device) -> Tensor:
+    """Where packed sequences of one length start, and the last one ends: [count + 1]."""
+    return torch.arange(count + 1, dtype=torch.int32, device=device) * length
+
+
+def packed_words(row: Mapping[str, Any]) -> str:
+    """The end of a row's name."""
+    return ", packed" if row.get("packed") else ""
+
+
+def pool_mistakes(forms: Sequence[Any] = (), packed: bool = False, **others: Any) -> list[str]:
+    """Options that do not go together, of a benchmark with the form `pool`."""
+    pooled = any(getattr(form, "value", form) == "pool" for form in forms)
+    return must(not (packed and pooled), "--packed is of the other forms: --form pool packs sequences of different lengths")
 
 
 def some_heads(call: Call, heads: int, groups: int, by_head: Sequence[str], by_group: Sequence[str], packed: bool) -> dict[str, Any]:

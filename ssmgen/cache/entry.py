@@ -1,6 +1,6 @@
 """One compiled kernel as bytes.
 
-magic | header length (4 bytes, big endian) | header (JSON) | source | cubin | sha256 of all before it
+magic | header length (4 bytes, big endian) | header (JSON) | source | cubin | sha256 of everything before
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Entry:
     compiler: str
     options: tuple[str, ...]
     resources: Resources
-    seconds: float  # that compiling took, when it was compiled
+    seconds: float  # compile time of the first compilation
     source: str
     cubin: bytes
 
@@ -45,7 +45,7 @@ class Entry:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Entry:
-        """Raises ValueError, in words, for anything that `to_bytes` did not write, whole, of an entry under its own key."""
+        """Raises ValueError, in words, for any bytes except a whole entry that `to_bytes` wrote under its own key."""
         if len(data) < len(MAGIC) + 36 or data[: len(MAGIC)] != MAGIC:
             raise ValueError("not an ssmgen cache entry")
         body, digest = data[:-32], data[-32:]
@@ -75,7 +75,7 @@ def _parsed(text: bytes) -> Any:
 
 
 def _checked(header: Any) -> dict[str, Any]:
-    """A header whose fields are all there and have the types and ranges that `to_bytes` writes. Raises ValueError."""
+    """A header with all fields, of the types and ranges that `to_bytes` writes. Raises ValueError."""
     names = {f.name for f in fields(Entry)} - {"source", "cubin"} | {"source_bytes", "cubin_bytes"}
     if not isinstance(header, dict) or header.keys() != names:
         raise ValueError("its header does not have an entry's fields")
@@ -95,7 +95,7 @@ def _checked(header: Any) -> dict[str, Any]:
 
 
 def cache_key(source: str, options: Iterable[str], arch: Arch, compiler_build: str) -> str:
-    """sha256 over labelled, length-prefixed fields, so that no two sets of inputs can spell the same bytes."""
+    """sha256 over labelled, length-prefixed fields, so that different inputs never give the same bytes."""
     h = hashlib.sha256()
     fields = [("schema", str(SCHEMA)), ("source", source), ("arch", str(arch)), ("compiler", compiler_build)]
     for label, value in [*fields, *(("option", o) for o in options)]:

@@ -1,4 +1,4 @@
-"""What an operator does with a shared store as a whole: push, pull, verify."""
+"""Operations on a whole shared store: push, pull, verify."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARALLEL = 8  # requests at once
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What `push` did; entries."""
+    """The result of `push`; numbers of entries."""
 
     sent: int
     sent_bytes: int
@@ -32,7 +32,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What `listed` met in a shared store: an entry that an index lists, or why an index or an entry cannot be used."""
+    """A result of `listed`: an entry that an index lists, or why an index or an entry cannot be used."""
 
     signer: str
     arch: str
@@ -43,9 +43,10 @@ class Found:
 
 
 def push(store: SharedStore, layers: Iterable[Layer], again: bool = False) -> Pushed:
-    """Sends the entries of directories that one's own index does not list yet, then the index, with what processes of this key sent.
+    """Sends the entries of directories that one's own index does not list yet. Then writes the index, which includes the entries of
+    single-entry indexes that processes with this key sent.
 
-    again: also those that it lists. Raises RemoteError; what was sent until then is not listed, and is sent again next time.
+    again: also sends listed entries. Raises RemoteError; entries sent before the error are not listed, and are sent again next time.
     """
     sender, by_arch = store.sender(), dict[str, dict[str, Entry]]()
     for layer in layers:
@@ -70,7 +71,7 @@ def push(store: SharedStore, layers: Iterable[Layer], again: bool = False) -> Pu
 
 
 def _own(store: SharedStore, sender: str, arch: str, name: str) -> dict[str, Listed]:
-    """What an index of one's own lists; nothing if it is not there, or is not as it was signed: then it is made anew."""
+    """The entries of one's own index; empty if it is missing or its signature fails: then it is rewritten."""
     try:
         return dict(store.index(sender, arch, name).entries)
     except (FileNotFoundError, ValueError):
@@ -79,7 +80,8 @@ def _own(store: SharedStore, sender: str, arch: str, name: str) -> dict[str, Lis
 
 @contextlib.contextmanager
 def _alone(store: SharedStore, sender: str, arch: str) -> Iterator[None]:
-    """Waits until no other sender with this key writes this index; for CLAIM_SECONDS at most: what one that died left is not for ever."""
+    """Waits until no other sender with this key writes this index, at most CLAIM_SECONDS: the claim of a killed sender must not block
+    forever."""
     path, deadline = f"{claim_path(sender)}-{arch}", time.monotonic() + CLAIM_SECONDS
     while True:
         try:
@@ -96,10 +98,10 @@ def _alone(store: SharedStore, sender: str, arch: str) -> Iterator[None]:
 
 
 def _list(store: SharedStore, sender: str, arch: str, folded: dict[str, Listed], fresh: dict[str, Listed]) -> int:
-    """Adds entries to one's own index, and looks whether they are in it: fsspec has no write that fails if somebody else wrote."""
+    """Adds entries to one's own index, and checks that they are in it: fsspec cannot make a write fail if another process wrote."""
     with _alone(store, sender, arch):
         before = _own(store, sender, arch, ALL)
-        if (wanted := {**before, **folded, **fresh}) == before:  # a process compiles and sends what it could not load from here
+        if (wanted := {**before, **folded, **fresh}) == before:  # the process compiled and sent entries that it could not load from here
             return len(before)
         store.transport.put(index_path(sender, arch, ALL), Index(arch, wanted).to_bytes(store.signer()))
         if _own(store, sender, arch, ALL) == wanted:
@@ -109,7 +111,7 @@ def _list(store: SharedStore, sender: str, arch: str, folded: dict[str, Listed],
 
 
 def listed(store: SharedStore, archs: Iterable[str] = ()) -> Iterator[Found]:
-    """What the indexes list whose signers are trusted, and the indexes that cannot be used. Raises RemoteError."""
+    """All entries in indexes with trusted signers, and the indexes that cannot be used. Raises RemoteError."""
     signers, wanted = store.trusted(), set(archs)
     if store.remote.anyone:
         signers = [*signers, *(name for name in store.transport.names(index_path()) if name not in signers)]
@@ -139,13 +141,13 @@ def _is_arch(name: str) -> bool:
 
 
 def foreign(store: SharedStore) -> list[str]:
-    """Who else has sent something: public keys that are not trusted, and `unsigned`. Raises RemoteError."""
+    """Untrusted senders: public keys that are not trusted, and `unsigned`. Raises RemoteError."""
     trusted = store.trusted()
     return [] if store.remote.anyone else [name for name in store.transport.names(index_path()) if name not in trusted]
 
 
 def verify(store: SharedStore, archs: Iterable[str] = ()) -> tuple[int, list[tuple[str, str]]]:
-    """(number of sound entries, (path, what is wrong) of each other one and of each index). Reads all of it. Raises RemoteError."""
+    """(number of sound entries, (path, problem) of each other entry and index). Reads all of the store. Raises RemoteError."""
     sound, wrong = 0, []
     for found, result in _loaded(store, dict.fromkeys(listed(store, archs))):
         if isinstance(result, Entry):
@@ -156,9 +158,9 @@ def verify(store: SharedStore, archs: Iterable[str] = ()) -> tuple[int, list[tup
 
 
 def pull(store: SharedStore, into: Layer, archs: Iterable[str] = ()) -> tuple[int, int, list[tuple[str, str]]]:
-    """(entries written, entries that were there, (path, what is wrong) of what could not be used).
+    """(entries written, entries already present, (path, problem) of each unusable entry or index).
 
-    Raises RemoteError; CacheError if the directory takes nothing.
+    Raises RemoteError; CacheError if the directory cannot be written.
     """
     written, wrong, there = 0, [], 0
     wanted: dict[Found, None] = {}
@@ -187,7 +189,7 @@ def _kept(layer: Layer, found: Found) -> bool:
 
 
 def _loaded(store: SharedStore, wanted: Iterable[Found]) -> Iterator[tuple[Found, Entry | str]]:
-    """(what was listed, its entry or what is wrong with it)."""
+    """(listed entry, the entry itself or its problem)."""
 
     def one(found: Found) -> Entry | str:
         if found.listed is None:
@@ -202,5 +204,5 @@ def _loaded(store: SharedStore, wanted: Iterable[Found]) -> Iterator[tuple[Found
 
     left = iter(wanted)
     with ThreadPoolExecutor(PARALLEL) as pool:
-        while items := list(islice(left, 8 * PARALLEL)):  # not all at once: a store may have more than memory takes
+        while items := list(islice(left, 8 * PARALLEL)):  # in batches: a store may not fit in memory
             yield from zip(items, pool.map(one, items), strict=True)

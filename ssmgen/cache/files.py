@@ -1,4 +1,4 @@
-"""Files that anyone may have altered: read whole or refused with a reason, and shown on a terminal without control characters."""
+"""Reads untrusted files, whole or refused with a reason, and removes control characters from texts for terminals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import SsmgenError
 
-MAX_BYTES = 32 * 2**20  # of a file and of what it unpacks to; the largest that ssmgen writes is below one MiB
+MAX_BYTES = 32 * 2**20  # of a file, and of its unpacked content; the largest that ssmgen writes is below one MiB
 GZIP = b"\x1f\x8b"
 
 
@@ -22,7 +22,7 @@ class FileError(SsmgenError):
 
 
 def read_json(path: Path, regular: bool = True) -> Any:
-    """The value of a JSON file, which may be compressed by gzip. regular: what is no regular file, such as a pipe, is refused.
+    """The value of a JSON file, which may be compressed by gzip. regular: refuses files that are not regular, such as pipes.
 
     Raises OSError, and ValueError that says why the bytes are not JSON of at most MAX_BYTES.
     """
@@ -40,7 +40,7 @@ def read_json(path: Path, regular: bool = True) -> Any:
 
 
 def _read(path: Path, regular: bool) -> bytes:
-    extra = os.O_NONBLOCK if regular else 0  # so that a pipe without a writer is refused, and not waited for
+    extra = os.O_NONBLOCK if regular else 0  # so that a pipe without a writer is refused instead of waited for
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra)) as file:
         if regular and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no regular file")
@@ -62,15 +62,15 @@ def _at_most(file: Any) -> bytes:
 
 
 def plain(text: str, lines: bool = False) -> str:
-    """The text on one line, without what a terminal would act on: control characters (C0 with ESC, C1), marks that reorder or hide text,
-    halves of surrogate pairs. lines: its line breaks stay."""
+    """The text on one line, without characters that a terminal interprets: control characters (C0 with ESC, C1), marks that reorder or hide
+    text, halves of surrogate pairs. lines: keeps line breaks."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or (lines and c == "\n") else " " if c.isspace() else "" for c in text)
 
 
 def plain_values(value: Any, lines: bool = False) -> Any:
-    """A value of JSON with all its texts `plain`; those named "error" keep their line breaks."""
+    """A JSON value with all its texts `plain`; texts named "error" keep their line breaks."""
     if isinstance(value, str):
         return plain(value, lines)
     if isinstance(value, list):

@@ -17,22 +17,22 @@ from .trust import doubt, open_directory, opened, publish, read_file, sentence
 
 SUFFIX = ".ssmgen"
 TEMPORARY = ".tmp-"
-STALE_SECONDS = 3600.0  # a temporary file older than this belongs to a process that died; writing one takes milliseconds
+STALE_SECONDS = 3600.0  # an older temporary file belongs to a process that died; writing one takes milliseconds
 _LEAF = 3  # levels from the root to the directories of entries
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A directory of a layer, met on a walk. The descriptor is open until the walk goes on."""
+    """A directory of a layer, found while listing it. The descriptor stays open until the next one is requested."""
 
     path: Path
     depth: int
     descriptor: int | None  # None: it cannot be opened
-    wrong: str | None  # why nothing in it is believed
+    wrong: str | None  # why nothing in it is trusted
 
 
 class Layer:
-    """A directory that is read, and perhaps written. Nothing is kept open, and nothing is believed because it was right before."""
+    """A directory of entries, which may be writable. Nothing is kept open, and every use checks trust again."""
 
     def __init__(self, root: Path):
         self.root = Path(root)
@@ -46,7 +46,7 @@ class Layer:
         return opened(self.root, *directory.relative_to(self.root).parts, make=make, believe=believe)
 
     def read(self, key: str, arch: Arch) -> Entry | None:
-        """The verified entry, or None. One that cannot be used counts as absent; `load` says why."""
+        """The verified entry, or None if it is absent or unusable; `load` gives the reason."""
         with contextlib.suppress(OSError, ValueError):
             return self.load(self.path(key, arch))
         return None
@@ -54,8 +54,8 @@ class Layer:
     def load(self, path: Path) -> Entry:
         """The entry in one of this layer's files.
 
-        Raises FileNotFoundError; ValueError, in words, for what is no whole entry of this name that only this user or root can have
-        written; CacheError for a directory that is not believed or a file that cannot be read.
+        Raises FileNotFoundError; ValueError, in words, unless it is a whole entry of this name that only this user or root can have
+        written; CacheError for an untrusted directory or an unreadable file.
         """
         entry = Entry.from_bytes(self.read_file(path, MAX_BYTES))
         if self.path(entry.key, entry.arch) != path:
@@ -73,11 +73,11 @@ class Layer:
                 raise CacheError(path, f"cannot be read: {sentence(e)}") from e
 
     def write(self, entry: Entry, durable: bool = True) -> None:
-        """Publishes an entry. Raises CacheError, which names the file or directory and the reason; then nothing is visible."""
+        """Publishes an entry. Raises CacheError, which names the file or directory and the reason; the entry is then not visible."""
         self.publish(self.path(entry.key, entry.arch), entry.to_bytes(), durable)
 
     def publish(self, path: Path, data: bytes, durable: bool = True) -> None:
-        """Writes one of this layer's files at once. Raises CacheError as `write` does. durable: as in `trust.publish`."""
+        """Writes one of this layer's files atomically. Raises CacheError as `write` does. durable: as in `trust.publish`."""
         if len(data) > MAX_BYTES:
             raise CacheError(path, f"cannot be written: it would have {len(data)} bytes, and {MAX_BYTES} at most are read")
         with self.opened(path.parent, make=True) as directory:
@@ -88,9 +88,9 @@ class Layer:
             _sweep(directory, STALE_SECONDS)
 
     def remove(self, path: Path) -> None:
-        """Removes what has the name of an entry, never through a link and never a directory with something in it.
+        """Removes a file or empty directory with the name of an entry. Does not follow links, and keeps directories with content.
 
-        Raises FileNotFoundError, and CacheError for what cannot be removed.
+        Raises FileNotFoundError, and CacheError if it cannot be removed.
         """
         with self.opened(path.parent, believe=True) as directory:
             try:
@@ -104,7 +104,7 @@ class Layer:
                 raise CacheError(path, f"cannot be removed: {sentence(e)}") from e
 
     def places(self) -> Iterator[Place]:
-        """The directories of this layer from the root down, believed or not, and links in their place, which are not followed."""
+        """The directories of this layer from the root down, trusted or not. Links instead of directories are listed and not followed."""
         yield from self._places(self.root, 0, None, None)
 
     def _places(self, path: Path, depth: int, parent: int | None, above: str | None) -> Iterator[Place]:
@@ -127,13 +127,13 @@ class Layer:
             os.close(descriptor)
 
     def files(self) -> Iterator[Path]:
-        """Whatever has the name of an entry, where one would lie."""
+        """All paths with the name and place of an entry."""
         for place in self.places():
             if place.depth == _LEAF and place.descriptor is not None:
                 yield from (place.path / name for name in sorted(os.listdir(place.descriptor)) if name.endswith(SUFFIX))
 
     def entries(self) -> Iterator[tuple[Path, Entry]]:
-        """(file, entry) of every one that can be used."""
+        """(file, entry) of every usable entry."""
         for path in self.files():
             with contextlib.suppress(OSError, ValueError):
                 yield path, self.load(path)
@@ -144,7 +144,7 @@ class Layer:
 
 
 def _may_be_directory(name: str, parent: int) -> bool:
-    """Links may pretend to be one."""
+    """Also true for links, which may look like directories."""
     try:
         mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
     except OSError:

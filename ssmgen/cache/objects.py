@@ -1,7 +1,8 @@
-"""Compiled kernels and the machine, kept for later processes in `emulator/` of the cache's directory.
+"""Keeps the emulator's compiled kernels and machine for later processes, in `emulator/` of the cache's directory.
 
-They are code, so they lie under the checks of cubins: files and directories of this user or root alone, published at once, and an entry
-that holds its own digest and lies under the hash of its text, flags and compiler. Where nothing can be kept, each process compiles.
+They are code, so the same checks apply as for cubins. Only this user and root may own files and directories. Files are published
+atomically.
+An entry contains its own digest, and its name is the hash of its text, flags and compiler. If nothing can be kept, each process compiles.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from .entry import Entry, cache_key
 from .layer import Layer
 from .upkeep import objects
 
-_ARCH = Arch(80)  # entries name one; portable bodies serve all
+_ARCH = Arch(80)  # entries must name an architecture; host libraries serve all of them
 
 
 @functools.cache
 def compiler() -> str:
-    """The version and the target of g++, in its own words."""
+    """The version and the target of g++, from its output."""
     asked = (subprocess.run(["g++", how], capture_output=True, text=True, check=True) for how in ("--version", "-dumpmachine"))
     return " ".join(done.stdout.splitlines()[0].strip() for done in asked)
 
 
 def read(text: str, symbol: str, flags: tuple[str, ...]) -> bytes | None:
-    """The library that such a text was compiled to, or None."""
+    """The library compiled from this text, or None."""
     if (place := _layer()) is None:
         return None
     entry = place.read(cache_key(text, (*flags, symbol), _ARCH, compiler()), _ARCH)
@@ -38,7 +39,7 @@ def read(text: str, symbol: str, flags: tuple[str, ...]) -> bytes | None:
 
 
 def keep(text: str, symbol: str, flags: tuple[str, ...], library: bytes, seconds: float) -> None:
-    """Publishes a library for later processes. A directory that cannot be written is said once."""
+    """Publishes a library for later processes. Warns once if the directory cannot be written."""
     if (place := _layer()) is None:
         return
     options = (*flags, symbol)

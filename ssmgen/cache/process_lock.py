@@ -1,7 +1,8 @@
-"""Saves the other processes of a machine the same compilation. Needed for nothing: without a lock, each of them compiles.
+"""Lets processes on one machine share a compilation. It only saves time: without a lock, each of them compiles.
 
-A lock is a file held with flock, so it dies with its holder. Its holder removes it before letting go; who waited for it then finds that
-it has no name any more, and takes the one that has. What a killed holder leaves is removed by the next one, or by `ssmgen cache gc`.
+A lock is a file held with flock, so it ends with its holder. The holder removes the file before it unlocks. A process that waited for the
+lock then finds that the file has no name, and takes the lock of the new file. Files of killed holders are removed by the next holder, or by
+`ssmgen cache gc`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .trust import make_one
 LOCK_SECONDS = 30.0  # longest wait for another process's compilation; then this one compiles too
 SUFFIX = ".lock"
 
-_descriptors: set[int] = set()  # of this process: a forked child shares the locks behind them, and must not keep them alive
+_descriptors: set[int] = set()  # of this process: a forked child shares their locks, and must not keep them held
 
 
 @contextlib.contextmanager
@@ -31,13 +32,13 @@ def process_lock(key: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if path and descriptor in _descriptors:  # not in a child that was forked meanwhile: the lock is its parent's
+        if path and descriptor in _descriptors:  # not in a child forked since then: the lock is its parent's
             _remove(path)
             _close(descriptor)
 
 
 def sweep() -> int:
-    """Removes the files of holders that were killed; the number removed."""
+    """Removes the lock files of killed holders; returns their number."""
     directory, removed = lock_dir(), 0
     for path in sorted(directory.glob(f"*{SUFFIX}")) if directory else []:
         if (descriptor := _take(path, 0.0)) is not None:
@@ -66,7 +67,7 @@ def _path(key: str) -> Path | None:
 
 
 def _take(path: Path, seconds: float) -> int | None:
-    """A descriptor that holds the lock; None if that takes longer or cannot be."""
+    """A descriptor that holds the lock; None if that takes longer or fails."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -75,7 +76,7 @@ def _take(path: Path, seconds: float) -> int | None:
             return None
         _descriptors.add(descriptor)
         try:
-            os.fchmod(descriptor, 0o600)  # a umask may have taken from the owner
+            os.fchmod(descriptor, 0o600)  # a umask may have removed the owner's permissions
             while not _locked(descriptor):
                 if time.monotonic() >= deadline:
                     _close(descriptor)
@@ -88,7 +89,7 @@ def _take(path: Path, seconds: float) -> int | None:
         except OSError:
             _close(descriptor)
             return None
-        _close(descriptor)  # its holder has removed it: there is, or will be, another of this name
+        _close(descriptor)  # its holder has removed it: there is, or will be, a new file of this name
 
 
 def _locked(descriptor: int) -> bool:
@@ -108,16 +109,16 @@ def _remove(path: Path) -> bool:
 
 def _close(descriptor: int) -> None:
     if descriptor not in _descriptors:
-        return  # closed in a child that was forked by a signal's handler
-    _descriptors.discard(descriptor)  # first: once closed, the number may be another file's, and a fork may happen at any time
+        return  # closed in a child that a signal handler forked
+    _descriptors.discard(descriptor)  # first: once closed, the number may belong to another file, and a fork may happen at any time
     with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked just before may still have it open
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked just before may still have it open
     os.close(descriptor)
 
 
 def _close_in_child() -> None:
     while _descriptors:
-        os.close(_descriptors.pop())  # and not unlock: the lock is the parent's
+        os.close(_descriptors.pop())  # without unlocking: the lock is the parent's
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -1,12 +1,12 @@
-"""A store that machines share, behind the directories of this one: read through, and written back to where that is asked for.
+"""A store that machines share. It is read after this machine's directories, and written if the settings say so.
 
 objects/<2 hex digits>/<sha256>            an entry, under the digest of its bytes: two senders never write different bytes to one name
-index/<public key>/<arch>/all              what `push` sent: one request tells a process all that is there
-index/<public key>/<arch>/<key>            what a process sent that compiled: an index of one entry, so that no two processes write the same
-claims/<key>                               somebody is compiling this and will send it
+index/<public key>/<arch>/all              the entries that `push` sent: one request lists them all
+index/<public key>/<arch>/<key>            one entry from a process that compiled it: no two processes write the same index
+claims/<key>                               a process is compiling this entry and will send it
 
 Nothing here is needed for correctness, and nothing raises: a store that is slow, down, full or wrong costs a bounded wait and one warning.
-What is loaded has the digest that a signed index names, and is a whole entry of the key that was asked for. No clocks are compared.
+A loaded entry has the digest in a signed index, and is a whole entry of the requested key. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .entry import SCHEMA, Entry
 from .signing import MAX_INDEX_BYTES, UNSIGNED, Index, Listed, Signer
 from .transport import Fsspec, Transport
 
-REST_SECONDS = 60.0  # for which a store that failed is not asked
-INDEX_SECONDS = 60.0  # after which an index is read again, if a key is not in it
-SLOW = 4  # a fourth of the longest wait, for all requests that a kernel takes, is as bad as a failure: compiling takes no longer
-CLAIM_SECONDS = 20.0  # longest wait for another machine's compilation; most take under one second, the longest five
+REST_SECONDS = 60.0  # time without requests after a failure
+INDEX_SECONDS = 60.0  # age after which an index is read again, if a key is not in it
+SLOW = 4  # requests for one kernel longer than a fourth of the longest wait count as a failure: compiling takes no longer
+CLAIM_SECONDS = 20.0  # longest wait for another machine's compilation; most take under one second, the longest five seconds
 ALL = "all"
 
 
@@ -39,7 +39,7 @@ def object_path(digest: str) -> str:
 
 
 def index_path(signer: str = "", arch: Arch | str = "", name: str = "") -> str:
-    """The path of an index, or of the place in which such are."""
+    """The path of an index, or of a folder of indexes."""
     return "/".join(filter(None, (f"v{SCHEMA}", "index", signer, str(arch), name)))
 
 
@@ -63,12 +63,12 @@ class SharedStore:
         self.renew_locks()
 
     def renew_locks(self) -> None:
-        self._mutex = threading.RLock()  # of what is remembered here: a request by one thread answers the others
+        self._mutex = threading.RLock()  # of the fields here: one thread's request serves the others
 
     # Reading.
 
     def fetch(self, key: str, symbol: str, arch: Arch) -> Entry | None:
-        """The entry that somebody trusted vouches for, or None. Raises ConfigError."""
+        """The entry from an index that a trusted key signed, or None. Raises ConfigError."""
         start = time.monotonic()
         try:
             return next(filter(None, (self._listed_by(*place, key, symbol, arch) for place in self._places(key))), None)
@@ -79,10 +79,10 @@ class SharedStore:
             took, limit = time.monotonic() - start, self.remote.seconds / SLOW
             if self._begun and took > limit:
                 self._failed("read", RemoteError(self.remote.url, f"took {took:.1f} s for one kernel, more than {limit:g}"))
-            self._begun = True  # the first one has the client begin, too
+            self._begun = True  # the first request also starts the client
 
     def _places(self, key: str) -> Iterator[tuple[str, str]]:
-        """(signer, name of an index) where a key may be listed."""
+        """(signer, name of an index) that may list a key."""
         for name in (ALL, key):
             for signer in () if self._rests("read") else self._all_signers():
                 yield signer, name
@@ -104,23 +104,23 @@ class SharedStore:
             return None
 
     def load(self, listed: Listed) -> Entry:
-        """The entry that an index lists. Raises FileNotFoundError; ValueError, in words, for what is none; RemoteError."""
+        """The entry that an index lists. Raises FileNotFoundError; ValueError, in words, for invalid bytes; RemoteError."""
         data = self.transport.get(object_path(listed.digest), listed.size)
         if len(data) != listed.size or hashlib.sha256(data).hexdigest() != listed.digest:
             raise ValueError("is not what the index says: truncated or altered")
         return Entry.from_bytes(data)
 
     def index(self, signer: str, arch: Arch | str, name: str) -> Index:
-        """An index as it is now. Raises as `load` does.
+        """The current index. Raises as `load` does.
 
-        Where anyone is trusted, those of trusted keys are verified all the same: `push` signs again what it finds in its own.
+        If anyone is trusted, indexes of trusted keys are still verified: `push` signs the content of its own index again.
         """
         data = self.transport.get(index_path(signer, arch, name), MAX_INDEX_BYTES)
         unverified = self.remote.anyone and signer not in self.trusted()
         return Index.from_bytes(data, str(arch), None if unverified else signer)
 
     def _index(self, signer: str, arch: Arch, name: str) -> Index | None:
-        """The same, where one that is wrong counts as none, with a warning."""
+        """The same, but a wrong index gives a warning and None."""
         try:
             return self.index(signer, arch, name)
         except FileNotFoundError:
@@ -130,19 +130,19 @@ class SharedStore:
             return None
 
     def _bulk(self, signer: str, arch: Arch, key: str) -> Index | None:
-        """What was pushed, as it was when it was last read; read again if that is long ago and the key was not among it."""
+        """The pushed entries, as last read; read again if that was long ago and the key was not listed."""
         place = (signer, str(arch))
         with self._mutex:
             read, index = self._indexes.get(place, (-INDEX_SECONDS, None))
             if (index and key in index.entries) or time.monotonic() - read < INDEX_SECONDS:
                 return index
-            self._indexes[place] = time.monotonic(), index  # also if it fails: threads that wait here must not fail one by one
+            self._indexes[place] = time.monotonic(), index  # also on failure: waiting threads must not fail one after the other
             index = self._index(signer, arch, ALL)
             self._indexes[place] = time.monotonic(), index
             return index
 
     def _all_signers(self) -> list[str]:
-        """Whose indexes are looked at: public keys, and `unsigned` and whatever else is there if anyone is trusted."""
+        """The signers whose indexes are read: trusted public keys; if anyone is trusted, also `unsigned` and all others in the store."""
         trusted = self.trusted()
         if not self.remote.anyone:
             return trusted
@@ -153,12 +153,12 @@ class SharedStore:
             return [*trusted, *(name for name in self._signers[1] if name not in trusted)]
 
     def trusted(self) -> list[str]:
-        """The public keys of the configuration, and one's own. Raises ConfigError, and RemoteError without `cryptography`."""
+        """The public keys in the configuration, and this process's key. Raises ConfigError, and RemoteError without `cryptography`."""
         own = [signer.public] if (signer := self.signer()) else []
         return [*own, *(key for key in self.remote.trusted if key not in own)]
 
     def signer(self) -> Signer | None:
-        """Who signs what is sent from here. Raises as `trusted` does."""
+        """The key that signs what this process sends. Raises as `trusted` does."""
         if self._signer is None and self.remote.signing_key:
             self._signer = Signer.load(self.remote.signing_key)
         return self._signer
@@ -167,27 +167,27 @@ class SharedStore:
 
     @contextlib.contextmanager
     def turn(self, key: str, symbol: str, arch: Arch) -> Iterator[Entry | None]:
-        """Whose turn it is to compile: None for the caller's, or the entry that another machine has just sent.
+        """Takes turns to compile: yields None if the caller is to compile, or the entry that another machine has just sent.
 
-        Only processes that write back take turns: of those that start at once, one compiles and the others wait for what it sends.
+        Only processes that write back take turns: of several that start together, one compiles and the others wait for its entry.
         """
         entry, claimed = None, False
         if self.remote.writes and not self._rests("write"):
             try:
                 claimed = self._claim(key)
                 entry = self._sent(key, symbol, arch) if claimed else self._awaited(key, symbol, arch)
-                claimed = claimed or entry is None  # waited in vain: whose claim it was is gone, and it must not delay the next
+                claimed = claimed or entry is None  # waited in vain: the claim has no owner, and must not delay the next process
             except RemoteError as e:
                 self._failed("write", e)
         try:
             yield entry
         finally:
             if claimed and not self._rests("write"):
-                with contextlib.suppress(RemoteError):  # it delays others by a wait of CLAIM_SECONDS, once
+                with contextlib.suppress(RemoteError):  # a claim that stays delays others by CLAIM_SECONDS, once
                     self.transport.remove(claim_path(key))
 
     def publish(self, entry: Entry) -> None:
-        """Sends what was compiled here, if that is asked for."""
+        """Sends an entry that was compiled here, if the settings say so."""
         if self.remote.writes and not self._rests("write"):
             try:
                 listed = self.send(entry)
@@ -204,7 +204,7 @@ class SharedStore:
         return listed
 
     def sender(self) -> str:
-        """Under which name indexes are sent from here. Raises RemoteError if there is no key to sign with, and one is needed."""
+        """The name under which this process sends indexes. Raises RemoteError if a signature is needed and there is no key."""
         if signer := self.signer():
             return signer.public
         if self.remote.anyone:
@@ -225,7 +225,8 @@ class SharedStore:
         return None
 
     def _awaited(self, key: str, symbol: str, arch: Arch) -> Entry | None:
-        """What another machine sends within CLAIM_SECONDS. Nobody is waited for after a wait in vain: each claim may be a lie."""
+        """The entry from another machine, if it arrives within CLAIM_SECONDS. After one wait in vain there are no more waits: each claim
+        may be false."""
         deadline, pause = time.monotonic() + CLAIM_SECONDS, 0.1
         while self._waits:
             if entry := self._sent(key, symbol, arch):
@@ -238,10 +239,10 @@ class SharedStore:
             pause = min(1.5 * pause, 1.0)
         return None
 
-    # What goes wrong.
+    # Failures.
 
     def _rests(self, what: str) -> bool:
-        """Whether it is not to be asked: for REST_SECONDS after it failed. A store that cannot be read is not written to, either."""
+        """Whether requests are paused: for REST_SECONDS after a failure. A store that cannot be read is not written either."""
         return any(time.monotonic() - self._resting[kind] < REST_SECONDS for kind in {"read", what})
 
     def _failed(self, what: str, error: RemoteError) -> None:

@@ -1,9 +1,9 @@
-"""Who vouches for an entry of a shared store: indexes of digests, signed with ed25519.
+"""Signatures of a shared store: indexes of digests, signed with ed25519.
 
 index: `ssmgen-index-1 <signature, or "unsigned">` newline body
 body:  JSON, {"arch": …, "entries": {key: [sha256 of the entry, its bytes]}}
 
-The signature is over a sentence that says what is signed, and the body. It names no store: an index may be copied to another.
+The signature covers a sentence that states its purpose, and the body. It does not name the store: an index may be copied to another one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from ..errors import ConfigError, RemoteError
 from .entry import MAX_BYTES
 
-MAX_INDEX_BYTES = 16 * 2**20  # a line of 150 bytes per entry: 100 000 of them
-UNSIGNED = "unsigned"  # in the place of a public key or of a signature
+MAX_INDEX_BYTES = 16 * 2**20  # a line of 150 bytes per entry: 100 000 entries
+UNSIGNED = "unsigned"  # instead of a public key or a signature
 _MAGIC = b"ssmgen-index-1 "
 _SENTENCE = b"ssmgen vouches for the entries of this index:\n"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -30,7 +30,7 @@ INSTALL = "pip install 'ssmgen[remote]'"
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What an index says of an entry."""
+    """An entry's digest and size, as an index lists them."""
 
     digest: str
     size: int
@@ -38,7 +38,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Entries of an architecture that somebody vouches for, by key."""
+    """Entries of an architecture that one signer vouches for, by key."""
 
     arch: str
     entries: Mapping[str, Listed]
@@ -50,7 +50,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, data: bytes, arch: str, public: str | None) -> Index:
-        """The index of an architecture that this public key signed; of anybody for None.
+        """The index of an architecture, signed by this public key; by any signer or none if `public` is None.
 
         Raises ValueError, in words, and RemoteError if `cryptography` is not installed.
         """
@@ -100,7 +100,7 @@ class Signer:
             raise ConfigError(name, str(path), f"cannot be read: {e.strerror or e}") from e
         except (ValueError, TypeError) as e:  # TypeError: it has a password
             raise ConfigError(name, str(path), "is no PEM file of a private key without a password") from e
-        except Exception as e:  # UnsupportedAlgorithm, which is none of these
+        except Exception as e:  # such as UnsupportedAlgorithm, which is not one of these
             raise ConfigError(name, str(path), f"cannot be used: {e}") from e
         if not isinstance(key, ed25519.Ed25519PrivateKey):
             raise ConfigError(name, str(path), "is a private key of another kind than ed25519")
@@ -108,7 +108,7 @@ class Signer:
 
     @classmethod
     def make(cls, path: Path) -> Signer:
-        """A new key, kept in a file of mode 0600. Raises RemoteError if there is something of that name, or it cannot be written."""
+        """A new key in a file of mode 0600. Raises RemoteError if the name is taken, or the file cannot be written."""
         _, ed25519, serialization = _cryptography()
         key = ed25519.Ed25519PrivateKey.generate()
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
@@ -125,7 +125,7 @@ class Signer:
 
 
 def _cryptography() -> tuple[Any, Any, Any]:
-    """(InvalidSignature, the module ed25519, the module serialization); imported when a signature is first made or looked at."""
+    """(InvalidSignature, the module ed25519, the module serialization); imported with the first signature."""
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives import serialization

@@ -54,7 +54,8 @@ class Cache:
         return cls(settings.cache_dir(), settings.read_only_layers(), SharedStore(remote) if remote else None)
 
     def _usable(self, layer: Layer, missing: bool = False) -> bool:
-        """Whether its root is believed, or missing and may be; else there is a warning. A first look: each use checks what it opens."""
+        """Whether its root is trusted, or may be missing and is; else warns. This is a first check: each use checks everything that it
+        opens."""
         try:
             with layer.opened(layer.root):
                 return True
@@ -81,7 +82,7 @@ class Cache:
         return [*self.read_only, *([self.writable] if self.writable else [])]
 
     def get(self, spec: KernelSpec, arch: Arch) -> tuple[Entry, bool]:
-        """(entry, whether it was there already); compiles on a miss.
+        """(entry, whether it was already there); compiles on a miss.
 
         Raises SpecError, CompileError, CompilerMissingError, ConfigError; NotBuiltError under SSMGEN_COMPILE=deny.
         """
@@ -102,7 +103,7 @@ class Cache:
             return entry, fetched
 
     def has(self, spec: KernelSpec, arch: Arch) -> bool:
-        """Whether a variant is in memory or a directory. Raises what `get` does of a spec, and CompilerMissingError."""
+        """Whether a variant is in memory or a directory. Raises the errors of `get` for the spec, and CompilerMissingError."""
         key, source = self._key(spec, arch)
         return self._look_up(key, source, spec.name, arch) is not None
 
@@ -164,13 +165,13 @@ class Cache:
         return None
 
     def compiler_build(self) -> str:
-        """NVRTC's build id, remembered next to the entries so that a warm start skips the 120 ms of asking NVRTC."""
+        """NVRTC's build id, stored next to the entries so that a warm start saves the 120 ms of asking NVRTC."""
         if self._compiler_build is None:
             self._compiler_build = self._remembered_build() or self._ask_build()
         return self._compiler_build
 
     def _build_note(self) -> tuple[Layer, Path, str] | None:
-        """(layer, file in it, identity of the library in use); None where nothing can be kept."""
+        """(layer, file in it, identity of the library in use); None if nothing can be kept."""
         if not self.writable:
             return None
         path = nvrtc.library_path()
@@ -208,7 +209,7 @@ _shared_mutex = threading.Lock()
 
 
 def shared_cache() -> Cache:
-    """The process's cache; made anew when the environment variables that describe it change."""
+    """The process's cache; rebuilt when the environment variables that configure it change."""
     global _shared
     described = (settings.cache_dir(), tuple(settings.read_only_layers()), settings.remote())
     with _shared_mutex:
@@ -218,7 +219,7 @@ def shared_cache() -> Cache:
 
 
 def _renew_locks_in_child() -> None:
-    """What other threads held when the process was forked, nobody will let go of."""
+    """Replaces locks in a forked child: locks that other threads held at the fork would never be released."""
     global _shared_mutex
     _shared_mutex = threading.Lock()
     for cache in _caches:

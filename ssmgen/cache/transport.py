@@ -1,4 +1,5 @@
-"""Requests to a shared store, through fsspec. Each ends within a bound, or is given up; nothing that a store does raises anything else."""
+"""Requests to a shared store, through fsspec. Each ends, or is abandoned, within a time limit; all failures become the errors listed
+here."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from .signing import INSTALL
 T = TypeVar("T")
 
 
-# Clients of the process that this one was forked from, kept for ever: a client that ends here takes its sockets out of an epoll instance
-# that both processes share, and the other one's next request hangs.
+# Clients of the process that this one was forked from, kept forever: a client that is freed here removes its sockets from an epoll instance
+# that both processes share, and the parent's next request hangs.
 _inherited: list[tuple[int, Any, str]] = []
 
 
 class Transport(Protocol):
-    """What a shared store must be able to do; paths are below its root. Each may raise RemoteError, within a bounded time."""
+    """The operations of a shared store; paths are below its root. Each may raise RemoteError, within a bounded time."""
 
     url: str
 
@@ -29,23 +30,23 @@ class Transport(Protocol):
         ...
 
     def put(self, path: str, data: bytes, new: bool = False) -> None:
-        """Makes or replaces an object at once. new: raises FileExistsError if it is there."""
+        """Creates or replaces an object atomically. new: raises FileExistsError if it exists."""
         ...
 
     def names(self, path: str) -> list[str]:
-        """What lies directly below a path, sorted; nothing if there is no such path."""
+        """The names directly below a path, sorted; empty if the path does not exist."""
         ...
 
     def remove(self, path: str) -> None:
-        """Removes an object, if it is there."""
+        """Removes an object, if it exists."""
         ...
 
 
 class Fsspec:
-    """A store at a URL that fsspec knows.
+    """A store at a URL that fsspec supports.
 
-    A request that takes longer than `seconds` is left to its thread, which nobody waits for: what hangs in a library or in the kernel
-    of the system cannot be ended from outside. Imports and the making of the client are not counted.
+    A request that takes longer than `seconds` is left to its thread, which is not waited for: a hang in a library or in the system's
+    kernel cannot be ended from outside. Imports and the construction of the client are not counted.
     """
 
     def __init__(self, url: str, seconds: float):
@@ -62,13 +63,13 @@ class Fsspec:
 
     def put(self, path: str, data: bytes, new: bool = False) -> None:
         def request(system: Any, full: str) -> None:
-            if new and self.local:  # fsspec looks first and then writes
+            if new and self.local:  # fsspec checks first and then writes
                 os.makedirs(os.path.dirname(full), exist_ok=True)
                 with open(full, "xb") as file:
                     file.write(data)
             elif new:
                 system.pipe_file(full, data, mode="create")
-            elif self.local:  # where writing takes time, and a reader might see half of it
+            elif self.local:  # a write takes time here, and a reader might see half of it
                 temporary = f"{full}.tmp-{os.urandom(8).hex()}"
                 try:
                     system.pipe_file(temporary, data)
@@ -112,7 +113,7 @@ class Fsspec:
         def work() -> None:
             try:
                 done.append(request(system, f"{root}/{path}"))
-            except BaseException as e:  # of any library; what it means is decided below, in the caller's thread
+            except BaseException as e:  # of any library; the caller's thread interprets it below
                 failed.append(e)
 
         thread = threading.Thread(target=work, name="ssmgen-remote", daemon=True)
@@ -131,7 +132,7 @@ class Fsspec:
         raise error
 
     def _system(self) -> tuple[Any, str]:
-        """(file system, root in it), made in the process that asks: clients do not survive a fork."""
+        """(file system, root in it), made in the current process: clients do not survive a fork."""
         with self._mutex:
             if self._made is None or self._made[0] != os.getpid():
                 if self._made:
@@ -139,7 +140,7 @@ class Fsspec:
                 try:
                     import fsspec
 
-                    # No listings from memory: others write, too.
+                    # No cached listings: other processes write too.
                     options = {"auto_mkdir": True} if self.local else {"use_listings_cache": False}
                     system, root = fsspec.core.url_to_fs(self.url, **options)
                 except ImportError as e:

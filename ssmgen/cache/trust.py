@@ -1,7 +1,7 @@
 """Files and directories that only this user and root may have written.
 
-A cubin is code, so owner and mode are checked each time, on the very descriptor that is then read or written through: what lies under
-a path may have been exchanged since. The cache's root may be a link that the user made; below it no link is followed.
+A cubin is code, so owner and mode are checked each time, on the same descriptor that is then read or written: the file at
+a path may have been replaced since. The cache's root may be a link that the user made; below it no link is followed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LINK = "is a link, and below the root of a cache none is followed"
 
 
 def doubt(info: os.stat_result) -> str | None:
-    """Why what has this owner and mode is not believed, or None."""
+    """Why a file or directory with this owner and mode is not trusted, or None."""
     if info.st_uid not in (0, os.geteuid()):
         return f"belongs to user {info.st_uid}"
     if info.st_mode & stat.S_IWOTH:
@@ -40,27 +40,27 @@ def distrust(path: Path) -> str | None:
 
 
 def make_private(path: Path) -> None:
-    """Makes a directory and those that are missing above it, each with mode 0700 whatever the umask. Raises OSError."""
+    """Makes a directory and its missing parents, each with mode 0700 whatever the umask. Raises OSError."""
     for directory in reversed([path, *takewhile(lambda parent: not parent.exists(), path.parents)]):
         make_one(directory)
 
 
 def make_one(path: Path | str, parent: int | None = None) -> None:
-    """Makes a directory, unless something has that name already, with mode 0700. Raises OSError."""
+    """Makes a directory with mode 0700, unless the name is taken. Raises OSError."""
     try:
         os.mkdir(path, 0o700, dir_fd=parent)
     except FileExistsError:
         return
-    if os.stat(path, dir_fd=parent, follow_symlinks=False).st_mode & 0o700 != 0o700:  # the umask took from the owner, too
+    if os.stat(path, dir_fd=parent, follow_symlinks=False).st_mode & 0o700 != 0o700:  # the umask removed the owner's permissions too
         os.chmod(path, 0o700, dir_fd=parent)
 
 
 @contextlib.contextmanager
 def opened(root: Path, *below: str, make: bool = False, believe: bool = False) -> Iterator[int]:
-    """A descriptor of the directory root/below/…, every level of which is checked.
+    """A descriptor of the directory root/below/…, with every level checked.
 
-    make: what is missing is made. believe: owners and modes are not looked at (to remove things).
-    Raises FileNotFoundError if there is none, else CacheError that names the level and what is wrong with it.
+    make: missing levels are made. believe: owners and modes are not checked (to remove things).
+    Raises FileNotFoundError if it does not exist, else CacheError that names the level and its problem.
     """
     with contextlib.ExitStack() as levels:
         path, fd = root, open_directory(root, None, make)
@@ -75,7 +75,7 @@ def opened(root: Path, *below: str, make: bool = False, believe: bool = False) -
 
 
 def open_directory(path: Path, parent: int | None, make: bool = False) -> int:
-    """A descriptor of a directory: of the root of a cache, or of the directory of that name in `parent`. Raises as `opened` does."""
+    """A descriptor of a directory: of a cache's root, or of the directory with that name in `parent`. Raises as `opened` does."""
     name, flags = (path, _DIRECTORY) if parent is None else (path.name, _DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
@@ -119,15 +119,15 @@ def read_file(name: str, directory: int, limit: int) -> bytes:
 
 
 def publish(name: str, directory: int, data: bytes, prefix: str, durable: bool = True) -> None:
-    """Writes a file at once: a reader sees the old one or the new one. Raises OSError; then nothing is visible.
+    """Writes a file atomically: a reader sees the old one or the new one. Raises OSError; nothing is then visible.
 
-    durable: waits until the disk has it, some 8 ms; else a crash of the machine may leave a damaged file.
+    durable: waits until the file is on disk, some 8 ms; else a crash of the machine may leave a damaged file.
     """
     temporary = prefix + os.urandom(8).hex()
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
     try:
         with open(fd, "wb") as file:
-            os.fchmod(fd, 0o600)  # a umask may have taken from the owner
+            os.fchmod(fd, 0o600)  # a umask may have removed the owner's permissions
             file.write(data)
             file.flush()
             if durable:
@@ -140,5 +140,5 @@ def publish(name: str, directory: int, data: bytes, prefix: str, durable: bool =
 
 
 def sentence(error: Exception) -> str:
-    """What an exception of the system says, without its number and path."""
+    """The text of a system exception, without its number and path."""
     return getattr(error, "strerror", None) or str(error)

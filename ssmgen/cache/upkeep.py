@@ -1,4 +1,4 @@
-"""Finding and removing what cannot be used, or is too much."""
+"""Finds and removes entries that cannot be used, and the oldest entries above a size limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def objects(root: Path) -> Layer:
 
 
 def verify(layer: Layer) -> list[tuple[Path, str]]:
-    """(file or directory, what is wrong) for everything in the place of an entry or of its directories that cannot be used."""
+    """(file or directory, its problem) for every unusable entry or directory of entries."""
     wrong = [(place.path, place.wrong) for place in layer.places() if place.wrong]
     for path in layer.files():
         try:
@@ -32,7 +32,8 @@ def verify(layer: Layer) -> list[tuple[Path, str]]:
 def collect_garbage(layer: Layer, max_bytes: float, stale_seconds: float = STALE_SECONDS) -> tuple[int, int]:
     """Removes damaged entries, then the least recently changed ones, until `max_bytes` remain: (files removed, bytes removed).
 
-    Temporary files older than `stale_seconds` go, too. Raises CacheError that lists what could not be removed, after removing the rest.
+    Also removes temporary files older than `stale_seconds`. Raises CacheError that lists the files that could not be removed, after
+    removing the rest.
     """
     removed = freed = 0
     sizes = []

@@ -1,4 +1,4 @@
-"""What is common to all operators: preparing them, and binding a call to its tensors."""
+"""The functions that take any operator: `warm`, `bind`, `explain`, `supported` and `is_warm`. Each builds the call that they ask about."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _call(operator: Any, args: Any, kwargs: Any) -> Call:
 def explain(operator: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
     """Which variant serves a call, by which rule, and why each other does not; str() of it is readable.
 
-    args, kwargs: those of the call; only the tensors' shapes, strides and addresses are looked at. arch: such as "sm_90a", for tensors
-    that are not on a GPU, or to ask about another one. Raises ArgumentError for a call that no kernel could be asked to serve.
+    args, kwargs: the arguments of the call; only shapes, strides and addresses of the tensors are read. arch: such as "sm_90a", for tensors
+    that are not on a GPU, or to ask about another architecture. Raises ArgumentError for a call with invalid arguments.
     """
     call = _call(operator, args, kwargs)
     problem, batch, device, pdl = call.problem()
@@ -53,12 +53,12 @@ def explain(operator: Callable[..., Any], *args: Any, arch: str | None = None, *
 
 
 def supported(operator: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> tuple[bool, list[str]]:
-    """(whether a call is served, why not): what is wrong with its arguments, or what no kernel can do. Never raises."""
+    """(whether a call is served, the reasons why not): errors in its arguments, or limits of the kernels. Never raises."""
     try:
         reasons = explain(operator, *args, arch=arch, **kwargs).reasons
     except ArgumentError as e:
         reasons = e.problems
-    except Exception as e:  # such as a TypeError for a keyword that there is not: what the call would raise
+    except Exception as e:  # such as the TypeError that the call raises for an unknown keyword
         reasons = [f"{type(e).__name__}: {e}"]
     return not reasons, reasons
 
@@ -83,7 +83,7 @@ _SIZE = integer("", 0)
 
 
 def _sizes(batches: Any) -> list[int]:
-    """The further batch sizes, in a list. Raises ArgumentError where they are no iterable of sizes."""
+    """The further batch sizes as a list. Raises ArgumentError if `batches` is not an iterable of sizes."""
     sizes = list(batches) if isinstance(batches, Iterable) else [batches, None]
     if not all(map(_SIZE.holds, sizes)):
         raise ArgumentError("ssmgen", [f"batches is {shown(batches)}, not batch sizes such as (1, 8, 64)"])
@@ -91,7 +91,7 @@ def _sizes(batches: Any) -> list[int]:
 
 
 def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwargs: Any) -> tuple[list[KernelSpec], int]:
-    """(the variants that a call, and the same at further batch sizes, are served by; device)"""
+    """(the variants that serve a call at its own and at the further batch sizes, device)"""
     batches = _sizes(batches)
     call = _call(operator, args, kwargs)
     problem, batch, device, pdl = call.problem()
@@ -105,13 +105,13 @@ def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwar
 
 
 def size_of(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """The size of a call, by which its variant is chosen, in the operator's unit (`registry.unit`)."""
+    """The size of a call in the operator's unit (`registry.unit`). The rules choose a variant by it."""
     size: int = _call(operator, args, kwargs).problem()[1]
     return size
 
 
 def warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> int:
-    """Compiles and loads what a call needs: `warming.warm` of an operator."""
+    """Compiles and loads the kernels of a call: `warming.warm` for one operator."""
     specs, device = _specs(operator, batches, args, kwargs)
     todo = [s for s in specs if not runtime.is_loaded(s, runtime.device_arch(device))]
     with ThreadPoolExecutor(max_workers=8) as pool:  # NVRTC releases the GIL
@@ -120,7 +120,7 @@ def warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), 
 
 
 def is_warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (), **kwargs: Any) -> bool:
-    """Whether the call, at this and the further batch sizes, would compile and load nothing."""
+    """Whether all kernels of the call are loaded, at its own and at the further batch sizes."""
     specs, device = _specs(operator, batches, args, kwargs)
     return all(runtime.is_loaded(s, runtime.device_arch(device)) for s in specs)
 
@@ -128,7 +128,7 @@ def is_warm(operator: Callable[..., Any], *args: Any, batches: Iterable[int] = (
 class BoundCall:
     """A call with its tensors: `bound()` launches it again on the current stream and returns `out`.
 
-    Holds the tensors, and reads where they lie only once: do not resize them or change their storage.
+    Keeps the tensors, and reads their addresses only once: do not resize them or change their storage.
     """
 
     __slots__ = ("_keep", "_plan", "out")
@@ -142,9 +142,9 @@ class BoundCall:
 
 
 def bind(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
-    """Checks, selects and loads once, for callers that decode into the same tensors again and again. Raises what the call would.
+    """Checks, selects and loads once, for callers that decode into the same tensors repeatedly. Raises the errors of the call.
 
-    Of DTensors, bind what DTensor.to_local() gives: a bound call communicates nothing, and its result is this rank's.
+    For DTensors, bind the results of DTensor.to_local(): a bound call communicates nothing, and its result belongs to this rank.
     """
     _checked(operator)
     if sharded.is_sharded((*args, *kwargs.values())):

@@ -1,4 +1,4 @@
-"""What every operator checks of its tensors. Each check adds sentences to a list, so that one error can show them all."""
+"""Checks of tensors that all operators share. Each check adds sentences to a list, so that one error can report them all."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..spec.kernel import SM90, DType, Index, Narrow
 from ..spec.operands import Table, Types
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
-# Of states whose rows have scales.
+# Types of states whose rows have scales.
 NARROW: dict[torch.dtype, Narrow] = {torch.int16: Narrow.I16, torch.int8: Narrow.I8, torch.float8_e4m3fn: Narrow.E4M3}
 STATES: dict[torch.dtype, DType | Narrow] = {**DTYPES, **NARROW}
 INDEX = {None: Index.NONE, torch.int32: Index.I32, torch.int64: Index.I64}
-Shapes = Mapping[str, tuple[int, ...]]  # of a tensor: words such as "[batch, dim]" and the sizes that they stand for
+Shapes = Mapping[str, tuple[int, ...]]  # of a tensor: words such as "[batch, dim]" -> the sizes that they stand for
 TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 STORED_DTYPES: dict[DType | Narrow, torch.dtype] = {ours: theirs for theirs, ours in STATES.items()}
 
 
 def dtypes_of(views: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Any]:
-    """The fields of a problem that say the types of these operands, of those that there are."""
+    """The dtypes of these operands as fields of a problem. Absent operands are left out."""
     return {name: DTYPES[views[name].dtype] for name in names if name in views}
 
 
@@ -36,7 +36,7 @@ def describe(t: Tensor) -> str:
 
 
 def oddity(t: Tensor) -> str | None:
-    """Why a tensor is not what its address, shape and strides say, in words; None if it is."""
+    """Why address, shape and strides do not describe a tensor's elements, in words; None if they do."""
     if t.is_nested:  # first: it has no sizes
         return "nested: give a tensor of equal rows, or packed ones"
     if t.layout is not torch.strided:
@@ -49,26 +49,26 @@ def oddity(t: Tensor) -> str | None:
 
 
 def check_tensors(tensors: Mapping[str, object], problems: list[str]) -> bool:
-    """Are they tensors at all, with elements in memory? Without that nothing else can be said."""
+    """Whether all of them are tensors with elements in memory. The other checks need that."""
     before = len(problems)
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             problems.append(f"{name} is a {type(t).__name__}, not a tensor")
-        elif not is_compiling() and (odd := oddity(t)) is not None:  # a tracer knows of shapes and dtypes only
+        elif not is_compiling() and (odd := oddity(t)) is not None:  # tracers know shapes and dtypes only
             problems.append(f"{name} is {odd}")
     return len(problems) == before
 
 
 def in_memory(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors that is not called with any whose elements are not in memory: those have no sizes or strides to look at.
+    """Wraps a function of tensors so that it is called only if all elements are in memory. Other tensors have no sizes or strides to read.
 
-    Raises ArgumentError, which names all of them. What is no tensor at all, the function's own checks name.
+    Raises ArgumentError that names every such tensor. Arguments that are not tensors are left to the function's own checks.
     """
     names = tuple(signature(build).parameters)
 
     @wraps(build)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not is_compiling():  # where tensors are stand-ins, and come back as themselves
+        if not is_compiling():  # where tensors are stand-ins, and are returned as they are
             problems = [f"{name} is {odd}" for name, t in _tensors(names, args, kwargs) if (odd := oddity(t)) is not None]
             if problems:
                 raise ArgumentError(build.__name__, problems)
@@ -78,7 +78,7 @@ def in_memory(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a call by name, also those in rings and pairs."""
+    """The tensors of a call by name, including tensors in rings and pairs."""
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         if isinstance(value, Tensor):
             yield name, value
@@ -88,7 +88,7 @@ def _tensors(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def check_shape(name: str, t: Tensor, allowed: Shapes, problems: list[str]) -> bool:
-    """`allowed` maps a shape in words to its sizes; one of them must be the tensor's."""
+    """`allowed` maps shapes in words to sizes; the tensor must have one of them."""
     if tuple(t.shape) in allowed.values():
         return True
     shapes = " or ".join(f"{words} = {list(sizes)}" for words, sizes in allowed.items())
@@ -97,21 +97,21 @@ def check_shape(name: str, t: Tensor, allowed: Shapes, problems: list[str]) -> b
 
 
 def extent(t: Tensor) -> int:
-    """Bytes from the first to past the last element."""
+    """Bytes from the first element to the end of the last one."""
     if t.numel() == 0:
         return 0
     return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
 
 
 def aligned(t: Tensor, pointer: int, elements: int, along: int = -1) -> bool:
-    """Whether vectors of so many elements along an axis, 16 bytes at most, are dense and lie at multiples of their size."""
+    """Whether vectors of `elements` along an axis, at most 16 bytes wide, are contiguous and aligned to their size."""
     width = min(16, elements * t.element_size())
     steps = [s * t.element_size() for a, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if n > 1 and a != along % t.dim()]
     return (t.stride(along) == 1 or t.shape[along] == 1) and all(x % width == 0 for x in (pointer, *steps))
 
 
 def check_pdl(pdl: bool | None, views: Mapping[str, Tensor], problems: list[str]) -> None:
-    """Whether programmatic dependent launch can be had, if it is asked for."""
+    """Reports pdl=True on a device without programmatic dependent launch."""
     if pdl and views and (device := next(iter(views.values())).device).type == "cuda":
         arch = runtime.device_arch(device.index)
         if arch < SM90:
@@ -119,12 +119,12 @@ def check_pdl(pdl: bool | None, views: Mapping[str, Tensor], problems: list[str]
 
 
 def padding_objections(zero_padding: bool, out: object) -> tuple[str, ...]:
-    """What is wrong, in words, with leaving the output of padded rows as it is: there must be one."""
+    """The objection to zero_padding=False without `out`: rows of padding then keep the content of `out`, so `out` must be given."""
     return () if zero_padding or out is not None else ("zero_padding=False leaves the output of padded rows as it is: give it, as out",)
 
 
 def overlaps_itself(t: Tensor) -> bool:
-    """Whether two indices may reach one element. Exact for the strides that views and slices have."""
+    """Whether two indices may address the same element. Exact for the strides of views and slices."""
     reach = 1
     for stride, size in sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1):
         if stride < reach:
@@ -134,7 +134,7 @@ def overlaps_itself(t: Tensor) -> bool:
 
 
 def check_overlap(written: Mapping[str, tuple[int, int]], read: Mapping[str, tuple[int, int]], problems: list[str]) -> None:
-    """No written range [start, end) may meet another one."""
+    """No written range [start, end) may overlap another range."""
     names = list(written)
     for i, name in enumerate(names):
         start, end = written[name]
@@ -149,7 +149,7 @@ def check_strides_fit(name: str, t: Tensor, first: int, problems: list[str]) -> 
         problems.append(f"{name} has strides {list(t.stride())}; kernels take strides, and offsets within a row, below 2^31 elements")
 
 
-# Of tables of operands.
+# Checks of operand tables.
 
 _TYPES: dict[Types, tuple[torch.dtype, ...]] = {
     Types.FLOAT: (*DTYPES,),
@@ -166,8 +166,8 @@ _TYPES: dict[Types, tuple[torch.dtype, ...]] = {
 def check_types(
     table: Table, tensors: Mapping[str, Tensor], anchor: str, problems: list[str], what: str = "a decode step", scaled: bool = True
 ) -> None:
-    """Devices, element types and gradients of a table's operands; `what` has none of the latter. scaled: whether it takes states with
-    scales."""
+    """Checks devices, element types and gradients of a table's operands. `what` names the operation, which has no backward. scaled: whether
+    it takes states with scales."""
     device = tensors[anchor].device
     for name, t in tensors.items():
         row = table[name]
@@ -189,8 +189,10 @@ def check_shapes(
     table: Table, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], problems: list[str], own: Mapping[str, Shapes] = {},
     lead: tuple[str, Sequence[int]] = ("batch", ()),
 ) -> bool:  # fmt: skip
-    """Whether operands have a shape that the table gives them, in a call with these sizes of its words. own: shapes that only this call
-    has; lead: the axes of tokens, in words and sizes. An operand without any shape is not looked at."""
+    """Whether each operand has a shape that the table allows, for these sizes of the table's words.
+
+    own: shapes that replace the table's for this call; lead: the token axes, in words and sizes. Operands without a shape are skipped.
+    """
     fits = []
     for name, t in tensors.items():
         allowed = own[name] if name in own else table.shapes(name, sizes, lead, tuple(t.shape))

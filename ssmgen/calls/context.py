@@ -1,11 +1,11 @@
-"""Public functions on sequences whose tokens lie on several ranks, one rank's behind the other's.
+"""Public functions on sequences that are split along their tokens over several ranks: context parallelism.
 
-Over some tokens of a sequence its state goes from S to S M + N, exactly: N is what they make of zeros, and M does not hang on S. Each rank
-but the last one makes N of the sequence that goes on behind its tokens, and M if that sequence began before them. These are exchanged,
-once; each rank joins those before it, in their order, and runs the function over its own tokens from there. A convolution's last inputs go
-on the same way, but for how they are joined.
+A run of tokens takes the state S to S M + N, exactly. N is the final state for zeros as the initial state, and M does not depend on S.
+Every rank except the last computes N of the sequence that continues on the next rank, and M if that sequence began on an earlier rank.
+All ranks exchange N and M once. Each rank combines the results of earlier ranks in order, and runs the function over its own tokens
+from that state. The last inputs of a convolution are passed on in the same way; only the rule that combines them differs.
 
-Nothing here reads a device's memory: which sequences a rank has part of is worked out on the device, from where packed sequences start.
+Nothing here reads device memory on the host. The device computes which sequences a rank has, from the starts of packed sequences.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ STATES = ("initial_states", "return_final_states", "final_states_out")
 
 
 class Asked(NamedTuple):
-    """What is asked of a rank's tokens ahead of the exchange."""
+    """The results that a rank must compute from its tokens before the exchange."""
 
     N: bool
     M: bool
 
 
 class Ends(NamedTuple):
-    """What a rank's tokens do to the state of the sequences that go on behind them, where that was asked for."""
+    """The effect of a rank's tokens on the state of the sequences that continue on the next rank. Each field is set if it was requested."""
 
-    N: Tensor | None  # from what they begin in
+    N: Tensor | None  # from the state that they begin with
     M: Tensor | None = None
-    # (the state that they begin in, whether final ones are asked for) -> those; writes out. None: the function does that
+    # (their initial state, whether final states are requested) -> final states; writes out. None: the function does that
     finish: Callable[[Tensor | None, bool], Tensor | None] | None = None
 
 
 class Context(NamedTuple):
-    """How the sequences of a function go on from one rank's tokens to the next one's."""
+    """How the state of a function's sequences is passed from one rank's tokens to the next rank's."""
 
     starts: str  # the parameter that says where packed sequences start
-    tokens: tuple[str, int]  # an operand of every token, and which of its axes, counted from the last, these are
-    blank: Callable[[Arguments], tuple[Tensor, Tensor]]  # N and M of one sequence over no tokens, N of the dtype that is exchanged
-    # (function, its arguments, what the sequences begin in or None for zeros, what is asked for)
+    tokens: tuple[str, int]  # an operand with all tokens, and its token axis, counted from the last axis
+    blank: Callable[[Arguments], tuple[Tensor, Tensor]]  # N and M of one sequence without tokens; N has the dtype that is exchanged
+    # (function, its arguments, the initial states or None for zeros, the requested results)
     ends: Callable[[Any, dict[str, Any], Tensor | None, Asked], Ends]
-    passed: Callable[[Tensor, Tensor, Tensor, Arguments], Tensor]  # (S, N, M, arguments) -> the state behind their tokens
-    cheap: Callable[[Arguments], bool]  # whether `ends` takes less time than the function, which makes N too
+    passed: Callable[[Tensor, Tensor, Tensor, Arguments], Tensor]  # (S, N, M, arguments) -> the state after their tokens
+    cheap: Callable[[Arguments], bool]  # whether `ends` takes less time than the function, which also computes N
     refused: tuple[str, ...] = ()  # parameters that have no meaning here
 
 
 def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], group: Any) -> Any:
-    """What the function returns, of this rank's tokens: out, or out and the final states of all sequences, which all ranks get.
+    """The function's result for this rank's tokens: out, or out and the final states of all sequences. All ranks get all final states.
 
     Raises ArgumentError before anything is launched or communicated.
     """
@@ -65,10 +65,10 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
     asked = {name: given.pop(name, None) for name in (*STATES, rule.starts)}
     initial, final_out = asked["initial_states"], asked["final_states_out"]
     returned = bool(asked["return_final_states"])
-    wanted = returned or final_out is not None  # which is written, returned or not
-    given["out"] = out  # which every pass over tokens may write
+    wanted = returned or final_out is not None  # final_states_out is written, whether or not it is returned
+    given["out"] = out  # every pass over the tokens may write it
     place = Rows(rule, given, ranks, initial) if starts is None else Packed(rule, given, ranks, initial, starts)
-    if not place.blank[0].numel():  # no state, or no sequence: nothing goes on
+    if not place.blank[0].numel():  # no state or no sequence: there is nothing to pass on
         return function(**given, **asked | {"return_final_states": returned} | place.all)
     first, last = ranks.rank == 0, ranks.rank + 1 == ranks.count
 
@@ -81,7 +81,7 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
 
     final, (N, M), begun = None, place.blank, Ends(place.start)
     cheap = place.tokens > 0 and rule.cheap(given | place.all)
-    at_once = first and not cheap  # nothing is waited for, and N is among what the function makes
+    at_once = first and not cheap  # there is nothing to wait for, and the function computes N too
     if at_once:
         final = whole(place.initial, True)
         begun = Ends(None if final is None else place.ending(final))
@@ -100,7 +100,7 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
 
 
 def _checked(function: Any, rule: Context, given: Arguments) -> Tensor:
-    """What the call writes its output to, given or new. Raises ArgumentError listing all that is wrong with it."""
+    """The tensor that the call writes its output to, given or new. Raises ArgumentError listing everything that is wrong with the call."""
     call = function.build(**given)
     refused = [
         f"{name} is given, which belongs to one device: states go in by initial_states, and come out by return_final_states"
@@ -114,8 +114,8 @@ def _checked(function: Any, rule: Context, given: Arguments) -> Tensor:
 
 
 def _joined(rule: Context, given: Arguments, place: Place, ranks: Ranks, N: Tensor, M: Tensor) -> Tensor | None:
-    """The state that the tokens of this rank begin in, of each sequence that crosses its first edge; None for the first rank."""
-    parts = [N, M] if ranks.count > 2 else [N]  # of two ranks, nobody asks for M
+    """The initial state on this rank of each sequence that crosses the rank's first edge; None for the first rank."""
+    parts = [N, M] if ranks.count > 2 else [N]  # with two ranks M is not used
     received = ranks.gathered(torch.cat([t.to(N.dtype).flatten() for t in parts]))
     S = None
     for rank in range(ranks.rank):
@@ -129,14 +129,14 @@ def _joined(rule: Context, given: Arguments, place: Place, ranks: Ranks, N: Tens
 
 
 class Place:
-    """What a rank has of a call's sequences."""
+    """A rank's share of a call's sequences."""
 
-    goes_on: bool = False  # whether all tokens are of those sequences
-    begun: Tensor | None = None  # [ranks - 1], whether the sequence that goes on behind a rank began on it; None: the first rank's did
-    start: Tensor | None  # what those sequences begin in here, as far as it is known; None for zeros
+    goes_on: bool = False  # whether every token here belongs to such a sequence
+    begun: Tensor | None = None  # [ranks - 1], whether the sequence that continues after a rank began there; None: on the first rank
+    start: Tensor | None  # the initial states of those sequences on this rank, as far as known; None for zeros
 
     def __init__(self, rule: Context, given: Arguments, ranks: Ranks, initial: Tensor | None, sequences: int, crossing: int):
-        """crossing: sequences that may go on on the next rank."""
+        """crossing: the number of sequences that may continue on the next rank."""
         name, axis = rule.tokens
         self.tokens: int = given[name].shape[axis]
         self.rank, self.last = ranks.rank, ranks.rank + 1 == ranks.count
@@ -146,7 +146,7 @@ class Place:
         self.returned = N.dtype if initial is None else initial.dtype
         self.initial = None if initial is None else initial.to(N.dtype)
         self.all: dict[str, Any] = {}  # arguments of a call over all tokens
-        self.tail: dict[str, Any] = {}  # and over those of sequences that go on on the next rank
+        self.tail: dict[str, Any] = {}  # arguments of a call over the tokens of sequences that continue on the next rank
 
 
 class Rows(Place):
@@ -158,20 +158,20 @@ class Rows(Place):
         self.start, self.goes_on = None if self.rank else self.initial, True
 
     def ending(self, final: Tensor) -> Tensor:
-        """Final states of the sequences that go on, of those of all."""
+        """The final states of the sequences that continue, taken from all final states."""
         return final
 
     def going_on(self, S: Tensor) -> Tensor:
-        """What all sequences begin in here; S: those that go on."""
+        """The initial states of all sequences on this rank. S: initial states of the sequences that continue here."""
         return S
 
     def own(self, final: Tensor) -> Tensor:
-        """Final states, in whose place sequences that end elsewhere have zeros."""
+        """The final states; zeros for sequences that end on another rank."""
         return final if self.last else torch.zeros_like(final)
 
 
 class Packed(Place):
-    """Packed sequences, cut anywhere: one at most goes on from a rank to the next."""
+    """Packed sequences, split at any token: at most one sequence continues from a rank to the next."""
 
     def __init__(self, rule: Context, given: Arguments, ranks: Ranks, initial: Tensor | None, starts: Tensor):
         super().__init__(rule, given, ranks, initial, starts.numel() - 1, 1)
@@ -179,13 +179,13 @@ class Packed(Place):
         ends = ranks.gathered(each)[:, 0].cumsum(0)  # of the ranks' tokens
         begin, self.edges, whole = ends[self.rank] - self.tokens, ends[:-1], starts.long()
         self.all = {rule.starts: (whole - begin).clamp(0, self.tokens).to(starts.dtype)}
-        self.crossing = (torch.searchsorted(whole, self.edges) - 1).clamp(0, len(whole) - 2)  # which sequence may cross an edge
+        self.crossing = (torch.searchsorted(whole, self.edges) - 1).clamp(0, len(whole) - 2)  # the sequence that may cross each edge
         first, self.crosses = whole[self.crossing], (whole[self.crossing] < self.edges) & (whole[self.crossing + 1] > self.edges)
         self.begun = first >= torch.cat([ends.new_zeros(1), ends[:-2]])
         there = (whole[1:] > whole[:-1]) & (whole[1:] <= ends[-1])
         self.owned = there & (whole[1:] > begin) & (whole[1:] <= ends[self.rank])
         if self.rank == 0:
-            self.owned = self.owned | ~there  # of sequences without tokens the first rank has what they begin in
+            self.owned = self.owned | ~there  # the first rank returns the initial states of sequences without tokens
         self.start = None
         if not self.last:
             own = slice(self.rank, self.rank + 1)
@@ -209,12 +209,12 @@ class Packed(Place):
 
 
 def _beside(flags: Tensor, states: Tensor) -> Tensor:
-    """One flag per sequence, for all of its state."""
+    """One flag per sequence, broadcast over its state."""
     return flags.view(-1, *[1] * (states.dim() - 1))
 
 
 class Ranks:
-    """The processes of a group, in the order in which they have tokens."""
+    """The processes of a group, in the order of their tokens."""
 
     def __init__(self, function: str, group: Any):
         import torch.distributed as dist
@@ -225,21 +225,21 @@ class Ranks:
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ArgumentError(f"distributed.{function}", ["this process is no rank of the group: do not call it here"])
-        self.on_host = dist.get_backend(group) == "gloo"  # which has no collectives of every kind for devices
+        self.on_host = dist.get_backend(group) == "gloo"  # gloo lacks some collectives for devices
 
     def gathered(self, t: Tensor) -> Tensor:
-        """[ranks, …], what each has."""
+        """[ranks, …]: the tensor of each rank."""
         import torch.distributed as dist
 
         own = (t.cpu() if self.on_host else t).contiguous()
         found = own.new_empty((self.count, *own.shape))
-        # The first name is the newer one, of the same.
+        # The first name is the newer one of the same function.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(found.flatten(0, 1), own, group=self.group)
         return found.to(t.device)
 
     def summed(self, t: Tensor) -> Tensor:
-        """The sum of what all have: of any number, which all but one have zero for, that number."""
+        """The sum over the ranks. It is exact where all ranks except one have zeros."""
         import torch.distributed as dist
 
         own = (t.cpu() if self.on_host else t).contiguous()

@@ -1,4 +1,4 @@
-"""How sequences of all families' functions go on over several ranks, by public function. Imported when the first such call comes."""
+"""How each public function continues sequences on the next rank, collected from all families. Imported at the first such call."""
 
 from __future__ import annotations
 

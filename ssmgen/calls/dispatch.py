@@ -1,6 +1,6 @@
-"""torch's operators, `torch.ops.ssmgen.…`: what torch.compile, torch.export and opcheck see of a call.
+"""torch's operators, `torch.ops.ssmgen.…`: the form of a call for torch.compile, torch.export and opcheck.
 
-An operator's schema is its table of operands, then its options, then pdl. Library.define and impl cost 2.5 us a call, custom_op 33.
+An operator's schema is its table of operands, then its options, then pdl. Library.define and impl cost 2.5 us a call, custom_op 33 us.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _hints = functools.cache(get_type_hints)
 
 
 def _said(options: Any, names: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """These options as the operator's schema says them; a NamedTuple among them field by field. taken: names of operands."""
+    """These options in the operator's schema; the fields of a NamedTuple become separate arguments. taken: names of operands."""
     found: list[str] = []
     for name in names:
         kind = _hints(options)[name]
@@ -38,7 +38,7 @@ def _said(options: Any, names: Sequence[str], taken: Sequence[str]) -> list[str]
 
 
 def _kind(kind: Any) -> str:
-    """An option's type as schemas say it. An integer that may be absent is a size, which tracers may have as a symbol."""
+    """An option's type in the schema. An optional integer is a size, which tracers may represent as a symbol."""
     if isinstance(kind, UnionType):
         (one,) = [part for part in get_args(kind) if part is not NoneType]
         return "SymInt?" if one is int else f"{_KINDS[one]}?"
@@ -46,11 +46,11 @@ def _kind(kind: Any) -> str:
 
 
 def _flat(options: Any, names: Sequence[str]) -> list[Any]:
-    """These options as the operator takes them."""
+    """These options as arguments of the operator."""
     found: list[Any] = []
     for name in names:
         value = getattr(options, name)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):  # Dynamo asks no symbolic number for attributes
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # Dynamo fails on attribute lookups of symbolic numbers
             found += _flat(value, value._fields)
         else:
             found.append(list(value) if isinstance(value, tuple) else value)
@@ -58,7 +58,7 @@ def _flat(options: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _options(kind: Any, names: Sequence[str], values: Iterator[Any]) -> Any:
-    """The options that `_flat` made these values of."""
+    """The inverse of `_flat`: the options with these values."""
     given: dict[str, Any] = {}
     for name in names:
         hint = _hints(kind)[name]
@@ -76,9 +76,12 @@ def callers(
 ) -> dict[str, Caller]:  # fmt: skip
     """Defines the operator of public functions, and returns how each of them makes its calls.
 
-    tables: by public function; all have the same operands, perhaps by other names and more of them required. Several functions share an
-    operator that takes the function's name first. options: a NamedTuple of numbers, switches, words and limits. views_of: of all, or by
-    function. operator: its name, if not the family's; of_options: the options that it takes, if not all. words: by function, as of Caller.
+    tables: by public function; all have the same operands, but names and the set of required operands may differ. If several functions
+    share
+    the operator, its first argument is the function's name. options: a NamedTuple of numbers, switches, words and limits. views_of: for all
+    functions, or by function. operator: its name, if not the family's; of_options: the options that it takes, if not all. words: by
+    function,
+    as in Caller.
     """
     name = operator or family.operator
     first, *others = tables.values()
@@ -90,7 +93,7 @@ def callers(
     op = getattr(torch.ops.ssmgen, name).default
 
     def dispatch(function: str, given: Sequence[Any], given_options: Any, pdl: bool | None) -> None:
-        """The call through torch's dispatcher, which comes back below with plain tensors, or traces it."""
+        """Makes the call through torch's dispatcher, which calls `launch` with plain tensors, or traces the call."""
         if others:
             op(function, *given, *_flat(given_options, asked), pdl)
         else:
@@ -105,12 +108,12 @@ def callers(
     (alone, *_) = made.values()
 
     def received(*args: Any) -> Call:
-        """The call that the dispatcher's arguments say."""
+        """The call with the dispatcher's arguments."""
         caller = made[args[0]] if others else alone
         given, rest = args[len(named) : len(named) + count], args[len(named) + count :]
         return Call(caller, tuple(given), _options(options, asked, iter(rest[:-1])), rest[-1])
 
-    like = len(named) + first.names.index("out" if "out" in first.names else first.names[0])  # with whose size all others change
+    like = len(named) + first.names.index("out" if "out" in first.names else first.names[0])  # all other sizes change with this one
 
     def launch(*args: Any) -> None:
         if known.latest(args, {}) is not None:

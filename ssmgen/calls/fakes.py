@@ -1,7 +1,7 @@
-"""Calls on fake tensors, which have sizes but no memory: what torch.compile, torch.export and FakeTensorMode ask about a call.
+"""Calls on fake tensors, which have sizes but no memory: torch.compile, torch.export and FakeTensorMode make such calls.
 
-Their sizes may be symbols. The checks look at the sizes that the traced call has, on tensors of their own: no symbol is compared, so a
-compiled function has no guard from here and is compiled once for all its sizes. Others than the traced ones are checked when they come.
+Sizes may be symbols. The checks run on tensors with the sizes of the traced call and compare no symbol. This adds no guards to a compiled
+function, and one compilation serves all sizes. Other sizes are checked when the call runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from .. import errors
 
 @contextmanager
 def of_plain_sizes(given: Sequence[Any]) -> Iterator[tuple[Any, ...] | None]:
-    """What is given, with tensors for the checks in place of all tensors; None where nobody knows a size, which follows from what a tensor
-    will hold. Of a device that this machine lacks, which nothing can be asked about, all are on meta: the machine that has it will see."""
+    """The given values, with a tensor of plain sizes for each tensor; None if a size is unknown because it depends on a tensor's content.
+
+    If this machine lacks the tensors' device, which then cannot be queried, all tensors are on meta: the machine that has the device checks
+    it.
+    """
     asked = {id(t): [_size(n) for n in (*t.shape, *t.stride())] for t in given if _is_strided(t)}
     sizes = {key: [n for n in found if n is not None] for key, found in asked.items()}
     elsewhere = any(isinstance(t, Tensor) and t.is_cuda for t in given) and not torch.cuda.is_available()
@@ -39,7 +42,7 @@ def of_plain_sizes(given: Sequence[Any]) -> Iterator[tuple[Any, ...] | None]:
 
 
 def _is_strided(t: Any) -> bool:
-    """Others are refused for that, whatever their sizes."""
+    """Whether it is a strided tensor. Other layouts are refused whatever their sizes."""
     return isinstance(t, Tensor) and t.layout is torch.strided
 
 
@@ -48,14 +51,14 @@ def _size(n: int | torch.SymInt) -> int | None:
 
 
 def as_tracers_take_it(error: errors.ArgumentError) -> errors.ArgumentError:
-    """The error, such that dynamo does not wrap it: to dynamo it is a reason to leave the graph and make the call, which raises it; with
-    fullgraph=True it is raised as it is."""
+    """The error in a form that Dynamo does not wrap. Dynamo then breaks the graph and makes the call, which raises the error. With
+    fullgraph=True Dynamo raises it unchanged."""
     return error if TracingContext.try_get() is None else _dynamos()(error)
 
 
 @functools.cache
 def _dynamos() -> Callable[[errors.ArgumentError], errors.ArgumentError]:
-    from torch._dynamo.exc import Unsupported  # importing it takes a second, which whoever traces has spent
+    from torch._dynamo.exc import Unsupported  # importing it takes a second, which tracing has already spent
 
     class ArgumentError(errors.ArgumentError, Unsupported):
         __module__, __qualname__ = errors.ArgumentError.__module__, errors.ArgumentError.__qualname__
@@ -71,7 +74,7 @@ def _dynamos() -> Callable[[errors.ArgumentError], errors.ArgumentError]:
     return ArgumentError
 
 
-# What dynamo traces in place of `raise`, which it cannot trace: like the operators, this raises while it is traced, and when it runs.
+# Dynamo cannot trace `raise`; it traces this operator instead, which raises both while it is traced and when it runs.
 _library = torch.library.Library("ssmgen", "FRAGMENT")
 _library.define("refuse(str operator, str[] problems) -> ()")
 

@@ -1,6 +1,6 @@
-"""The fast path: have we launched this form of a call before? Then neither its arguments are sorted nor its operands checked.
+"""The fast path: a call of a form that has run before is launched again, without sorting its arguments or checking its operands.
 
-`operator.run` and the operators of torch (`dispatch.py`) ask it first, and let it learn what it does not know.
+`operator.run` and the operators of torch (`dispatch.py`) ask it first, and have it learn calls that it does not know.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from .planning import is_memory, nothing, resolving
 if TYPE_CHECKING:
     from .operator import Before, Call
 
-Row = Callable[[Sequence[Any], dict[str, Any]], Any]  # of the arguments without names and of those with names
+Row = Callable[[Sequence[Any], dict[str, Any]], Any]  # of positional arguments and keyword arguments
 _PLAIN = (type(None), str, Number)  # compared by type and value
 Resolve = Callable[[tuple[int, ...]], "runtime.Launch | runtime.Chain | None"]  # of pointers; None: there is nothing to launch
 _data_ptr = Tensor.data_ptr
 
 
 def _no_row(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """A row of no call."""
+    """The row of no call: it serves nothing."""
 
 
 class Table:
-    """Rows of what is alike in what is cheap to hash. Cleared when a caller with ever new shapes has filled it, and in a child process."""
+    """Rows by a key that is cheap to hash; rows with one key are tried in turn. Cleared in a child process, and when a caller with ever new
+    shapes has filled it."""
 
     limit = 4096
 
@@ -63,11 +64,11 @@ os.register_at_fork(after_in_child=forget)
 
 
 class FastPath(Table):
-    """The calls of one public function. A row makes a call that differs in nothing but where its tensors lie, and returns its result; None
-    where the arguments are others. Its key is the form of the arguments, their number and names, and how many elements one has."""
+    """The calls of one public function. A row makes a call that differs only in tensor addresses and returns its result, or returns None if
+    other arguments differ. Its key: the number and names of the arguments, and the number of elements of one of them."""
 
-    latest: Row  # of calls that come again and again, as those of layers do, and not in turn with others
-    _last: Row  # that the table had
+    latest: Row  # of calls that repeat without others in between, such as the calls of one layer after another
+    _last: Row  # the last row that the table found
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,8 +79,8 @@ class FastPath(Table):
         self.latest = self._last = _no_row
 
     def repeated(self, size: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """(key, result) of a call that is not like the latest one; no result where it is not known, and no key for sizes that are symbols,
-        as fake tensors may have them."""
+        """(key, result) of a call that `latest` does not serve. The result is None if no row serves it, and the key is None if sizes are
+        symbols, as they may be in fake tensors."""
         first = size[0] if isinstance(size, (tuple, list)) and size else size
         try:
             key = (len(args), *kwargs, first.numel() if isinstance(first, Tensor) else 0)
@@ -94,7 +95,7 @@ class FastPath(Table):
         return key, None
 
     def learn(self, key: Any, build: Callable[..., Call], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Callable[[], None]:
-        """The plan of a call that is not known yet. The next one like it is found, if the arguments say all there is to say of it."""
+        """The plan of a new call. Later calls like it are found, if the arguments alone determine the call."""
         values = (*args, *kwargs.values())
         flat_of = _flattening(values)
         flat: Sequence[Any] = values if flat_of is None else flat_of(values) or ()
@@ -102,17 +103,17 @@ class FastPath(Table):
         plain = [i for i, v in enumerate(flat) if isinstance(v, _PLAIN)]
         given = {id(flat[i]): i for i in tensors}
         operands, seen = call.operands, call
-        if len(given) < len(tensors):  # one comes twice: which is which can be seen of a call with aliases
+        if len(given) < len(tensors):  # a tensor is given twice: a call with aliases shows which argument becomes which operand
             alias = [v.detach() if i in tensors else v for i, v in enumerate(flat)]
             given = {id(alias[i]): i for i in tensors}
             seen = build(*_like(args, it := iter(alias)), **dict(zip(kwargs, _like(kwargs.values(), it), strict=True)))
-        if len(tensors) + len(plain) < len(flat):  # what is compared nowhere may matter
+        if len(tensors) + len(plain) < len(flat):  # an argument that is not compared may change the call
             return call.plan()
         positions = {name: given[id(t)] for name, t in seen.operands.items() if id(t) in given}
         aside = [given[id(t)] for t in seen.before.given if id(t) in given] if seen.before else []
         unused = [i for i in tensors if i not in positions.values() and i not in aside]
         before = call.before
-        if before is not None:  # what it makes comes behind the arguments, as if it were one
+        if before is not None:  # its output follows the arguments, as if it were one of them
             positions |= {name: len(flat) for name, t in operands.items() if t is before.out}
         taken = flat if before is None else [*flat, before.out]
         new = {name: t for name, t in operands.items() if name not in positions}
@@ -136,12 +137,14 @@ class FastPath(Table):
 
 
 class Pattern:
-    """The calls that differ in nothing but where their tensors lie.
+    """Calls that differ only in tensor addresses.
 
-    `given` is all that a call was given. Its operands lie at `positions`; their pointers go to `resolve` in that order, and after them
-    the pointers of tensors that were not given. Tensors at `unused` are compared and are no operands. Alignment and overlap are functions
-    of the pointers: `resolve` checks them and makes the plan, once per set of pointers. All else takes tensors and their pointers as they
-    were given, `positions` of the pattern.
+    `given` is all arguments of a call. Its operands lie at `positions`; their pointers go to `resolve` in that order, followed by the
+    pointers
+    of new tensors. Tensors at `unused` are compared but are not operands. Alignment and overlap depend on the pointers: `resolve` checks
+    them
+    and makes the plan, once per set of pointers. The other methods take the given tensors and their pointers in the order of the pattern's
+    `positions`.
     """
 
     __slots__ = ("_order", "_resolve", "matches", "pick", "plans", "positions")
@@ -175,10 +178,10 @@ class Pattern:
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A predicate: are these tensors, with the types, shapes, strides, dtypes, devices and grad flags of the given ones?
+    """A predicate: do these tensors have the types, shapes, strides, dtypes, devices and grad flags of the given ones?
 
-    torch's own guard object compares 11 tensors in 1.3 us; the same in Python takes 3. It answers no when one object comes twice,
-    so such patterns, and releases of torch without it, use the Python form.
+    torch's own guard object compares 11 tensors in 1.3 us; Python takes 3 us. The guard fails if one object is given twice, so such
+    patterns use the Python form. Releases of torch without the guard use it too.
     """
     if len({id(t) for t in tensors}) == len(tensors):
         try:
@@ -198,19 +201,19 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def matching(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A predicate: may these tensors stand for the given ones in a call like theirs?"""
+    """A predicate: may these tensors replace the given ones in the same call?"""
     guard = tensor_guard(tensors)
-    # Weights may require grad where no graph is recorded. Elsewhere such a call is not one like this, and the checks refuse it.
+    # Weights may require grad while no graph is recorded. While one is recorded, the row does not match, and the checks refuse the call.
     needs_grad = any(t.requires_grad for t in tensors)
     return (lambda *ts: not torch.is_grad_enabled() and guard(*ts)) if needs_grad else guard
 
 
-# What inductor's kernels allocate with: on the current device, past the dispatcher, in half of the time.
+# Inductor's allocator: on the current device, without the dispatcher, in half the time.
 _empty: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def maker(like: Tensor) -> Callable[[], Tensor]:
-    """What makes tensors of the layout and dtype of one, on its device. Their elements may be anything."""
+    """A function that makes tensors with the layout, dtype and device of one. Their elements are not initialised."""
     anywhere = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
     if _empty is None or not like.is_cuda:
         return anywhere
@@ -219,7 +222,7 @@ def maker(like: Tensor) -> Callable[[], Tensor]:
 
 
 def picking(positions: Sequence[int]) -> Callable[[Any], Any]:
-    """An itemgetter that returns several values also where they are one or none."""
+    """An itemgetter that always returns a sequence, also for one position or none."""
     return itemgetter(*positions) if len(positions) > 1 else itemgetter(slice(*(positions[0], positions[0] + 1) if positions else (0,)))
 
 
@@ -232,10 +235,11 @@ def row_of(
     new: Sequence[Callable[[], Tensor]],
     returned: Sequence[int],
 ) -> Row:
-    """A row of Memory, of a call that was seen with these arguments: so many without names, and then those with names.
+    """A row of FastPath for a call that was seen with these arguments: `count` positional ones, then those with `names`.
 
-    plain: positions of those that are no tensors, where the items of tuples and lists have places of their own, as they have for
-    the pattern. new: makes each tensor that the function makes. returned: positions of tensors, those given and then the new ones
+    plain: positions of arguments that are not tensors. Items of tuples and lists have positions too, as in the pattern.
+    new: makes each tensor that the function makes. returned: positions of the returned tensors, in the given tensors followed by the new
+    ones
     """
     if made := native.found():
         return made.Row(count, names, values, plain, pattern.positions, pattern.at, pattern.limit, new, returned)
@@ -255,7 +259,7 @@ def _row(
     new: Sequence[Callable[[], Tensor]],
     returned: Sequence[int],
 ) -> Row:
-    """A row as row_of makes it in Python, of values that are in no tuples or lists."""
+    """A row as in row_of, in Python, for arguments without tuples or lists."""
     matches, plans, new_plan, more, result = pattern.matches, pattern.plans, pattern.new_plan, len(names), itemgetter(*returned)
     at, by = _taking(pattern.positions, count, names)
     plain_at, plain_by = _taking(plain, count, names)
@@ -263,7 +267,7 @@ def _row(
     kinds = [*map(type, kept)]
 
     def again(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        # Nothing is put in a row but what is compared: values and names of a dozen keywords, in tuples, take 0.4 us.
+        # Only the compared arguments are collected: collecting values and names of a dozen keywords in tuples takes 0.4 us.
         if len(args) != count or len(kwargs) != more:
             return None
         try:
@@ -271,7 +275,7 @@ def _row(
                 rest = plain_at(args) if plain_at else ()
                 if plain_by:
                     rest += plain_by(kwargs)
-                if [*map(type, rest)] != kinds or rest != kept:  # types first: nothing is compared with what is of another type
+                if [*map(type, rest)] != kinds or rest != kept:  # types first: values of different types are never compared
                     return None
             tensors = at(args) if at else ()
             if by:
@@ -290,14 +294,14 @@ def _row(
 
 
 def _taking(positions: Sequence[int], count: int, names: Sequence[str]) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
-    """(what takes, of arguments without names, those at these positions; what takes the others, of those with names, which come behind
-    them); None where there are none such."""
+    """(getter of the positional arguments at these positions, getter of the keyword arguments at the other positions). Keyword arguments
+    are counted after the positional ones. A getter is None if it would take nothing."""
     at, by = [i for i in positions if i < count], [names[i - count] for i in positions if i >= count]
     return _items(at), _items(by)
 
 
 def _items(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]] | None:
-    """What takes items in a tuple, also a single one; None if there are none."""
+    """A getter that returns items as a tuple, even a single one; None if there are no keys."""
     if len(keys) > 1:
         return itemgetter(*keys)
     return (lambda items: (items[keys[0]],)) if keys else None
@@ -306,7 +310,7 @@ def _items(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]] | None:
 def _all_of(
     count: int, names: Sequence[str], flat_of: Callable[[tuple[Any, ...]], Any] | None
 ) -> Callable[[Sequence[Any], dict[str, Any]], Any]:
-    """What puts arguments in a row, those in tuples and lists in their places; None where there are others, or other names."""
+    """A function that lists a call's arguments, with tuples and lists expanded; it returns None if their number, names or forms differ."""
     more = len(names)
     _, by = _taking([*range(count, count + more)], count, names)
 
@@ -323,7 +327,7 @@ def _all_of(
 
 
 def _flat(values_of: Callable[[Sequence[Any], dict[str, Any]], Any], row: Row) -> Row:
-    """A row of a call with tuples or lists among its arguments. row: of these in a row"""
+    """A row for a call with tuples or lists among its arguments. row: takes the expanded arguments"""
 
     def flattened(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         flat = values_of(args, kwargs)
@@ -335,8 +339,8 @@ def _flat(values_of: Callable[[Sequence[Any], dict[str, Any]], Any], row: Row) -
 def _behind(
     before: Before, values_of: Callable[[Sequence[Any], dict[str, Any]], Any], aside: Sequence[int], seen: Sequence[Any], row: Row
 ) -> Row:
-    """A row of a call with a `before`, whose arguments lie aside. row: of the arguments in a row and what it makes, behind them; where that
-    knows no such call, it is made in vain."""
+    """A row of a call with a `before`, whose arguments are at the positions `aside`. row: takes the arguments, followed by the output of
+    `before`. If `row` does not serve the call, `before` has run in vain."""
     function, make, pick = before.function, maker(before.out), picking(aside)
     matches = matching(pick(seen))
 
@@ -351,8 +355,8 @@ def _behind(
 
 
 def _flattening(values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], list[Any] | None] | None:
-    """What puts those in tuples and lists in their places, in values of the same types and lengths, and returns None for others. None
-    where there are neither tuples nor lists."""
+    """A function that expands tuples and lists among values of these types and lengths, and returns None for other values. None if there
+    are neither tuples nor lists."""
     several = [(i, type(v), len(v)) for i, v in enumerate(values) if isinstance(v, (tuple, list))]
 
     def flat_of(values: tuple[Any, ...]) -> list[Any] | None:
@@ -372,7 +376,7 @@ def _flattening(values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], list[Any
 
 
 def _like(values: Any, flat: Any) -> list[Any]:
-    """The next of the flat values, in tuples and lists as `values` are."""
+    """Takes the next flat values, and groups them in tuples and lists as in `values`."""
     return [_again(v, [next(flat) for _ in v]) if isinstance(v, (tuple, list)) else next(flat) for v in values]
 
 

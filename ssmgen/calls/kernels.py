@@ -1,4 +1,4 @@
-"""Kernels of a call one by one, where what comes between them is not a kernel's."""
+"""Launches the kernels of a call one by one, for callers that run other work between them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _chosen, _launches = Table(), Table()
 
 
 class Kernels:
-    """What launches them, on a card. Calls that differ in nothing that a launch hangs on but where their tensors lie share the launches."""
+    """Chooses, loads and launches a call's kernels on a GPU. Calls share a launch if only their tensor addresses differ, with equal
+    alignment."""
 
     def __init__(self, call: Call, more: Mapping[str, Tensor]):
-        """more: operands of kernels that are no operands of the call."""
+        """more: operands of kernels that are not operands of the call."""
         self.call, self.operands = call, {**call.operands, **more}
 
     @cached_property
@@ -42,7 +43,7 @@ class Kernels:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """All that kernels and their launches hang on."""
+        """Everything that the choice of kernels and their launches depend on."""
         laid = [(name, t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for name, t in self.operands.items()]
         return (self.call.caller.name, self.call.options, self.call.pdl, self.device, *laid)
 

@@ -1,13 +1,13 @@
-"""Sentences of errors, whose checks know operands by their roles, in the words of the function that was called."""
+"""Rewrites error sentences: the checks name operands by role, and the sentences name the parameters of the function that was called."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 
-# Operand -> parameter, of what functions over sequences write and may be given.
+# Operand -> parameter, for optional outputs of functions over sequences.
 WRITTEN_WORDS = {"final_states": "final_states_out", "checkpoints": "checkpoints_out"}
-# Roles that are English words as well: only the subject of a sentence, and the object of "overlaps", is an operand.
+# Roles that are also English words: they name an operand only as the subject of a sentence, or as the object of "overlaps".
 _ENGLISH = frozenset(("read", "write", "erase", "checkpoints", "bonus"))
 
 

@@ -5,11 +5,12 @@ A public function ends in `return run(…)`. Before its body, `operator` asks th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from functools import cache, partial, wraps
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ from .naming import spoken
 from .planning import Caller, grid_of, launch_of
 from .scalars import Scalar, Scalars
 
-P = ParamSpec("P")  # apart from R: type checkers read no assignment of both
+P = ParamSpec("P")  # separate from R: type checkers cannot read a joint assignment of both
 R = TypeVar("R")
 
 
 class Before(NamedTuple):
-    """What torch does ahead of every launch of a call: it makes an operand, new in each call, of arguments that are none."""
+    """A function of torch that runs before every launch of a call. It makes an operand, new in each call, from arguments that are not
+    operands."""
 
-    function: Callable[..., Any]  # of `given`, with what it writes as `out`
+    function: Callable[..., Any]  # called with `given`, and `out` as the tensor to write
     given: tuple[Tensor, ...]
     out: Tensor
 
@@ -40,14 +42,14 @@ class Before(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a public function makes of its arguments."""
+    """The call that a public function makes from its arguments."""
 
     caller: Caller
-    given: tuple[Any, ...]  # by caller.names; None for what is absent. Each is an argument as it came, or a new tensor
+    given: tuple[Any, ...]  # in the order of caller.names; None for absent operands. Each is an argument unchanged, or a new tensor
     options: Any
     pdl: bool | None = None
     returns: tuple[str, ...] = ("out",)  # names of the operands that the function returns
-    objections: tuple[str, ...] = ()  # to what is no tensor
+    objections: tuple[str, ...] = ()  # to arguments that are not tensors
     before: Before | None = None
 
     @property
@@ -61,7 +63,7 @@ class Call(NamedTuple):
         return self.caller.named(self.given)
 
     def dispatch(self) -> None:
-        """Runs the call through torch's dispatcher, which comes back to `plan` with plain tensors, or traces it."""
+        """Runs the call through torch's dispatcher, which calls `plan` with plain tensors, or traces the call."""
         problems = list(self.objections)
         if not checks.check_tensors(self.caller.named(self.given), problems) or problems:
             torch.ops.ssmgen.refuse(self.caller.name, spoken(problems, self.caller.words))
@@ -70,9 +72,9 @@ class Call(NamedTuple):
         self.caller.dispatch(self.given, self.options, self.pdl)
 
     def plan(self) -> Callable[[], None]:
-        """What runs the call. Raises what the public function does."""
+        """A function that runs the call. Raises the errors of the public function."""
         if self.objections:
-            self.caller.checked(self.operands, self.options, self.pdl, self.objections)  # raises, with all else that is wrong
+            self.caller.checked(self.operands, self.options, self.pdl, self.objections)  # raises, and lists all other problems too
         plan, before = self.caller.plan(self.given, self.options, self.pdl, self.objections), self.before
         if before is None:
             return plan
@@ -84,14 +86,14 @@ class Call(NamedTuple):
         return both
 
     def launch_with(self, spec: KernelSpec) -> runtime.Launch | runtime.Chain:
-        """The launch of a variant of the call's problem; `at(pointers)` of it is a plan. Raises ArgumentError; LoadError."""
+        """The launch of a variant for the call's problem; its `at(pointers)` is a plan. Raises ArgumentError; LoadError."""
         operands, caller = self.operands, self.caller
         views = caller.checked(operands, self.options, self.pdl, self.objections)
         device = next(iter(views.values())).device.index
         return launch_of(caller.family, caller.name, spec, views, tuple(operands), self.options, device)
 
     def check_grid(self, spec: KernelSpec) -> None:
-        """Raises ArgumentError where a variant that serves the call would need more blocks than a launch has."""
+        """Raises ArgumentError if a variant that serves the call needs more blocks than a launch can have."""
         views = self.caller.checked(self.operands, self.options, self.pdl, self.objections)
         for part in spec.kernels:
             grid_of(self.caller.family, self.caller.name, part, views)
@@ -112,10 +114,10 @@ def _result(call: Call) -> Any:
 
 
 class Operator(Protocol):
-    """A public function as warm(), bind() and explain() know it: what `operator` gives it beside its own parameters and result."""
+    """A public function as warm(), bind() and explain() see it: the attributes that `operator` adds to it."""
 
     __name__: str
-    build: Callable[..., Call]  # its call of the same arguments. Raises ArgumentError for what is no tensor
+    build: Callable[..., Call]  # makes the call for the same arguments. Raises ArgumentError for arguments that are not tensors
     names: tuple[str, ...]  # its parameters
     scalars: Scalars
 
@@ -123,23 +125,23 @@ class Operator(Protocol):
 
 
 class _Asked(threading.local):
-    """What a thread wants of the next `run`: the call itself, or its result; then `learn` gives the plan."""
+    """The request of a thread to the next `run`."""
 
-    call = False
-    learn: Callable[[Call], Callable[[], None]] | None = None
+    learn: Callable[[Call], Callable[[], None]] | None = None  # lets the fast path learn the call, and gives its plan
+    calls: list[Call] | None = None  # takes the call, which is then not launched
 
 
 _asked = _Asked()
 
 
 @contextmanager
-def _asking(call: bool, learn: Callable[[Call], Callable[[], None]] | None = None) -> Iterator[None]:
-    before = _asked.call, _asked.learn
-    _asked.call, _asked.learn = call, learn
+def _learning(learn: Callable[[Call], Callable[[], None]]) -> Iterator[None]:
+    before = _asked.learn, _asked.calls
+    _asked.learn, _asked.calls = learn, None
     try:
         yield
     finally:
-        _asked.call, _asked.learn = before
+        _asked.learn, _asked.calls = before
 
 
 def run(
@@ -148,34 +150,48 @@ def run(
 ) -> R:  # type: ignore[type-var]  # what the public function returns  # fmt: skip
     """Makes a call and returns its result: the tensors that `returns` names. Every public function ends here.
 
-    tensors: by `caller.names`; objections: what is wrong with arguments that are no tensors.
-    Those who ask about a call (`bind`, `warm`, `explain`), and tracers, get the call.
+    tensors: by `caller.names`; objections: errors in arguments that are not tensors.
+    `build` takes the call before it is launched. Tracers see torch's operator instead of the launch.
     """
     call = Call(caller, (*tensors,), options, pdl, returns, objections, before)
-    if is_compiling() or _asked.call:
-        return cast(R, call)
-    return cast(R, launched(call, _asked.learn))
+    if is_compiling():
+        call.dispatch()
+    elif _asked.calls is not None:
+        _asked.calls.append(call)
+    else:
+        launch(call, _asked.learn)
+    result: R = _result(call)
+    return result
 
 
-def launched(call: Call, learn: Callable[[Call], Callable[[], None]] | None) -> Any:
-    """The result of a call that the fast path does not know. learn: `FastPath.learn`, which remembers it."""
+def launch(call: Call, learn: Callable[[Call], Callable[[], None]] | None) -> None:
+    """Runs a call that the fast path does not know. learn: `FastPath.learn`, which remembers it."""
     plan = learn(call) if learn is not None and on_card(call) else call.plan()
     plan()
-    return call.result
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, hidden from Dynamo. After a graph break Dynamo would trace the function on its own, and launch the call."""
+    return _hidden(function) if "torch._dynamo" in sys.modules else function
+
+
+@cache
+def _hidden(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
-    """What a public function makes of these arguments. Raises ArgumentError for what is no tensor."""
+    """The call that a public function makes from these arguments. Raises ArgumentError for arguments that are not tensors."""
     known: Any = function
     made: Call = known.build(*args, **kwargs)
     return made
 
 
 def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The public function of a body that ends in `run`: a call like one before does not reach the body.
+    """Makes a public function from a body that ends in `run`: a call like an earlier one skips the body.
 
-    like: a parameter, a tensor (or several) with whose shape all other sizes change; own: see Scalars. `build` of the function gives the
-    call of its arguments, and launches nothing.
+    like: a parameter for a tensor (or several); all other sizes change with its shape. own: see Scalars. The function's `build` returns the
+    call for its arguments, and launches nothing.
     """
 
     def public(body: Callable[P, R]) -> Callable[P, R]:
@@ -188,11 +204,14 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
         @wraps(body)
         def build(*args: Any, **kwargs: Any) -> Call:
             positional, named, objections = scalars.sound(args, kwargs)
-            if is_compiling():
-                call: Call = made(*positional, **named)
-            else:
-                with _asking(call=True):
-                    call = made(*positional, **named)
+            calls: list[Call] = []
+            before = _asked.calls
+            _asked.calls = calls
+            try:
+                _untraced(made)(*positional, **named)
+            finally:
+                _asked.calls = before
+            (call,) = calls
             return call._replace(objections=(*objections, *call.objections)) if objections else call
 
         @wraps(body)
@@ -200,9 +219,10 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
             if is_compiling():
                 if sharded.is_sharded((*args, *kwargs.values())):
                     return on_shards(args, kwargs)
-                call = build(*args, **kwargs)
-                call.dispatch()
-                return _result(call)
+                positional, named, objections = scalars.sound(args, kwargs)
+                if objections:
+                    torch.ops.ssmgen.refuse(body.__name__, list(objections))
+                return made(*positional, **named)
             found = known.latest(args, kwargs)
             if found is not None:
                 return found
@@ -214,11 +234,10 @@ def operator(like: str, **own: Scalar) -> Callable[[Callable[P, R]], Callable[P,
                 return on_shards(args, kwargs)
             positional, named, objections = scalars.sound(args, kwargs)
             if objections:
-                build(*args, **kwargs).plan()  # raises, with all else that is wrong
+                build(*args, **kwargs).plan()  # raises, and lists all other problems too
             learn = partial(known.learn, key, build, args, kwargs)
-            with _asking(call=False, learn=learn):
-                result = made(*positional, **named)
-            return launched(result, learn) if isinstance(result, Call) else result  # Dynamo may trace the body alone, after a graph break
+            with _learning(learn):
+                return made(*positional, **named)
 
         def on_shards(args: Any, kwargs: Any) -> Any:
             return sharded.run(function, names, *scalars.checked(args, kwargs))

@@ -1,4 +1,4 @@
-"""From the operands of a call to its launch: the check, the problem, the choice, the launch. `fast_path.py` asks once a form of call."""
+"""From the operands of a call to its launch: check, problem, choice, launch. `fast_path.py` calls it once per form of call."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ Views = Mapping[str, Tensor]
 
 
 def is_memory(kind: type) -> bool:
-    """Whether tensors of this type are what their addresses say: also those of subclasses that see functions, but no operators."""
+    """Whether a tensor of this type is fully described by its memory. True for subclasses that override functions but not operators."""
     return kind in (Tensor, Parameter) or (issubclass(kind, Tensor) and kind.__torch_dispatch__ == Tensor.__torch_dispatch__)
 
 
 class Family(NamedTuple):
-    """An operator family's part in it. `options` is what its calls say beside their tensors; only the family looks into it."""
+    """The functions of an operator family that planning calls. `options` is a call's arguments that are not tensors; only the family reads
+    them."""
 
     operator: str
     written: tuple[str, ...]  # operands that a kernel may write
     problem_of: Callable[[Views, Mapping[str, int], Any], Any]  # of views and the addresses of operands
-    size_of: Callable[[Views], int]  # what the rules look at; 0 if there is nothing to do
+    size_of: Callable[[Views], int]  # the size that the rules look at; 0 if there is nothing to do
     grid_of: Callable[[Any, Views], int]  # blocks of a spec's launch
-    values_of: Callable[[Any, Views, Any], Mapping[str, Value]]  # every kernel argument that is not a pointer
-    # (written, read) that may be the same memory, element by element; unless an operand that is named behind them is given
+    values_of: Callable[[Any, Views, Any], Mapping[str, Value]]  # all kernel arguments that are not pointers
+    # (written, read, unless...): the first two may be the same memory, element by element, if no operand in `unless` is given
     in_place: tuple[tuple[str, ...], ...] = ()
 
 
 def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, int], words: Mapping[str, str] = {}) -> None:
-    """Raises ArgumentError when something that is written shares memory with anything else. words: as of Caller."""
+    """Raises ArgumentError if a written operand shares memory with another operand. words: as in Caller."""
     overlap_check(family, name, layout, words)(where)
 
 
 def overlap_check(family: Family, name: str, layout: Views, words: Mapping[str, str] = {}) -> Callable[[Mapping[str, int]], None]:
-    """The check of operands so laid out, of where they lie: it raises ArgumentError as check_overlap does."""
+    """A check of addresses for operands with this layout. It raises ArgumentError as check_overlap does."""
     extents = {n: checks.extent(t) for n, t in layout.items()}
     allowed = [(a, b) for a, b, *unless in family.in_place if not any(name in layout for name in unless)]
     pairs = [(a, b) for a, b in allowed if a in layout and b in layout and _alike(layout[a], layout[b])]
@@ -66,12 +67,12 @@ def overlap_check(family: Family, name: str, layout: Views, words: Mapping[str, 
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether an element of one lies where the same of the other does, when both begin at one address."""
+    """Whether equal indices address the same element of both, when both begin at one address."""
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def grid_of(family: Family, name: str, spec: KernelSpec, views: Views) -> int:
-    """Blocks of a variant's launch. Raises ArgumentError where they are too many."""
+    """The number of blocks of a variant's launch. Raises ArgumentError if a launch cannot have that many."""
     grid = family.grid_of(spec, views)
     if grid >= 2**31:
         raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
@@ -81,7 +82,7 @@ def grid_of(family: Family, name: str, spec: KernelSpec, views: Views) -> int:
 def launch_of(
     family: Family, name: str, spec: KernelSpec, views: Views, names: Sequence[str], options: Any, device: int
 ) -> runtime.Launch | runtime.Chain:
-    """The launch of a variant, or of its kernels one after the other, which takes pointers in the order of `names`."""
+    """The launch of a variant, or a chain of launches if it has several kernels. It takes pointers in the order of `names`."""
 
     def one(part: KernelSpec) -> runtime.Launch:
         kernel = runtime.load(part, device, name)
@@ -94,16 +95,16 @@ def launch_of(
 
 
 def nothing() -> None:
-    """The plan of a call that has nothing to launch."""
+    """The plan of a call without work: it launches nothing."""
 
 
 Resolve = Callable[[tuple[int, ...]], "runtime.Launch | runtime.Chain | None"]
 
 
 def resolving(caller: Caller, named: Views, options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> Resolve:
-    """Checks a call on the device, and returns what makes the launch for the pointers of its operands, in the order of `named`.
+    """Checks a call on the device, and returns a function from its operands' pointers, in the order of `named`, to the launch.
 
-    Overlap and alignment depend on pointers: it checks the one and chooses a variant by the other. Raises ArgumentError.
+    Overlap and alignment depend on the pointers: that function checks overlap, and alignment affects the choice. Raises ArgumentError.
     """
     views = caller.checked(named, options, pdl, objections)
     family, name, names = caller.family, caller.name, tuple(named)
@@ -131,21 +132,21 @@ def resolving(caller: Caller, named: Views, options: Any, pdl: bool | None, obje
 
 
 class Caller(NamedTuple):
-    """How the calls of one public function get their plans. `names` are its operands, in the order of the kernels' arguments."""
+    """Makes the plans of one public function's calls. `names` are its operands, in the order of the kernels' arguments."""
 
     family: Family
     name: str
     names: tuple[str, ...]
     required: frozenset[str]
     views_of: Callable[[Views, Any, list[str]], dict[str, Tensor]]  # of operands by name and options; adds to the problems
-    reference: Callable[..., None]  # of views, options and, if not torch.float32, the dtype that it computes in
-    dispatch: Callable[[Sequence[Any], Any, bool | None], None]  # the call through torch's dispatcher, which comes back with plain tensors
+    reference: Callable[..., None]  # of views, options and, if it is not torch.float32, the dtype for the computation
+    dispatch: Callable[[Sequence[Any], Any, bool | None], None]  # calls torch's dispatcher, which returns here with plain tensors
     words: Mapping[str, str] = {}  # operand -> the function's parameter, where they differ
-    # In these, `given` are the operands by `names`, and `objections` what is wrong with arguments that are no tensors.
+    # In these, `given` are the operands by `names`, and `objections` are errors in arguments that are not tensors.
 
     def plan(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> Callable[[], None]:
-        """What runs a call. Raises ArgumentError and what making a plan raises."""
-        if any(isinstance(t, Tensor) and not is_memory(type(t)) for t in given):  # fake, wrapped: theirs to say
+        """A function that runs a call. Raises ArgumentError, and the errors of loading a kernel."""
+        if any(isinstance(t, Tensor) and not is_memory(type(t)) for t in given):  # fake or wrapped: the tensor's type handles the call
             return partial(self._hand_over, given, options, pdl, objections)
         named = self.named(given)
         device = next((t.device for t in given if isinstance(t, Tensor)), None)
@@ -155,13 +156,13 @@ class Caller(NamedTuple):
             launch = resolve(pointers)
             return nothing if launch is None else launch.at(pointers)
         views = self.checked(named, options, pdl, objections)
-        if next(iter(views.values())).device.type == "meta":  # of no memory, and nothing to write
+        if next(iter(views.values())).device.type == "meta":  # without memory there is nothing to write
             return nothing
         check_overlap(self.family, self.name, views, {n: t.data_ptr() for n, t in named.items()}, self.words)
         return partial(self._refer, views, options)
 
     def _hand_over(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str]) -> None:
-        """Makes the call through torch's dispatcher. Raises ArgumentError also for what does not fit the operator's schema."""
+        """Makes the call through torch's dispatcher. Raises ArgumentError, also for arguments that do not fit the operator's schema."""
         if objections:
             self.foresee(given, options, pdl, objections)
         try:
@@ -173,8 +174,8 @@ class Caller(NamedTuple):
             raise
 
     def foresee(self, given: Sequence[Any], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> None:
-        """Raises the ArgumentError of a call on tensors without memory, for everything that is wrong but where they lie. A call of sizes
-        that nobody knows yet is checked when it runs."""
+        """Raises the ArgumentError of a call on tensors without memory, for every problem that does not depend on addresses. A call with
+        sizes that are not known yet is checked when it runs."""
         try:
             with fakes.of_plain_sizes(given) as known:
                 if known is not None:
@@ -189,11 +190,11 @@ class Caller(NamedTuple):
             self.reference(views, options)
 
     def named(self, given: tuple[Any, ...]) -> dict[str, Any]:
-        """The operands by name, without those that are absent and may be."""
+        """The operands by name, without absent optional ones."""
         return {n: t for n, t in zip(self.names, given, strict=True) if t is not None or n in self.required}
 
     def checked(self, named: Mapping[str, Any], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Views of the operands. Raises ArgumentError for everything that is wrong but where they lie."""
+        """Views of the operands. Raises ArgumentError for every problem that does not depend on addresses."""
         problems = list(objections)
         views = self.views_of(named, options, problems)
         checks.check_pdl(pdl, views, problems)

@@ -1,4 +1,4 @@
-"""What calls over whole sequences have in common: sequences of a batch or packed, and states that are dense, of a pool, or at positions."""
+"""Arguments of all calls over whole sequences: batched or packed sequences; dense states, states in a pool, states at positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ASKED = ("return_final_states", "final_states_out", "checkpoints_out", "return_
 
 
 class States(NamedTuple):
-    """What a function is given of sequences, states and the memory that it writes."""
+    """A function's arguments for sequences, states and outputs."""
 
     cu_seqlens: Tensor | None
     initial_states: Tensor | None
@@ -36,8 +36,8 @@ class States(NamedTuple):
     workspace: Tensor | None = None
 
     def operands(self, v: Any, key: Any, layout: str = "vk", bytes_of: Callable[..., int] | None = None) -> Operands:
-        """These tensors by operand, with new tensors for outputs that are missing. It makes none if v or key have wrong shapes: the checks
-        object to those.
+        """These tensors by operand, with new tensors for missing outputs. It makes none if v or key have wrong shapes: the checks report
+        those.
 
         v: […, HV, V]; key: […, HK, K]; bytes_of: (tokens, sequences, HV, K, V, longest=tokens of the longest sequence) -> bytes of the
         workspace, for functions that need one.
@@ -59,7 +59,7 @@ class States(NamedTuple):
         return {name: t for name, t in named.items() if name not in _ASKED and (bytes_of is not None or name != "workspace")}
 
     def _made(self, v: Tensor, head_k: int, layout: str, count: int) -> tuple[Tensor | None, Tensor | None]:
-        """(final states, checkpoints), made where they are asked for and not given. count: sequences."""
+        """(final states, checkpoints): given ones, or new ones if they are requested. count: sequences."""
         final, checkpoints = self.final_states_out, self.checkpoints_out
         heads, head_v = v.shape[-2:]
         inner = (heads, head_k, head_v) if layout == "kv" else (heads, head_v, head_k)
@@ -84,19 +84,19 @@ class States(NamedTuple):
 
 
 def sequences_of(views: Views, like: str) -> int:
-    """How many there are; like: an operand [batch, …], where cu_seqlens does not say it."""
+    """The number of sequences; like: an operand [batch, …], which is read if there is no cu_seqlens."""
     return views["cu_seqlens"].numel() - 1 if "cu_seqlens" in views else views[like].shape[0]
 
 
 def sizes_of(views: Views, sequences: int) -> dict[str, int]:
-    """The sizes that tables of operands call so. sequences: how many there are."""
+    """The sizes for the words of operand tables. sequences: the number of sequences."""
     slots, positions = views.get("state"), views.get("checkpoint_positions")
     found = {"sequences": sequences, "starts": sequences + 1, "position": 0 if positions is None else positions.numel()}
     return found if slots is None else found | {"slot": slots.shape[0] if slots.dim() else 0}
 
 
 def states_go_together(views: Views, sequences: int, problems: list[str]) -> None:
-    """Whether the states and their slots, flags and positions may be given together."""
+    """Checks that the given combination of states, slots, flags and positions is valid."""
     if "state" in views:
         if "final_states" in views:
             problems.append("final_states is given together with state, which takes its place")
@@ -113,7 +113,7 @@ def states_go_together(views: Views, sequences: int, problems: list[str]) -> Non
 
 
 def check_strides(table: Table, views: Views, like: str, problems: list[str]) -> None:
-    """Operands that must have one type, and strides. like: the operand with the axes of tokens."""
+    """Checks the operands that must have one dtype, and all strides. like: the operand with the token axes."""
     for name in (like, "initial_states"):
         first, *others = [n for n in table.alike(name) if n in views] or [""]
         problems += unlike(views, first, others)
@@ -135,7 +135,7 @@ def check_strides(table: Table, views: Views, like: str, problems: list[str]) ->
 
 
 def unlike(views: Views, first: str, others: Sequence[str]) -> list[str]:
-    """Which of the others are of another dtype than the first."""
+    """Errors for the operands whose dtype differs from the first one's."""
     return [
         f"{n} is {views[n].dtype}, {first} is {views[first].dtype}".replace("torch.", "")
         for n in others
@@ -144,7 +144,7 @@ def unlike(views: Views, first: str, others: Sequence[str]) -> list[str]:
 
 
 def fields_of(views: Views, pointers: Mapping[str, int], together: int) -> dict[str, Any]:
-    """The fields of a problem about sequences and states. together: numbers of a state that kernels load at once."""
+    """The fields of a problem for sequences and states. together: elements of a state that kernels load at once."""
     states = [n for n in STATES if n in views]
 
     def index(name: str) -> Index:
@@ -164,32 +164,33 @@ def fields_of(views: Views, pointers: Mapping[str, int], together: int) -> dict[
 
 
 def values_of(views: Views) -> dict[str, int]:
-    """The kernel arguments that say how many slots and positions there are."""
+    """The kernel arguments with the number of slots and of positions."""
     return {name: len(views[of]) if of in views else 0 for name, of in (("slots", "state"), ("positions", "checkpoints"))}
 
 
 def together(views: Views, pointers: Mapping[str, int], rows: Sequence[str]) -> int:
-    """Bytes of all of these operands, of one dtype, that can be moved at once, 16 at most; 2 where words cannot be."""
+    """The widest access in bytes, at most 16, that all of these operands of one dtype allow; 2 if 4-byte words are not possible."""
     copied = [n for n in rows if n in views]
     one = views[copied[0]].element_size()
     return next((size for size in (16, 8, 4) if all(checks.aligned(views[n], pointers[n], size // one) for n in copied)), 2)
 
 
-Passed = Callable[[int, Tensor], None]  # is told the state after so many of a sequence's tokens
-# (its first state [HV, V, K], its row of the batch and its tokens, what is to be told) -> (its last state, its output [T, HV, V])
+Passed = Callable[[int, Tensor], None]  # receives the state after this number of a sequence's tokens
+# (its initial state [HV, V, K], its row of the batch and its tokens, receiver of states) -> (its final state, its output [T, HV, V])
 Walk = Callable[[Tensor, int, slice, Passed], tuple[Tensor, Tensor]]
 
 
 def walked(views: Views, head_k: int, layout: str, pad_slot_id: int, chunk: int, walk: Walk, dtype: torch.dtype) -> None:
-    """Writes out, states and checkpoints of all sequences of a call as `walk` makes them, each rounded once, for references in PyTorch.
+    """Writes outputs, states and checkpoints of all sequences of a call, for references in PyTorch. `walk` computes them; each is rounded
+    once.
 
-    views: v, out [B, T, HV, V] and what belongs to sequences and states; chunk: tokens, at multiples of which there are checkpoints
+    views: v, out [B, T, HV, V] and the operands for sequences and states; chunk: tokens; checkpoints lie at its multiples and at the end
     """
     v, out, starts, slots = views["v"], views["out"], views.get("cu_seqlens"), views.get("state_indices")
     turned = {name: views[name].transpose(2, 3) if layout == "kv" else views[name] for name in STATES if name in views}
     initial, state, started = turned.get("initial_states"), turned.get("state"), views.get("has_initial_state")
     kept = turned.get("final_states", state)
-    rows: dict[int, list[int]] = {}  # of checkpoints by position
+    rows: dict[int, list[int]] = {}  # position -> rows of checkpoints
     for i, position in enumerate(views["checkpoint_positions"].tolist() if "checkpoint_positions" in views else ()):
         rows.setdefault(position, []).append(i)
     for s, (row, span) in enumerate(_spans(v, starts)):
@@ -217,7 +218,7 @@ def walked(views: Views, head_k: int, layout: str, pad_slot_id: int, chunk: int,
 
 
 def _spans(v: Tensor, starts: Tensor | None) -> list[tuple[int, slice]]:
-    """(row of the batch, tokens) of each sequence; one that ends before it begins, or outside of the tokens, has none."""
+    """(row of the batch, tokens) of each sequence. A sequence that ends before it begins, or lies outside of the tokens, has no tokens."""
     if starts is None:
         return [(b, slice(0, v.shape[1])) for b in range(v.shape[0])]
     return [(0, slice(a, b) if 0 <= a < b <= v.shape[1] else slice(0, 0)) for a, b in pairwise(starts.tolist())]

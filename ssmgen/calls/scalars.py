@@ -1,4 +1,4 @@
-"""The arguments of public functions that are no tensors: what each may be, checked before anything else is made of a call."""
+"""Arguments of public functions that are not tensors: the allowed values of each, checked before the rest of a call."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ I64 = 2**63
 
 
 class Scalar(NamedTuple):
-    """What an argument may be."""
+    """The allowed values of an argument."""
 
-    words: str  # "… is 5, not " goes ahead of them
+    words: str  # follows "… is 5, not "
     holds: Callable[[Any], bool]
-    kept: Callable[[Any], Any] | None = None  # what calls make of such a value; None: nothing
+    kept: Callable[[Any], Any] | None = None  # converts a value for the call; None: unchanged
 
 
 def number(words: str = "a number", least: float = -MOST) -> Scalar:
-    """A finite one from `least` on, of float32's range; an integer has 64 bits at most, as torch's have."""
+    """A finite number of at least `least`, in float32's range; integers must fit in 64 bits, as torch's do."""
 
     def holds(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -37,11 +37,11 @@ def number(words: str = "a number", least: float = -MOST) -> Scalar:
 
 
 def integer(words: str, least: int = -I64, most: int = I64 - 1) -> Scalar:
-    """An integer, also of another type that is one and says so, such as numpy's. Not a tensor, which may lie on a device, nor a bool."""
+    """An integer, including other integer types such as numpy's. Tensors, which may be on a device, and bools are not allowed."""
 
     def holds(value: Any) -> bool:
         if isinstance(value, (bool, torch.Tensor)) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
-            return False  # "b": numpy's bool, which numpy before 2.3 takes as an index
+            return False  # "b": numpy's bool, which numpy before 2.3 accepts as an index
         try:
             return least <= index(value) <= most
         except TypeError:
@@ -71,7 +71,7 @@ NOT_NEGATIVE = number("a number from 0 on", 0.0)
 POSITIVE = number("a positive number", 2.0**-149)
 _NUMBER = number()
 
-# What means the same in every function that has it. Whatever is True or False unless given is a SWITCH.
+# Parameters with one meaning in all functions. A parameter whose default is a bool is a SWITCH.
 COMMON = {
     "scale": _NUMBER,
     "lower_bound": _NUMBER,
@@ -84,10 +84,10 @@ COMMON = {
 
 
 class Scalars:
-    """What the arguments of one function may be that are no tensors."""
+    """The allowed values of one function's arguments that are not tensors."""
 
     def __init__(self, function: Callable[..., Any], own: Mapping[str, Scalar]):
-        """own: by parameter, where it is neither a switch nor in COMMON. Raises TypeError for a parameter that has no rule."""
+        """own: by parameter, for those that are neither a switch nor in COMMON. Raises TypeError for a parameter without a rule."""
         self.function = function.__name__
         parameters = signature(function).parameters
         self.names, self._known = tuple(parameters), frozenset(parameters)
@@ -106,7 +106,7 @@ class Scalars:
         self._positions = [(i, name) for i, name in enumerate(self.names) if name in self.rules]
 
     def sound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], tuple[str, ...]]:
-        """(args, kwargs, what is wrong), with defaults in place of what is wrong, so that the rest of the call can be looked at.
+        """(args, kwargs, problems), with defaults instead of invalid values, so that the rest of the call can be checked.
 
         Raises TypeError for a keyword that the function does not have.
         """
@@ -123,7 +123,7 @@ class Scalars:
         return positional, named, tuple(problems)
 
     def checked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """(args, kwargs). Raises ArgumentError where something is wrong with them, and TypeError as above."""
+        """(args, kwargs). Raises ArgumentError if values are invalid, and TypeError as above."""
         args, kwargs, problems = self.sound(args, kwargs)
         if problems:
             raise ArgumentError(self.function, problems)
@@ -138,7 +138,7 @@ class Scalars:
 
 
 def _unexpected(function: str, keywords: Sequence[str]) -> str:
-    """What is wrong with keywords that a function does not have, and which functions have them."""
+    """The error for unknown keywords of a function, and the functions that have them."""
     functions = [family.part(place) for family in records() for place in family.functions.values()]
     lines = []
     for keyword in keywords:
@@ -149,9 +149,9 @@ def _unexpected(function: str, keywords: Sequence[str]) -> str:
 
 
 def shown(value: Any, inside: bool = False) -> str:
-    """A value as messages show it: in full where it is plain and short."""
+    """A value as messages show it: in full if it is plain and short."""
     kind = type(value)
-    if kind is int and abs(value) >= 2**128:  # Python refuses to write very long ones
+    if kind is int and abs(value) >= 2**128:  # Python does not convert very long integers
         return f"an integer of {value.bit_length()} bits"
     if kind is str and len(value) > 40:
         return f"{value[:40]!r}…"

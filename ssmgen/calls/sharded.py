@@ -1,11 +1,14 @@
-"""Public functions on DTensors: each rank runs the same function on its shards, and the result is a DTensor again.
+"""Public functions on DTensors: each rank runs the same function on its shards, and the result is a DTensor.
 
-What is updated in place decides, one axis of the mesh at a time: a state sharded over its heads (or channels) makes a call over heads, one
-sharded over its slots a call over sequences. Other operands are redistributed to that. What is written must lie so already: an update of
-a copy would be lost. For this reason it is no sharding strategy of DTensor's own, which may redistribute every argument of an operator.
+The operand that is updated in place decides, for each axis of the mesh: a state that is sharded over its heads (or channels) splits the
+call
+over heads, and a state sharded over its slots splits it over sequences. Other operands are redistributed to match. Written operands must
+already match: an update of a copy would be lost. A sharding strategy of DTensor may redistribute every argument of an operator, so it
+cannot
+be used here.
 
-Heads have nothing to do with each other, nor have sequences: a call communicates only what is redistributed, and the mesh changes no bit.
-Tokens do: where those of a whole sequence are sharded, `context` takes over, on that axis of the mesh.
+Heads are independent, and so are sequences: a call communicates only to redistribute operands, and the mesh changes no bit of the result.
+Tokens are not independent: for sequences that are sharded over tokens, `context` makes the call on that axis of the mesh.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from .sharding import KINDS, Axis, Kind, Rule
 
 
 def is_sharded(values: Iterable[Any]) -> bool:
-    """Whether a DTensor is among the arguments of a call, in tuples and lists too."""
-    module = sys.modules.get("torch.distributed.tensor")  # without which nobody has one; importing it takes 0.4 s
+    """Whether a call's arguments include a DTensor, also in tuples and lists."""
+    module = sys.modules.get("torch.distributed.tensor")  # if not imported, there is no DTensor; importing it takes 0.4 s
     if module is None:
         return False
     for v in values:
@@ -35,7 +38,7 @@ def is_sharded(values: Iterable[Any]) -> bool:
 
 
 def run(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a call with DTensors. Raises ArgumentError on all ranks alike, before anything is communicated."""
+    """The result of a call with DTensors. Raises ArgumentError on all ranks, before any communication."""
     rule = _rule_of(function.__name__)
     given = _by_name(rule, names, args, kwargs)
     sharding = _sharding_of(function.__name__, rule.of(given), given)
@@ -44,15 +47,15 @@ def run(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any],
 
 
 def local_arguments(function: Callable[..., Any], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's arguments, by name, of a call with DTensors. Raises as `run`."""
+    """This rank's arguments, by name, for a call with DTensors. Raises as `run`."""
     rule = _rule_of(function.__name__)
     given = _by_name(rule, names, args, kwargs)
     return _sharding_of(function.__name__, rule.of(given), given).local(given)
 
 
 def _rule_of(function: str) -> Rule:
-    """What its family says of its tensors. Raises ArgumentError where that is nothing."""
-    from .sharding_rules import RULES  # of all families: those who have no DTensors need not wait for them
+    """The family's sharding rule for a function. Raises ArgumentError if it has none."""
+    from .sharding_rules import RULES  # imports all families: calls without DTensors need not wait for that
 
     if function not in RULES:
         raise ArgumentError(function, ["it takes no DTensors: give it this rank's tensors, DTensor.to_local()"])
@@ -60,7 +63,7 @@ def _rule_of(function: str) -> Rule:
 
 
 def _by_name(rule: Rule, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of their parameters; what is in a tuple each on its own, as "ring.k"."""
+    """Arguments by parameter name; each item of a tuple separately, such as "ring.k"."""
     given: dict[str, Any] = dict(zip(names, args, strict=False))
     given.update(kwargs)
     for name, fields in rule.tuples.items():
@@ -71,11 +74,11 @@ def _by_name(rule: Rule, names: Sequence[str], args: Sequence[Any], kwargs: Mapp
 
 _known: dict[Any, Sharding] = {}
 _EVERY = tuple(Kind)  # torch.compile of torch 2.11 cannot iterate over an enumeration
-_UPDATED = (Kind.HEAD, Kind.BATCH)  # over which what is updated in place may be sharded
+_UPDATED = (Kind.HEAD, Kind.BATCH)  # over which a tensor that is updated in place may be sharded
 
 
 def _sharding_of(function: str, rule: Rule, given: Mapping[str, Any]) -> Sharding:
-    """How a call is divided among ranks; calls that differ in nothing that this depends on share the answer."""
+    """How a call is split among ranks. Calls share the answer if they agree in everything that it depends on."""
     if is_compiling():
         return Sharding(function, rule, given)
     parts = [
@@ -94,10 +97,10 @@ def _sharding_of(function: str, rule: Rule, given: Mapping[str, Any]) -> Shardin
 
 
 class Sharding:
-    """Where the operands of a call should lie, by parameter. Holds no tensors."""
+    """The placements that the operands of a call should have, by parameter. Holds no tensors."""
 
     def __init__(self, function: str, rule: Rule, given: Mapping[str, Any]):
-        """Raises ArgumentError for everything that cannot be."""
+        """Raises ArgumentError for every placement that is not possible."""
         from torch.distributed.tensor import DTensor, Replicate
 
         self.function, self.rule = function, rule
@@ -117,9 +120,9 @@ class Sharding:
         everywhere = (Replicate(),) * mesh.ndim
         self.placements = {n: tuple(t.placements) if isinstance(t, DTensor) else everywhere for n, t in tensors.items()}
         problems: list[str] = []
-        # What the mesh's axes divide, if anything.
+        # Each axis of the mesh splits one kind of axis, or nothing.
         self.kinds = [self._kind(axis, problems) for axis in range(mesh.ndim)]
-        self.heads = 1  # parts that the heads are in
+        self.heads = 1  # the number of parts of the heads
         for axis, kind in enumerate(self.kinds):
             self.heads *= self.sizes[axis] if kind is Kind.HEAD else 1
         self._check(given.get("philox_rounds") != 0, problems)
@@ -128,7 +131,7 @@ class Sharding:
             raise ArgumentError(function, problems)
 
     def _check_mesh(self, tensors: Mapping[str, Tensor], mesh: Any) -> None:
-        """Raises ArgumentError where operands are not of one mesh. Integers may be plain tensors, taken to be the same on all ranks."""
+        """Raises ArgumentError if operands are not on one mesh. Integers may be plain tensors, assumed equal on all ranks."""
         problems: list[str] = []
         for name, t in tensors.items():
             if (found := self.distributed.get(name)) is not None:
@@ -160,7 +163,7 @@ class Sharding:
         return None
 
     def _has_tokens(self, axis: int) -> bool:
-        """Whether this axis of the mesh divides the tokens, of a function whose sequences may lie on several ranks."""
+        """Whether this axis of the mesh splits the tokens of a function whose sequences may be split over ranks."""
         from torch.distributed.tensor import Shard
 
         placement, words = self.placements[self.of_tokens][axis], self.axes[self.of_tokens]
@@ -171,11 +174,11 @@ class Sharding:
         return self.function in RULES
 
     def _size(self, name: str, word: str) -> int:
-        """The size of the operand's axis that the rule calls so; 1 where it has none."""
+        """The size of the operand's axis with this word in the rule; 1 if there is none."""
         return self.shapes[name][self.axes[name].index(word)] if word in self.axes[name] else 1
 
     def _check(self, noise: bool, problems: list[str]) -> None:
-        """What must hold of all operands together."""
+        """Checks conditions that involve several operands."""
         count = self._size(self.anchor, Kind.HEAD)
         if count % self.heads:
             problems.append(f"{self.anchor} has {count} heads (or channels), which do not divide into {self.heads} equal parts")
@@ -200,7 +203,7 @@ class Sharding:
             problems.append(f"{self.anchor} is sharded over its first axis, so there must be as many slots as sequences, not {counts}")
 
     def _wanted(self, name: str, problems: list[str]) -> tuple[Any, ...]:
-        """The placements that an operand must have; Replicate() where groups are shared by parts of the heads."""
+        """The placements that an operand must have; Replicate() if several parts of the heads share its groups."""
         from torch.distributed.tensor import Replicate, Shard
 
         words, groups = self.axes[name], self._size(name, "group")
@@ -223,7 +226,7 @@ class Sharding:
         return tuple(placements)
 
     def local(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's arguments by parameter: shards, views of what is on all ranks, and what had to be redistributed."""
+        """This rank's arguments by parameter: shards, views of replicated tensors, and redistributed tensors."""
         mesh = self._mesh(given)
         here = mesh.get_coordinate()
         if here is None:
@@ -235,7 +238,7 @@ class Sharding:
         return local
 
     def over_tokens(self, function: Callable[..., Any], given: Mapping[str, Any], local: dict[str, Any]) -> Any:
-        """What the function returns on this rank, whose sequences' other tokens are on others."""
+        """The function's result on this rank, for sequences whose other tokens are on other ranks."""
         from . import context
         from .context_rules import RULES
 
@@ -245,7 +248,7 @@ class Sharding:
     def _local(self, name: str, t: Any, here: Sequence[int]) -> Tensor:
         words, have, wanted = self.axes[name], self.placements[name], self.wanted[name]
         divided = KINDS in words and Kind.HEAD in self.kinds and not any(p.is_shard(words.index(KINDS)) for p in have)
-        if divided:  # each kind by itself, out of what every rank has
+        if divided:  # split each kind separately, from the replicated tensor
             from torch.distributed.tensor import Replicate
 
             wanted = tuple([Replicate() if kind is Kind.HEAD else wanted[axis] for axis, kind in enumerate(self.kinds)])
@@ -258,7 +261,7 @@ class Sharding:
                 if p.is_shard():
                     start, length = _part(local.shape[p.dim], self.sizes[axis], here[axis])
                     local = local.narrow(p.dim, start, length)
-        part = 0  # this rank's, of the heads
+        part = 0  # this rank's part of the heads
         for axis, kind in enumerate(self.kinds):
             if kind is Kind.HEAD:
                 part = part * self.sizes[axis] + here[axis]
@@ -270,7 +273,7 @@ class Sharding:
         return local
 
     def _of_each_kind(self, name: str, t: Tensor, dim: int, part: int) -> Tensor:
-        """A copy of the channels that a part of the heads has: of each kind its share, or that of the group which it shares with others."""
+        """A copy of the channels for one part of the heads: its share of each kind, or the group that it shares with other parts."""
         pieces, start = [], 0
         for count, size in self.kinds_of[name]:
             first, length = part * count // self.heads, max(count // self.heads, 1)
@@ -279,11 +282,11 @@ class Sharding:
         return torch.cat(pieces, dim)
 
     def _mesh(self, given: Mapping[str, Any]) -> Any:
-        """The mesh of these tensors. An earlier call that was divided likewise may have been on an equal one of other process groups."""
+        """The mesh of these tensors. An earlier call with the same split may have been on an equal mesh with other process groups."""
         return given[next(iter(self.distributed))].device_mesh
 
     def result(self, given: Mapping[str, Any], local: Any) -> Any:
-        """What the function returned on this rank, as DTensors: the given ones where it returned theirs."""
+        """The function's result on this rank as DTensors. Given output tensors are returned themselves."""
         mesh = self._mesh(given)
         returned = local if isinstance(local, tuple) else (local,)
         names = [n for n in self.rule.returns if n not in self.rule.asked or given.get(self.rule.asked[n])]
@@ -303,7 +306,7 @@ class Sharding:
             Kind.BATCH: self._size(self.anchor, Kind.BATCH),
             Kind.TOKEN: self._size(self.of_tokens, Kind.TOKEN),
         }
-        for kind in _EVERY:  # sequences and tokens may be in unequal parts
+        for kind in _EVERY:  # the parts of sequences and of tokens may have different sizes
             if kind in words and kind in self.kinds:
                 axis = words.index(kind)
                 for i, s in enumerate(stride):
@@ -314,7 +317,7 @@ class Sharding:
 
 
 def _part(size: int, parts: int, part: int) -> tuple[int, int]:
-    """(start, length) of one of the parts of an axis, as torch.chunk makes them; those at the end may be empty."""
+    """(start, length) of one part of an axis, split as by torch.chunk; the last parts may be empty."""
     most = -(-size // parts)
     start = min(size, most * part)
     return start, min(most, size - start)

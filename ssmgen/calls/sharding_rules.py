@@ -1,4 +1,4 @@
-"""The rules of all families for `sharded`, by public function, as their records name them. Imported when the first DTensor comes."""
+"""The sharding rules of all families, by public function, for `sharded`. Imported with the first DTensor."""
 
 from __future__ import annotations
 

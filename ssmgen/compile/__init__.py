@@ -1,1 +1,1 @@
-"""From a spec to a cubin: rendering templates, NVRTC, occupancy."""
+"""Compiles a spec to a cubin: rendering templates, NVRTC, occupancy."""

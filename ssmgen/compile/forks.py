@@ -1,7 +1,7 @@
-"""A fork waits until no thread is in the middle of what a child could not go on with.
+"""Makes a fork wait until no thread is inside code that would block the child forever.
 
-Locks of other libraries cannot be reset: a child that is forked while another thread is inside NVRTC, or inside the caches of the
-template engine, inherits their locks taken, and waits for them forever. Such work is done `whole`, and a fork waits for it.
+Locks of other libraries cannot be reset: if another thread is inside NVRTC, or inside the template engine's caches, during a fork, the
+child inherits their locks taken, and waits for them forever. Such code runs inside `whole`, and a fork waits for it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class _Gate:
         os.register_at_fork(before=self._close, after_in_parent=self._open, after_in_child=self._renew)
 
     def _renew(self) -> None:
-        self._changed = threading.Condition()  # its lock is reentrant: a signal's handler may fork at any instruction
+        self._changed = threading.Condition()  # its lock is reentrant: a signal handler may fork at any instruction
         self._inside: Counter[int] = Counter()  # by thread
-        self._forks = 0  # that wait, or are under way
+        self._forks = 0  # forks that wait, or are in progress
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """No other thread forks meanwhile; this one waits first for forks that are under way."""
+        """Keeps other threads from forking inside the block; first waits for forks in progress."""
         me, changed, inside = threading.get_ident(), self._changed, self._inside
         with changed:
             changed.wait_for(lambda: not self._forks or inside[me])

@@ -13,11 +13,11 @@ from ..errors import CompileError, CompilerMissingError
 from ..spec.kernel import Arch
 from .forks import whole
 
-# fmad=false: a contraction that the compiler finds in one variant and not in another would change bits. Sources say fmaf.
+# fmad=false: if the compiler contracted operations in one variant only, bits would differ. Sources use fmaf explicitly.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "--ptxas-options=-warn-spills")
-# --no-cache (from 12.9 on): NVRTC's own cache answers a repeated compilation without ptxas' report, and this package has a better one.
-PROGRAM_NAME = "ssmgen.cu"  # fixed: part of what the compiler sees
-# ptxas compiles a kernel whose products it has to wait for at once, and does as if registers had not been asked for: it only says so.
+# --no-cache (from 12.9 on): NVRTC's cache answers a repeated compilation without ptxas' report, and this package has a better cache.
+PROGRAM_NAME = "ssmgen.cu"  # fixed: part of the compiler's input
+# If ptxas serialises products of warpgroups, or ignores a request for registers, it compiles the kernel anyway and only reports it.
 SERIALISED = re.compile(r"^.*\(C75(?:08|1\d|20)\).*$", re.MULTILINE)
 UNSERIALISED = """ptxas waits for products of warpgroups where the kernel does not, or ignores what a warpgroup asks of registers.
   - Between its wgmma_fence and its wgmma_wait nothing else touches what a product sums into, or its first operand: fence again behind
@@ -27,7 +27,7 @@ UNSERIALISED = """ptxas waits for products of warpgroups where the kernel does n
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas reports of one kernel; bytes, but for registers (per thread)."""
+    """ptxas' report on one kernel; in bytes, except registers (per thread)."""
 
     registers: int
     shared: int
@@ -49,14 +49,14 @@ class Compiled:
 
 @functools.cache
 def _nvrtc() -> Any:
-    """The bindings module, once it is known to find its library."""
+    """The bindings module, checked to find its library."""
     try:
         from cuda.bindings import nvrtc
     except ImportError as e:
         raise CompilerMissingError(str(e)) from e
     try:
         nvrtc.nvrtcVersion()
-    except Exception as e:  # each release of the bindings raises a type of its own
+    except Exception as e:  # each release of the bindings raises a different type
         raise CompilerMissingError(str(e).splitlines()[0] if str(e) else type(e).__name__) from e
     return nvrtc
 
@@ -94,9 +94,9 @@ def options_for(arch: Arch) -> tuple[str, ...]:
 
 
 def compile_cubin(source: str, arch: Arch, spec: str, *more: str) -> Compiled:
-    """Compiles a rendered source. more: options of the compiler's, beside those that all have.
+    """Compiles a rendered source. more: compiler options in addition to the common ones.
 
-    Raises CompileError with the log and the numbered lines around each error; of PTX where ptxas serialises products of warpgroups.
+    Raises CompileError with the log and the numbered lines around each error; with lines of PTX if ptxas serialises products of warpgroups.
     """
     start = time.perf_counter()
     options = (*options_for(arch), *more)

@@ -1,4 +1,4 @@
-"""How many blocks of a kernel an SM holds at once: theoretical occupancy, from what ptxas reports and the number of threads."""
+"""Theoretical occupancy: the number of blocks of a kernel per SM, from ptxas' report and the number of threads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_REGISTERS = 255  # per thread
 
 @dataclass(frozen=True, slots=True)
 class SmLimits:
-    """What one SM holds at once."""
+    """The limits of one SM."""
 
     warps: int
     blocks: int
-    shared: int  # bytes, if all that the L1 can give is set aside for it
+    shared: int  # bytes, with the largest share of the L1 cache used as shared memory
 
 
 # CUDA programming guide 13, "Technical Specifications per Compute Capability": the same for all targets of a number, sm_90 and sm_90a.
@@ -35,21 +35,21 @@ LIMITS = {
     121: SmLimits(48, 24, 100 << 10),
 }
 
-# The toolkit's cuda_occupancy.h; the same for all of the above.
+# From the toolkit's cuda_occupancy.h; the same for all architectures above.
 PARTITIONS = 4  # of an SM, each with its own registers; a warp stays in one
 PARTITION_REGISTERS = 16384
-REGISTER_UNIT = 256  # registers are given to a warp in these
-SHARED_UNIT = 128  # bytes are given to a block in these
-SHARED_RESERVED = 1024  # bytes of every block that the system takes
+REGISTER_UNIT = 256  # registers are allocated to a warp in units of this size
+SHARED_UNIT = 128  # bytes are allocated to a block in units of this size
+SHARED_RESERVED = 1024  # bytes per block that the system reserves
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """What one SM holds at once of a kernel; no blocks if it cannot be launched."""
+    """The number of blocks and warps of a kernel per SM; 0 if it cannot be launched."""
 
     blocks_per_sm: int
     warps_per_sm: int
-    limit: str  # blocks, warps, registers or shared memory: the first of those that leave no room for another block
+    limit: str  # blocks, warps, registers or shared memory: the first resource without space for another block
 
 
 def sm_limits(arch: Arch) -> SmLimits:
@@ -76,7 +76,7 @@ def occupancy(arch: Arch, threads: int, registers: int, shared_bytes: int) -> Oc
 
 def _blocks_by_registers(warps: int, registers: int) -> int:
     per_warp = _rounded(registers * WARP, REGISTER_UNIT)
-    # The hardware refuses a launch as if every partition had to take the same number of a block's warps.
+    # The hardware refuses a launch as if every partition had to hold an equal number of the block's warps.
     if registers > MAX_REGISTERS or per_warp * _rounded(warps, PARTITIONS) > PARTITIONS * PARTITION_REGISTERS:
         return 0
     return PARTITION_REGISTERS // per_warp * PARTITIONS // warps

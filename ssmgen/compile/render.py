@@ -33,7 +33,7 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters["at"] = lambda text, column: textwrap.indent(text.strip("\n"), " " * column)  # where its lines begin
+    environment.filters["at"] = lambda text, column: textwrap.indent(text.strip("\n"), " " * column)  # indents to a column
     environment.filters["commented"] = lambda text: textwrap.indent(text.strip("\n"), "//     ")
     return environment
 
@@ -59,7 +59,7 @@ def render(spec: KernelSpec, arch: Arch) -> str:
             **spec.constants(),
         )
     )
-    # Directives of the preprocessor stay at the line's beginning, however deep the text is that they stand in.
+    # Preprocessor directives start at the beginning of a line, whatever the indentation of the text around them.
     lines = (line.lstrip() if line.lstrip().startswith("#") else line.rstrip() for line in text.splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
 
@@ -73,7 +73,7 @@ def code_digest(spec: KernelSpec, arch: Arch) -> str:
 
 
 def uses_pdl(source: str) -> bool:
-    """Whether to launch with the programmatic attribute: if and only if the kernel waits for its upstream."""
+    """Whether to launch with the programmatic attribute: if and only if the kernel waits for the previous kernel."""
     return PDL_WAIT in source
 
 

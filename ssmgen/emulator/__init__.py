@@ -1,6 +1,6 @@
-"""Runs generated kernels on the CPU, and checks what they do to memory and to each other.
+"""Runs generated kernels on the CPU, and checks their memory accesses and synchronisation.
 
-The rendered text is compiled with g++ as it is, behind `emulator.hpp`. Needs g++ 8 or later; slow, and meant for tests and authors.
+The rendered text is compiled unchanged with g++, after `emulator.hpp`. Needs g++ 8 or later; slow, and meant for tests and authors.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ MACHINE = (
     "products.cpp",
     "arithmetic.cpp",
 )
-# No contraction, as under NVRTC with --fmad=false: the same arithmetic gives the same bits.
+# No contraction, as under NVRTC with --fmad=false, so that equal arithmetic gives equal bits.
 COMMON = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC")
-# A kernel's time goes into g++, least at -O0. A library with unique symbols would never be unloaded.
+# Most of a kernel's time is g++, and -O0 is the fastest. A library with unique symbols would never be unloaded.
 FLAGS = (*COMMON, "-O0", "-fno-thread-jumps", "-fno-gnu-unique", "-Wno-unknown-pragmas")
-SMS = 3  # of the card that is emulated: blocks that stay are as many
+SMS = 3  # of the emulated card; persistent kernels have this number of blocks
 LOADED = 64  # kernels that stay loaded, about 0.2 MB each
 
 
 class EmulatorMissingError(SsmgenError):
-    """There is no C++ compiler."""
+    """No C++ compiler was found."""
 
     def __init__(self) -> None:
         super().__init__("the emulator needs g++, which was not found. Install a C++17 compiler, for example: apt-get install g++")
 
 
 class EmulatorError(SsmgenError):
-    """The text does not compile as C++, or the kernel did what it must not do."""
+    """The text does not compile as C++, or the kernel did something that the emulator forbids."""
 
 
 def available() -> bool:
@@ -72,15 +72,15 @@ class _Operand(ctypes.Structure):
 
 @functools.cache
 def _private() -> tempfile.TemporaryDirectory:
-    """This process's own, gone with it: what is loaded from there is code."""
+    """A private folder that is deleted with the process: it holds code that the process loads."""
     return tempfile.TemporaryDirectory(prefix="ssmgen-emulator-")
 
 
 @functools.cache
 def _workplace() -> Path:
-    """Where kernels are compiled, with the words, compiled ahead: reading them is half of a kernel's time.
+    """The folder for compiling kernels, with a precompiled header: reading the header takes half of a kernel's time.
 
-    Where g++ cannot do that, it reads the text beside, with the same result.
+    If g++ cannot precompile it, g++ reads the header's text next to it, with the same result.
     """
     place = Path(_private().name)
     for name in WORDS:
@@ -110,24 +110,24 @@ def _library(name: str, text: str, symbol: str, flags: tuple[str, ...], compile_
 
 @functools.cache
 def _text() -> str:
-    """The machine and the words that kernels include."""
+    """The text of the machine and of the headers that kernels include."""
     return "".join(path.read_text() for path in sorted(HERE.glob("*.[ch]pp")))
 
 
 @functools.cache
 def _soname() -> str:
-    """The name by which a kernel finds the loaded machine, with the digest of all text but the kernel's own."""
+    """The name by which a kernel finds the loaded machine, with the digest of all text except the kernel's own."""
     return f"ssmgen-machine-{hashlib.sha256(_text().encode()).hexdigest()[:24]}.so"
 
 
 @functools.cache
 def _machine() -> ctypes.CDLL:
-    """What runs kernels, loaded."""
-    # A fortified longjmp would take another fiber's stack for a broken one.
+    """The library that runs kernels, loaded."""
+    # A fortified longjmp would mistake another fiber's stack for a corrupted one.
     flags = (*COMMON, "-O2", "-U_FORTIFY_SOURCE", f"-Wl,-soname,{_soname()}")
 
     def compile_to(library: Path) -> None:
-        unit = library.with_suffix(".cpp")  # one text, as reading the standard library's headers takes longest: 4 s and not 7
+        unit = library.with_suffix(".cpp")  # one unit, as reading the standard library's headers takes longest: 4 s instead of 7 s
         unit.write_text("".join(f'#include "{HERE / name}"\n' for name in MACHINE))
         _compile("the machine", library, *flags, str(unit))
 
@@ -135,7 +135,7 @@ def _machine() -> ctypes.CDLL:
 
 
 class Kernel:
-    """A compiled kernel, unloaded with the last reference to it. address: its entry, for the machine."""
+    """A compiled kernel, unloaded when its last reference is gone. address: its entry, for the machine."""
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
@@ -145,7 +145,7 @@ class Kernel:
 
 @functools.lru_cache(maxsize=LOADED)
 def compile_source(source: str, symbol: str) -> Kernel:
-    """The kernel as a loaded library. Raises EmulatorMissingError; EmulatorError with g++'s words."""
+    """The kernel as a loaded library. Raises EmulatorMissingError; EmulatorError with g++'s output."""
     if not available():
         raise EmulatorMissingError
     machine = _machine()._name  # loaded first: a kernel finds it by its name
@@ -157,7 +157,7 @@ def compile_source(source: str, symbol: str) -> Kernel:
         kernel, unit = _workplace() / f"{stem}.cu", _workplace() / f"{stem}.cpp"
         kernel.write_text(source)
         unit.write_text(f'#include "{WORDS[0]}"\n#include "{kernel.name}"\n{entry}\n')
-        # Without the standard libraries, which the machine has: g++ searches them in a sixth of a kernel's time.
+        # Without the standard libraries, which the machine has: searching them takes g++ a sixth of a kernel's time.
         _compile(symbol, library, *FLAGS, "-nostdlib", str(unit), machine, "-lm")
 
     library = Path(_private().name) / f"{stem}.so"
@@ -165,7 +165,7 @@ def compile_source(source: str, symbol: str) -> Kernel:
 
 
 def products_of(source: str) -> int:
-    """What numbers its warpgroups multiply, as the machine counts: 0 none, 1 bf16, 2 f16."""
+    """The type of the warpgroups' products, in the machine's encoding: 0 none, 1 bf16, 2 f16."""
     found = re.search(r"wgmma\.mma_async\S*\.f32\.(bf16|f16)\.", source)
     return ("bf16", "f16").index(found[1]) + 1 if found else 0
 
@@ -188,9 +188,9 @@ def run_source(
 ) -> None:
     """Runs one launch of a kernel's text.
 
-    operands: {name: CPU tensor}: the only memory that the kernel may touch, from each one's first to its last element; those named
-    in `writable` may be written, those in `early` touched before the wait for the upstream kernel. cluster: blocks that run together.
-    Raises EmulatorError with a sentence about the first thing the kernel did that it must not.
+    operands: {name: CPU tensor}. The kernel may access only memory from each one's first to its last element. It may write operands in
+    `writable`, and access operands in `early` before the wait for the upstream kernel. cluster: blocks that run together. Raises
+    EmulatorError with a sentence about the first forbidden action of the kernel.
     """
     kernel = compile_source(source, symbol)
     table = (_Operand * len(operands))()

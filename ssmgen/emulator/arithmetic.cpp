@@ -9,7 +9,7 @@ namespace {
 
 float flush(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.f, v) : v; }
 
-// The number that is neither: it may be part of what products sum up.
+// A NaN in 16 bits. It may belong to an accumulator of products in flight.
 u16 nan(float v) {
   check_sums(&v, 4);
   return 0x7fff;
@@ -20,7 +20,7 @@ float checked(float v) {
   return v;
 }
 
-// What a lane brings to a product: each of its registers has so many numbers. They are widened once: each is used by 8 or 4 lanes.
+// A lane's operand of a product, Each numbers per register. They are widened once: each is used by 8 or 4 lanes.
 template <u32 Each>
 struct Operands {
   float a[4 * Each], b[2 * Each];
@@ -96,7 +96,7 @@ unsigned char to_e4m3(float v) {
   if (size != size) return 127;
   if (size >= 448.f) return sign | 126;
   const int exponent = size < 0.015625f ? -6 : std::ilogb(size);
-  const int steps = int(std::nearbyint(std::ldexp(size, 3 - exponent)));  // of 2^(exponent - 3): 8 … 16, or fewer of what is subnormal
+  const int steps = int(std::nearbyint(std::ldexp(size, 3 - exponent)));  // of 2^(exponent - 3): 8 … 16, or fewer for subnormals
   return sign | static_cast<unsigned char>(8 * (exponent + 6) + steps);
 }
 
@@ -122,7 +122,7 @@ void mma_tf32(float* d, const float* a, const float* b) {
   const auto cut = [](float v) {
     u32 bits;
     std::memcpy(&bits, &v, 4);
-    if ((bits & 0x7fffffffu) <= 0x7f800000u) bits &= 0xffffe000u;  // what is no number remains none
+    if ((bits & 0x7fffffffu) <= 0x7f800000u) bits &= 0xffffe000u;  // NaN stays NaN
     std::memcpy(&v, &bits, 4);
     return checked(v);
   };

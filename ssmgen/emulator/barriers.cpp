@@ -1,5 +1,5 @@
-// Barriers in shared memory. What a thread has done is ordered before what others do that wait for a phase at which it has arrived: each
-// keeps a clock, and how far it has seen the clocks of the others.
+// Barriers in shared memory. Accesses of a thread before it arrives are ordered before accesses of threads that wait for the phase. Each
+// thread keeps a clock, and the clocks of other threads up to which it has seen their accesses.
 #include <algorithm>
 
 #include "state.hpp"
@@ -12,7 +12,7 @@ void learn(std::vector<u32>& seen, const std::vector<u32>& from) {
   for (std::size_t t = 0; t < from.size(); ++t) seen[t] = std::max(seen[t], from[t]);
 }
 
-// What a thread has done until now becomes known there.
+// Merges the accesses that a thread has seen into `gathered`.
 void tell(u32 thread, std::vector<u32>& gathered) {
   Thread& t = machine->threads[thread];
   learn(gathered, t.seen);
@@ -38,8 +38,9 @@ bool in_flight(const Barrier& b) {
   return !b.copies.empty() || std::any_of(b.arrivals.begin(), b.arrivals.end(), flies);
 }
 
-// A parity tells two phases apart: who looks for the end of one when the next is over too, waits for ever. So what ends a phase must be ordered
-// behind the wait of each that has waited for the phase before. Lanes of a warp that wait for a phase look together.
+// A parity distinguishes two phases only: a thread that looks for the end of a phase after the next one is over waits forever. The end of a
+// phase must therefore be ordered after the waits of all threads that waited for the previous phase. Lanes of a warp that wait for a phase
+// look together.
 void check_looks(const Barrier& b) {
   for (u32 first = 0; first < machine->threads.size(); first += kWarp) {
     u32 waiting = kWarp;
@@ -150,10 +151,10 @@ void copy_bulk(SharedArray* to, long long i, const void* from, u32 bytes, Shared
   const char* p = static_cast<const char*>(from);
   b.copies.push_back(Copy{to, i, bytes / to->element, p, bytes, std::string(p, bytes), machine->current, machine->me().clock});
   take_off(b.copies.back());
-  ++machine->me().clock, machine->me().moment = 0;  // what it does now is not ordered by the copy's landing
+  ++machine->me().clock, machine->me().moment = 0;  // the copy's landing does not order later accesses
 }
 
-// Rows of 128 bytes, 16 at once; what the tensor lacks is zero, and counts.
+// Rows of 128 bytes, 16 bytes at once; elements outside of the tensor are zero, and count.
 void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* from, SharedArray* barriers, long long at) {
   Barrier& b = barrier_of(barriers, at);
   check_place(*to, i, 1024, "copy of a box");
@@ -177,10 +178,10 @@ void copy_box(SharedArray* to, long long i, const TensorMap& map, const u32* fro
       }
     }
   }
-  ++machine->me().clock, machine->me().moment = 0;  // what it does now is not ordered by the copies' landing
+  ++machine->me().clock, machine->me().moment = 0;  // the copies' landing does not order later accesses
 }
 
-// Ends phases that somebody waits for. Copies land no earlier: when no thread can go on without them.
+// Ends phases with waiting threads. Copies land as late as possible: when no thread can go on without them.
 bool Machine::settle_barriers() {
   bool moved = false;
   for (auto& b : barriers) {
@@ -194,7 +195,7 @@ bool Machine::settle_barriers() {
   return moved;
 }
 
-// Those that have met at a barrier of the block or of the warp know what any of them knew.
+// Threads that met at a barrier of the block or of the warp know everything that any of them knew.
 void Machine::share(u32 first, u32 count, u32 mask) {
   if (barriers.empty()) return;
   std::vector<u32> all;
@@ -205,7 +206,8 @@ void Machine::share(u32 first, u32 count, u32 mask) {
     if (takes_part(i)) threads[first + i].seen = all;
 }
 
-// This thread arrives at a barrier of the cluster, or has waited for it: what it has seen by barriers in shared memory, others have seen behind that.
+// This thread arrives at a barrier of the cluster, or has waited for it: it passes on the accesses it has seen to the threads that wait for
+// it.
 void Machine::gather(u32 number) {
   if (barriers.empty()) return;
   if (gathered.size() <= number) gathered.resize(number + 1);

@@ -1,4 +1,4 @@
-"""`ssmgen check`: one variant through the emulator, against the float64 reference, on operands made from the spec alone."""
+"""`ssmgen check`: runs one variant in the emulator, and compares it with the float64 reference, on operands made from the spec alone."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from . import run
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Norm errors against float64; infinite where something was written that must not be."""
+    """Norm errors against float64; infinite if the kernel wrote to a forbidden place."""
 
-    state_error: float  # of intermediate states and of a ring too
+    state_error: float  # includes intermediate states and a ring
     out_error: float
     blocks: int
-    wrong: tuple[str, ...]  # operands that differ by more than they may, in words
+    wrong: tuple[str, ...]  # operands whose error exceeds the limit, in words
 
     @property
     def passed(self) -> bool:
@@ -34,10 +34,10 @@ class Outcome:
 
 
 def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcome:
-    """Runs a variant on `batch` sequences, the second of them padded if there are slots.
+    """Runs a variant on `batch` sequences; the second is padding if there are slots.
 
-    Raises EmulatorError when the kernel does what it must not, EmulatorMissingError without a compiler, SpecError; SsmgenError of a spec
-    that has no trial.
+    Raises EmulatorError if the kernel does something forbidden, EmulatorMissingError without a compiler, SpecError; SsmgenError for a spec
+    without a trial.
     """
     spec.check(arch)
     trial = trial_of(spec, batch, seed)
@@ -60,7 +60,7 @@ def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcom
 
 
 def _words(trial: Trial, name: str, result: Tensor, expected: Tensor, error: float) -> str:
-    """The difference of an operand, and the difference that is allowed."""
+    """The difference of an operand, and the limit for it."""
     found, wanted = result.double(), expected.double()
     count = int(((found != wanted) & ~(found.isnan() & wanted.isnan())).sum())
     limit = _limit(trial, name)
@@ -70,16 +70,17 @@ def _words(trial: Trial, name: str, result: Tensor, expected: Tensor, error: flo
 
 
 def _numbers(trial: Trial, names: Iterable[str]) -> dict[str, Tensor]:
-    """Copies of operands, states in fewer bits as numbers, and not their scales."""
+    """Copies of operands. States with scales are converted to numbers, and their scales are left out."""
     scales, views = trial.scales, trial.views
     wanted = [name for name in names if name not in scales.values()]
     return {n: widened(views[n], views[scales[n]], torch.float64) if n in scales else views[n].clone() for n in wanted}
 
 
 def trial_of(spec: KernelSpec, batch: int, seed: int, tokens: int | None = None) -> Trial:
-    """What its family's record makes of it. tokens: that the longest sequence has at least, of families that take prompts.
+    """The trial that the family's record makes for a spec. tokens: the least length of the longest sequence, for families that take
+    prompts.
 
-    Raises SsmgenError where there is no trial of such specs.
+    Raises SsmgenError if there is no trial for such specs.
     """
     make = parts("trials").get(type(spec))
     why = _unchecked(spec)
@@ -90,7 +91,7 @@ def trial_of(spec: KernelSpec, batch: int, seed: int, tokens: int | None = None)
 
 
 def _unchecked(spec: KernelSpec) -> str:
-    """Why it cannot be, in the words of the record; empty where that has nothing against it."""
+    """Why it cannot be checked, in the words of the record; empty if it can."""
     own = [kernels for family in records() for kernels in family.kernels if family.part(kernels.spec) is type(spec)]
     return next(filter(None, (kernels.unchecked or kernels.parts.get(spec.kind) for kernels in own)), "")
 
@@ -103,8 +104,8 @@ def _limit(trial: Trial, name: str) -> float:
 
 
 def _error(result: Tensor, before: Tensor, expected: Tensor) -> float:
-    """The norm error of what the reference changes, by the first two axes: slot and head, sequence and token, …. It is infinite where
-    anything else is not as it was, NaN too."""
+    """The norm error over the entries that the reference changes, by the first two axes: slot and head, sequence and token, …. It is
+    infinite if any other entry changed, or if NaNs differ."""
     if not result.is_floating_point():
         return 0.0 if torch.equal(result, expected) else float("inf")
     result, before, expected = (t.double()[(...,) + (None,) * max(0, 3 - t.dim())] for t in (result, before, expected))

@@ -1,4 +1,4 @@
-// What moves more than an element: copies that land when they are waited for, and matrices from shared memory.
+// Moves of several elements: copies that land at a wait for them, and matrices from shared memory.
 #include <algorithm>
 #include <cstring>
 
@@ -22,7 +22,7 @@ u32 read(SharedArray* array, long long byte, u32 bytes) {
 
 std::string element(const SharedArray& array, long long i) { return array.name + "[" + std::to_string(i) + "]"; }
 
-// Where `size` bytes of a block's array begin that an instruction wants aligned.
+// Checks the place of `size` bytes in a block's array, which an instruction needs aligned.
 void check_place(const SharedArray& array, long long i, u32 size, const char* what) {
   if (array.alignment < size)
     machine->fail(std::string(what) + " of " + array.name + ", which is declared with an alignment of " + std::to_string(array.alignment) +
@@ -50,7 +50,7 @@ void land(const Copy& copy, u32 moment) {
   for (u32 e = 0; e < copy.elements; ++e) to.cells[first + e].when = moment, to.cells[first + e].in_flight = 0;
 }
 
-// Those that a barrier waits for are there for whoever waits at it too: they have landed when their thread arrived, not when it waits.
+// Copies that a barrier waits for are visible to its waiters too: they landed when their thread arrived, not when it waits.
 void land_copies(u32 thread, u64 count) {
   Machine& m = *machine;
   const u32 me = m.current;
@@ -145,7 +145,7 @@ void load_matrices(u32* r, SharedArray* from, long long i, bool transposed) {
   meet();  // the others may have read this lane's row until here
 }
 
-// Each lane stores the row that it names, of what the others hold.
+// Each lane stores the row at its address, from the other lanes' registers.
 void store_matrices_transposed(SharedArray* to, long long i, const u32* r) {
   check_place(*to, i, 16, "store of matrices");
   const u32 lane = machine->current % kWarp, matrix = lane / 8, row = lane % 8;

@@ -5,8 +5,8 @@
 // and come after the wait in a kernel that has one; lanes must meet at the same shuffle; shared memory must be written before it is
 // read. The first violation ends the launch with a sentence about it.
 //
-// Every kernel is compiled with this, so it holds words only, and none of the standard library's headers, which take longer to read than a
-// kernel: what the words do is in machine.cpp.
+// Every kernel is compiled with this header, so it contains declarations only, and no headers of the standard library, which take longer to
+// read than a kernel. The implementation is in machine.cpp.
 #ifndef SSMGEN_EMULATOR_HPP
 #define SSMGEN_EMULATOR_HPP
 #define SSMGEN_EMULATOR 1
@@ -89,7 +89,7 @@ void call(void (*kernel)(A...), void** arguments) {
 #define blockDim (emulator::block_size)
 #define gridDim (emulator::grid_size)
 
-// The static byte's address tells arrays apart.
+// Arrays are distinguished by the address of the static byte.
 #define EMULATED_SHARED(type, name, count, alignment) \
   static char name##_site;                            \
   emulator::Shared<type> name(emulator::shared_array(&name##_site, #name, sizeof(type), count, alignment))
@@ -98,7 +98,7 @@ void call(void (*kernel)(A...), void** arguments) {
 #define DYNAMIC_SHARED(type, name) EMULATED_SHARED(type, name, emulator::kDynamic, 16)
 #define SWIZZLED_SHARED(type, name) EMULATED_SHARED(type, name, emulator::kDynamic, 1024)
 
-// CUDA's own functions. Those that C has too are C's.
+// CUDA's own functions. Functions that C has too are C's.
 
 extern "C" {
 float ceilf(float), cosf(float), exp2f(float), expf(float), expm1f(float), fabsf(float), floorf(float), log1pf(float), log2f(float), logf(float);
@@ -284,6 +284,15 @@ inline void copy_box(const emulator::Shared<T>& to, unsigned i, const TensorMap&
   const unsigned from[5] = {0, token, columns, head, row};
   emulator::copy_box(to.array(), i, map, from, barriers.array(), b);
 }
+template <class T>
+inline void copy_columns(const emulator::Shared<T>& to, unsigned i, const TensorMap& map, unsigned column, unsigned token, unsigned head,
+                         unsigned row, const emulator::Shared<unsigned long long>& barriers, unsigned b) {
+  static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
+  const unsigned from[5] = {column, token, 0, head, row};
+  emulator::copy_box(to.array(), i, map, from, barriers.array(), b);
+}
+inline void prefetch_box(const TensorMap&, unsigned, unsigned, unsigned, unsigned) {}
+inline void prefetch_columns(const TensorMap&, unsigned, unsigned, unsigned, unsigned) {}
 
 using emulator::Matrix;
 inline Matrix operator+(Matrix m, unsigned bytes) { return m.byte += bytes, m; }

@@ -1,5 +1,5 @@
-// What a kernel's text and the machine that runs it know of each other. The machine (machine.cpp) is compiled once, with optimisation;
-// each kernel is compiled without, against these declarations alone.
+// The interface between a kernel's text and the machine that runs it. The machine (machine.cpp) is compiled once, with optimisation; each
+// kernel is compiled without optimisation, against these declarations alone.
 #ifndef SSMGEN_EMULATOR_MACHINE_HPP
 #define SSMGEN_EMULATOR_MACHINE_HPP
 
@@ -13,7 +13,7 @@ struct Dim {
   u32 x, y, z;
 };
 
-// An operand: what a thread may touch.
+// An operand: memory that a thread may access.
 struct Operand {
   const char* name;  // with shape and dtype
   char* begin;
@@ -25,7 +25,7 @@ struct Operand {
 
 enum class Kind { kShuffle, kBallot, kTogether, kWarpBarrier, kBlockBarrier };  // kTogether: an instruction of all lanes
 
-// Of the thread that runs.
+// For the running thread.
 extern Dim thread_index, block_index, block_size, grid_size;
 
 // Waits until the other lanes are here too; `site` is where this returns to.
@@ -45,7 +45,7 @@ void touch(const void* address);
 
 // Shared memory that knows which elements were written, and by whom.
 struct SharedArray;
-constexpr u64 kDynamic = ~u64(0);  // elements: as many as the launch has dynamic shared memory for
+constexpr u64 kDynamic = ~u64(0);  // elements: the number that fits in the launch's dynamic shared memory
 // The array that is declared at `site`, in each block.
 SharedArray* shared_array(const void* site, const char* name, u32 element, u64 count, u32 alignment);
 const void* shared_load(SharedArray* array, long long i);
@@ -97,7 +97,7 @@ void wgmma_wait(u32 left);
 void wgmma_landed(const float* d, u32 count);
 void fence_for_async();
 void change_registers(u32 registers, bool more);
-// Of a thread's numbers that leave its registers: none is part of what products in flight sum up.
+// Checks numbers that leave a thread's registers: none may belong to the sum of a product in flight.
 void check_sums(const void* numbers, u32 bytes);
 
 // Arithmetic of the card.

@@ -1,4 +1,4 @@
-// What the threads of a launch do to memory, checked: accesses lie in operands, and stores do not collide.
+// Checked memory accesses of a launch's threads: accesses must lie in operands, and stores must not collide.
 #include <cstdint>
 #include <cstring>
 
@@ -61,7 +61,7 @@ SharedArray::Cell& cell(SharedArray& array, long long i, const char* what, u32 r
   return array.cells[rank * array.count + i];
 }
 
-// What a thread's prefetch has to keep to, whatever it asks for.
+// The constraints on a thread's prefetch, whatever its address.
 void check_prefetch(const char* p, u64 bytes) {
   for (const Operand& o : machine->operands)
     if (p >= o.begin && p + bytes <= o.begin + o.bytes) return;
@@ -72,7 +72,7 @@ void check_waited() {
   if (machine->pdl && !machine->me().waited) machine->fail("prefetch before the wait for the upstream kernel");
 }
 
-// Of a cluster whose blocks are known to run.
+// Checks that another block of the cluster is known to run.
 void check_peer(const SharedArray& array, u32 rank, const char* what) {
   Machine& m = *machine;
   const auto fail = [&](const std::string& where) { m.fail(what + array.name + " of " + where); };

@@ -1,5 +1,5 @@
-// Products of warpgroups: they read and sum up until they are waited for, and land no earlier. Warps are 16 rows each; lane 0, which goes on
-// first where a warp has met, does what is done for all of it.
+// Products of warpgroups: they read and sum until they are waited for, and land no earlier. A warp has 16 rows. Lane 0, the first to
+// continue after a warp has met, does the work of the whole warp.
 #include <algorithm>
 #include <cstring>
 
@@ -86,7 +86,7 @@ void move(Sum& sum, const Move& one) {
 
 const char* const kSums = "registers that products sum into";
 
-// What these registers sum up already, or from now on.
+// The sum in these registers, or a new one.
 Sum& sum_of(u32 first, const Asked* const* asked) {
   Warp& warp = warp_of(first);
   const u32 columns = asked[0]->columns, count = columns / 2;
@@ -115,7 +115,8 @@ Sum& sum_of(u32 first, const Asked* const* asked) {
   return sum;
 }
 
-// What is read of an operand's columns, or of the first one's rows: 8 elements lie together. Addresses count from a multiple of 1024.
+// The part read of an operand's columns, or of the first operand's rows: 8 elements are contiguous. Addresses are relative to a multiple of
+// 1024.
 Part part_of(const Matrix& b, u32 columns, bool by_columns, u32 from, u32 count) {
   check_place(*b.array, 0, 1024, "matrix");
   const auto fail = [&](const std::string& why) { machine->fail("matrix that begins at byte " + std::to_string(b.byte) + " of " + b.array->name + why); };
@@ -136,7 +137,7 @@ Part part_of(const Matrix& b, u32 columns, bool by_columns, u32 from, u32 count)
   return part;
 }
 
-// Whether this thread's products see what was stored then: a fence lies behind the store and ahead of this thread, by whichever thread.
+// Whether this thread's products see a store of that moment: some thread's fence must come after the store and before this thread.
 bool visible(u32 moment) {
   Machine& m = *machine;
   const Moment& then = m.moments[moment];
@@ -198,7 +199,7 @@ void issue(u32 first) {
 
 float widen(u16 bits) { return machine->numbers == Numbers::kBf16 ? from_bf16(bits) : from_f16(bits); }
 
-// What it holds, row by row of those that are summed over.
+// The values of a part, row by row along the summed axis.
 std::vector<double> values_of(const Part& part) {
   std::vector<double> found(kDepth * part.columns);
   const char* values = part.array->values.data() + machine->rank * part.array->count * part.array->element;
@@ -315,7 +316,7 @@ void wgmma_landed(const float* d, u32 count) {
 
 void fence_for_async() {
   Thread& t = machine->me();
-  t.moment = 0;  // what it has stored until here is earlier than this, and what it stores behind it is later
+  t.moment = 0;  // separates its earlier stores from its later ones
   t.fences.push_back(Fence{machine->now(), t.cluster_waited, t.seen});
   t.moment = 0;
 }

@@ -1,4 +1,4 @@
-// A launch: its threads, and what it remembers of memory. All of it belongs to the launch and goes with it.
+// A launch: its threads, and its records of memory accesses. Everything here lives as long as the launch.
 #ifndef SSMGEN_EMULATOR_STATE_HPP
 #define SSMGEN_EMULATOR_STATE_HPP
 
@@ -27,18 +27,18 @@ enum class Numbers { kNone, kBf16, kF16 };
 
 struct SharedArray;
 
-// A copy in flight: so many elements of an array, from its i-th on.
+// A copy in flight: a number of elements of an array, from element i on.
 struct Copy {
   SharedArray* to;
   long long i;
   u32 elements;
   const char* from;
   u32 bytes;          // read; the rest is zero
-  std::string asked;  // what was there when it was asked for
-  u32 thread, clock;  // that asked
+  std::string asked;  // the content when the copy was issued
+  u32 thread, clock;  // that issued it
 };
 
-// An arrival of a thread, once so many of its copies have landed, counted from its first.
+// A thread's arrival, due once this number of its copies, counted from its first, has landed.
 struct Arrival {
   u32 thread, clock;
   u64 copies;
@@ -58,17 +58,17 @@ struct Barrier {
   SharedArray* array;
   u32 rank;                         // of the block that it belongs to
   long long i;
-  u32 count, missing;               // arrivals, those that the phase still needs
+  u32 count, missing;               // arrivals of the phase, and the remaining ones
   u64 expected = 0;                 // bytes in this phase
   long long phase = 0;              // the one that is not over
   std::vector<Copy> copies;         // in flight, for this phase
   std::vector<Arrival> arrivals;    // with copies, in this phase
-  std::vector<u32> gathered;        // what those that arrived have seen
+  std::vector<u32> gathered;        // the clocks that arrived threads have seen
   std::vector<long long> waited_for;  // by each thread, the last phase; kNever
   std::vector<Look> looks[2];       // of each thread, the last of either parity
 };
 
-// What a thread had passed and seen when it made what it had stored visible to products.
+// A thread's barriers and seen clocks at a fence, which makes its earlier stores visible to products.
 struct Fence {
   u32 moment, cluster_waited;
   std::vector<u32> seen;
@@ -85,28 +85,28 @@ struct Thread {
   u32 clock = 0;                                // advances where others may learn what it has done (barriers.cpp)
   std::vector<u32> seen;                        // of each thread, the clock up to which its accesses are ordered before this one's
   Barrier* awaited = nullptr;
-  // Where it waits for the others, and what it brought and takes away.
+  // The place where it waits for the others, and the values that it passes and receives.
   Kind kind = Kind::kWarpBarrier;
   const void* site = nullptr;
   u32 mask = 0, source = 0;
   u64 brought = 0, taken = 0;
   std::vector<Copy> copies;  // in flight, in order
-  std::vector<u32> groups;   // how many of them each group has; those behind belong to none yet
-  u64 landed = 0, entrusted = 0;  // copies: those that are not in flight any more, and those that barriers wait for, from the first on
+  std::vector<u32> groups;   // number of copies in each group; later copies have no group yet
+  u64 landed = 0, entrusted = 0;  // numbers of copies that have landed, and that barriers wait for, counted from the first
   std::vector<Fence> fences;    // in order
   bool fenced = false;          // since products were last waited for
   std::vector<char> registers;  // the stack as it was then, down to `lowest`
   const char* lowest = nullptr;
 };
 
-// What products sum up, 16 rows of a warp: from the first of them on until the last has landed, d holds poison.
+// The accumulators of products, 16 rows of a warp. From the first product until the last one has landed, d holds poison.
 struct Sum {
   float* d[kWarp];  // of each lane
   u32 columns, pending;
   std::vector<float> values;
 };
 
-// What a product reads of a matrix in shared memory: 16 numbers of each column.
+// The part of a matrix in shared memory that a product reads: 16 numbers of each column.
 struct Part {
   SharedArray* array = nullptr;  // nullptr: nothing
   std::vector<u32> pieces;       // bytes at which 8 elements begin, in the order of their rows, or of their columns
@@ -120,12 +120,12 @@ struct Product {
   bool add;
   Sum* into;
   const u32* a[kWarp];  // of each lane, or nullptr
-  u32 held[kWarp][4];   // what was there when it was asked for
+  u32 held[kWarp][4];   // the content when the product was issued
 };
 
 inline bool same(const Matrix& a, const Matrix& b) { return a.array == b.array && a.byte == b.byte && a.next == b.next && a.row == b.row; }
 
-// What all warps of a warpgroup do, in the same order: products, and changes of registers.
+// The steps that all warps of a warpgroup take, in one order: products, and changes of registers.
 struct Step {
   Matrix first, second;
   u32 columns, sum, registers;
@@ -136,7 +136,7 @@ struct Step {
 
 struct Warp {
   std::deque<Product> products;  // in flight, in order
-  std::vector<u32> groups;       // how many of them each group has; those behind belong to none yet
+  std::vector<u32> groups;       // number of products in each group; later products have no group yet
   std::vector<std::unique_ptr<Sum>> sums;
   u32 steps = 0, registers = 0;
 };
@@ -179,7 +179,7 @@ class Stacks {
 struct SharedArray {
   struct Cell {
     u32 when = 0;             // it was written; 0: it was not
-    u32 readers[2] = {0, 0};  // since then, the last of two threads, of two warps if there were: whoever writes next, one is another
+    u32 readers[2] = {0, 0};  // since then: the last two readers, of two warps if possible; a later writer is not both
     u32 in_flight = 0;        // when a copy to here was asked for that has not landed; 0: there is none
     u32 products = 0;         // in flight that read it
   };
@@ -217,7 +217,7 @@ class Machine {
   std::vector<Moment> moments;
   std::vector<std::unique_ptr<SharedArray>> shared;
   std::vector<std::unique_ptr<Barrier>> barriers;
-  std::vector<std::vector<u32>> gathered;  // at each barrier of the cluster, what those that arrived have seen
+  std::vector<std::vector<u32>> gathered;  // at each barrier of the cluster, the clocks that arrived threads have seen
   std::vector<Warp> warps;
   std::vector<std::vector<Step>> steps;  // of each warpgroup
   jmp_buf scheduler;

@@ -1,4 +1,4 @@
-"""How far a result is from what it should be."""
+"""The distance between a result and its reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def norm_error(result: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of `expected` (any shape, the same for both), in float64; infinite where a result is not finite."""
+    """The norm of the difference over the norm of `expected` (both of one shape), in float64; infinite if an element is not finite."""
     if not result.isfinite().all():
         return float("inf")
     result, expected = result.double(), expected.double()

@@ -1,4 +1,4 @@
-"""What calls of short convolutions have in common, over prompts and in decoding."""
+"""Options and checks of short convolutions, for prompts and for decoding."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LIKE_X = (
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """Arguments of a call that are not tensors."""
 
     silu: bool = False
     pad_slot_id: int = -1
 
 
 def check_convolution(table: Table, named: Mapping[str, Any], problems: list[str]) -> bool:
-    """What both convolutions ask of x, weight and bias. False: nothing else can be said."""
+    """Checks x, weight and bias for both convolutions. False: other checks cannot run."""
     if not checks.check_tensors(named, problems):
         return False
     checks.check_types(table, named, "x", problems, "the convolution")
@@ -42,14 +42,14 @@ def check_convolution(table: Table, named: Mapping[str, Any], problems: list[str
 
 
 def check_strides(name: str, t: Tensor, problems: list[str]) -> None:
-    """Only the distance between slots, the first axis of states, is 64-bit in the kernels; offsets are."""
+    """Kernels take strides below 2^32. Only the stride between slots, the first axis of states, is 64-bit; so are offsets."""
     strides = t.stride()[1:] if "states" in name or name in ("conv_state", "intermediate_conv_window") else t.stride()
     if any(s >= 2**32 for s in strides):
         problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
 
 
 def taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int], channels: int) -> bool:
-    """Whether so many channels' taps, and their biases, can be loaded as aligned vectors."""
+    """Whether the taps and biases of `channels` channels can be loaded as aligned vectors."""
     weight, bias = views["weight"], views.get("bias")
     run = channels * weight.shape[1] * weight.element_size()
     dense = weight.is_contiguous() and pointers["weight"] % 16 == 0

@@ -1,4 +1,4 @@
-"""What models ask of short convolutions, over prompts and in decoding."""
+"""The problems of models with short convolutions, for prompts and for decoding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..select.models import Ask, Client, Model, Wanted
 
 
 class ConvolutionAsk(Ask):
-    """Base of what models ask of a short convolution."""
+    """Base class for the problems that models have for a short convolution."""
 
     options = frozenset(("pools", "tokens"))
 
@@ -22,5 +22,5 @@ class ConvolutionAsk(Ask):
         return f"{model.name} has no short convolution"
 
     def same(self, model: Model, wanted: Wanted) -> dict[str, Any]:
-        """Fields that all of its problems have."""
+        """Fields that all its problems share."""
         return {"width": model.conv_width, "x": wanted.io, "weight": wanted.io, "bias": wanted.io if model.conv_bias else None}

@@ -13,7 +13,7 @@ from .trial import wide
 
 
 class Taps(Protocol):
-    """What specs of convolutions say of their weights."""
+    """Fields of a convolution's spec that describe its weights."""
 
     @property
     def width(self) -> int: ...
@@ -26,7 +26,7 @@ class Taps(Protocol):
 
 
 def taps(spec: Taps, dim: int, g: Generator) -> dict[str, Tensor]:
-    """Weight and bias, of either convolution."""
+    """Weight and bias for either convolution."""
     weight, bias = torch.randn(dim, spec.width, generator=g), torch.randn(dim, generator=g)
     if spec.taps is Loads.VECTOR:
         made = {"weight": weight.to(TORCH_DTYPES[spec.weight]), "bias": spec.bias and bias.to(TORCH_DTYPES[spec.bias])}

@@ -1,4 +1,4 @@
-"""States in fewer bits in plain PyTorch: what is stored times its row's scale is the number."""
+"""States with scales (int16, int8, float8_e4m3fn) in plain PyTorch: a stored element times the scale of its row is the number."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from ..calls.checks import NARROW
 from .stochastic_reference import words_of
 
-_SMALLEST = 2.0**-100  # below this size a row's scale is as of this one: scales have inverses
+_SMALLEST = 2.0**-100  # rows whose largest element is smaller get the scale of this size: scales must have inverses
 
 
 def widened(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The numbers [..., N] that a state stands for, with its scales [...] if it has any."""
+    """The numbers [..., N] of a stored state; scale [...], or None if it has no scales."""
     return stored.to(dtype) if scale is None else stored.to(dtype) * scale.to(dtype)[..., None]
 
 
 def narrowed(state: Tensor, dtype: torch.dtype, seed: int = 0, rounds: int = 0, slot: int = 0, stream: int = 0) -> tuple[Tensor, Tensor]:
     """(elements of `dtype`, scales [heads, headdim] float32) of a slot's new state [heads, headdim, d_state].
 
-    A row's scale is its greatest size over the largest number of the type. Elements are rounded to nearest even, or with the slot's noise
-    if there are rounds of it. A row with a number that is not finite has NaN or infinity for a scale.
+    A row's scale is its largest magnitude over the largest number of the type. Elements are rounded to nearest even, or with the slot's
+    noise if rounds > 0. A row with an element that is not finite has the scale NaN or infinity.
     """
     scale = (state.abs().amax(-1).clamp(min=_SMALLEST) * (1 / torch.tensor(NARROW[dtype].largest, dtype=state.dtype))).float()
     values = state / scale.to(state.dtype)[..., None]
@@ -36,7 +36,8 @@ def narrowed(state: Tensor, dtype: torch.dtype, seed: int = 0, rounds: int = 0, 
 def rounded_narrow(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """values, rounded to f32 and then up or down with a random 32-bit word each.
 
-    To integers: up with the probability of what is cut off, to 2^-16. To float8_e4m3fn: as many random bits as are cut off, at most 31.
+    Integers: rounds up with the probability of the fraction cut off, to 2^-16. float8_e4m3fn: uses as many random bits as are cut off, at
+    most 31.
     """
     if dtype != torch.float8_e4m3fn:
         most = NARROW[dtype].largest

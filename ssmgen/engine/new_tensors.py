@@ -1,4 +1,4 @@
-"""Tensors that calls make for what they write and were not given."""
+"""New tensors for outputs that a call was not given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def new_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """An uninitialised tensor of such a shape (x's), dense, whose last two axes are contiguous in the order in which x's are."""
+    """An uninitialised dense tensor of this shape (x's by default). Its last two axes are contiguous in the same order as x's."""
     shape = tuple(x.shape if shape is None else shape)
     if len(shape) < 2 or x.stride(-1) == 1 or x.stride(-1) <= x.stride(-2):
         return x.new_empty(shape)

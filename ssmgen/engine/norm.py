@@ -1,4 +1,4 @@
-"""The gated norm behind a recurrence: what the operator by itself and the layers that end with it share."""
+"""The gated norm after a recurrence: definitions for the separate operator and for layers that end with a norm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..spec.kernel import BARE, DType, Loads, Part, must
 
 
 class Activation(Enum):
-    """What the gate goes through before it multiplies."""
+    """The function applied to the gate before it multiplies."""
 
     SILU = "silu"
     SIGMOID = "sigmoid"
@@ -17,24 +17,24 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorm(Part):
-    """What a layer's call fixes of its norm; nothing where it has none."""
+    """The norm in the problem of a layer's call; weight is None if the layer has no norm."""
 
-    weight: DType | None = field(default=None, metadata=BARE)  # of norm_weight; none: no norm
+    weight: DType | None = field(default=None, metadata=BARE)  # of norm_weight; None: no norm
     gate: DType = DType.BF16  # of z
     size: int = 0  # channels of a group
     grouped: bool = False  # rows have several groups
-    first: bool = False  # z gates what is normed already
+    first: bool = False  # z multiplies the normalised values
     activation: Activation = Activation.SILU
     loads: Loads = Loads.VECTOR
 
     def faults(self, channels: int) -> list[str]:
-        """Why its groups do not make up rows of so many channels."""
+        """The error if its groups do not divide rows of this number of channels."""
         whole = self.weight is None or (self.size > 0 and channels % self.size == 0)
         return must(whole, f"groups of {self.size} channels do not make up {channels}")
 
 
 class LayerNormSpec:
-    """Base of the spec of a layer's last kernel, which norms what the recurrence's leaves: what `layer_views` must know of it."""
+    """Base of the spec of a layer's last kernel, which normalises the recurrence's output. It has the fields that `layer_views` reads."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What calls say of the activation of a norm's gate."""
+"""Names for the activation of a norm's gate, as calls give them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A gated norm: its problem, and how a kernel computes it, by itself or at the end of a layer.
+"""A gated norm: its problem, and its kernel, as a separate operator or at the end of a layer.
 
 A team of threads owns one group: `vec` neighbouring elements per thread and pass, all of them in registers, so that x and the gate are
-read once. Teams are a part of a warp, a warp, or a block. Bytes per group: size * (sizeof(x) + sizeof(gate) + sizeof(out)); the weight
+read once. A team is part of a warp, a warp, or a block. Bytes per group: size * (sizeof(x) + sizeof(gate) + sizeof(out)); the weight
 stays in L2.
 
-The sum of squares has one order, whatever the variant: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on up to
-the whole group; where a neighbour is missing, nothing is added. So has the sum that a mean is of, which is subtracted ahead of that.
+The sum of squares has the same order in all variants: a chain over 4 neighbours, then pairs of neighbours, pairs of pairs, up to the whole
+group. A missing neighbour adds nothing. The sum for the mean, which is subtracted first, has the same order.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ MAX_GROUP = 16384
 HELD = 32  # elements of a group that a thread holds, at most
 
 
-# Groups, for which small blocks reach more SMs: two of one warp for each of the H200's 132 SMs and its schedulers.
+# Up to this number of groups, small blocks reach more SMs: two blocks of one warp for each scheduler of the H200's 132 SMs.
 FEW = 1056
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormProblem(Problem):
-    """What a call fixes. The numbers of rows and of groups in a row are not among it."""
+    """The problem that a call fixes. The number of rows and of groups per row are not part of it."""
 
     size: int  # elements of a group
     x: DType = DType.BF16
     gate: DType | None = DType.BF16
     weight: DType | None = DType.BF16
     out: DType = DType.BF16
-    norm_first: bool = False  # the gate multiplies what is normalised, and not what is to be
+    norm_first: bool = False  # the gate multiplies the normalised values, not the norm's input
     activation: Activation = Activation.SILU
     grouped: bool = False  # rows have several groups
     loads: Loads = Loads.VECTOR  # of all operands: aligned to the widest vector
     # Of norms without a gate
     residual: DType | None = field(default=None, metadata=LATER)  # added to x
-    sum: DType | None = field(default=None, metadata=LATER)  # that of what the sum is written to
+    sum: DType | None = field(default=None, metadata=LATER)  # dtype of the tensor that receives the sum
     unit_offset: bool = field(default=False, metadata=LATER)  # 1 + weight multiplies
-    rounded: bool = field(default=False, metadata=LATER)  # to out's dtype, ahead of the weight
+    rounded: bool = field(default=False, metadata=LATER)  # to out's dtype, before the weight
     # Of layer norms
     centred: bool = field(default=False, metadata=LATER)  # the mean is subtracted
-    bias: DType | None = field(default=None, metadata=LATER)  # added behind the weight
+    bias: DType | None = field(default=None, metadata=LATER)  # added after the weight
 
     @property
     def widest(self) -> int:
-        """Elements per access, at most."""
+        """Largest number of elements per access."""
         return 8 if self.size % 8 == 0 and self.x is not DType.F32 else 4
 
     @property
     def partial(self) -> bool:
-        """Whether the last of a group's vectors is not whole: operands are then loaded and stored by elements, as many as there are."""
+        """Whether the last vector of a group is partial. Operands are then loaded and stored element by element."""
         return self.size % 4 != 0
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Constraints that no variant can meet."""
         return [
             *must(1 <= self.size <= MAX_GROUP, f"size {self.size} is not 1 … {MAX_GROUP}"),
             *must(not self.partial or self.loads is Loads.ELEMENT, f"size {self.size} needs loads by elements"),
@@ -82,10 +82,10 @@ class NormProblem(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class NormKernel(KernelSpec, NormProblem):
-    """A problem, and how one variant computes it. No choice here changes a bit of the result.
+    """A problem, and the choices of one variant. No choice here changes a bit of the result.
 
-    A family's spec adds its name and its template, which may extend that of the norm by itself: `roles` are the operands as the template
-    names them, `operands` the same as the call does.
+    A family's spec adds its name and its template, which may extend the template of the separate norm. `roles` are the operands by their
+    names in the template, `operands` by their names in the call.
     """
 
     vec: int  # elements per thread and pass
@@ -100,7 +100,7 @@ class NormKernel(KernelSpec, NormProblem):
 
     @property
     def teams(self) -> int:
-        """Groups of a block."""
+        """Groups per block."""
         return self.threads // self.team
 
     @property
@@ -145,11 +145,11 @@ class NormKernel(KernelSpec, NormProblem):
         return replace(super().needs, guarded=self.partial)
 
     def roles(self) -> list[str]:
-        """Tensor arguments in order, as the template names them."""
+        """Tensor arguments in order, by their names in the template."""
         return OPERANDS.of(self)
 
     def operands(self) -> list[str]:
-        """The same as the call names them."""
+        """Tensor arguments in order, by their names in the call."""
         return self.roles()
 
     def strides(self) -> list[tuple[str, str]]:
@@ -163,7 +163,7 @@ class NormKernel(KernelSpec, NormProblem):
         return [*OPERANDS.pointers(self, self.roles()), *units, *groups, *strides, Param.f32("eps")]
 
     def _offsets(self) -> dict[str, str]:
-        """What is added to the operands to get to a thread's first element."""
+        """The offset of each operand to a thread's first element."""
         terms: dict[str, list[str]] = {role: [] for role in self.roles()}
         for role, axis in self.strides():
             terms[role].append(f"u64({axis}) * {role}_{axis}")
@@ -179,18 +179,19 @@ class NormKernel(KernelSpec, NormProblem):
             "rounds_sum": self.residual is not None and self.out not in (self.sum, DType.F32),
             "rounds_normed": self.rounded and self.out is not DType.F32,
             "pooled": False,  # rows have slots, and those without one are not written
-            # Of many elements, those of the weight and the bias wait until the gate's, or what x came in, need no registers any more.
+            # For many elements, weight and bias are loaded late: after the registers of the gate, or of x before conversion, are free.
             "late_weight": (self.weight is not None or self.bias is not None) and self.passes * self.vec > 8,
         }
 
 
 def _pow2(n: int) -> int:
-    """The least power of two that is not below n."""
+    """The least power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def team_of(problem: NormProblem, vec: int, held: int) -> int:
-    """The fewest threads that hold a group with so many elements each, or 1024: a power of two, or warps that need a single pass."""
+    """The smallest team that holds a group with `held` elements per thread, at most 1024 threads: a power of two, or whole warps that need
+    a single pass."""
     vectors = -(-problem.size // vec)
     if vectors <= 32:
         return _pow2(-(-vectors * vec // max(held, vec)))
@@ -200,7 +201,7 @@ def team_of(problem: NormProblem, vec: int, held: int) -> int:
 
 
 def shape(problem: NormProblem, held: int, threads: int, vec: int = 0) -> dict[str, Any]:
-    """The fields of the variant whose threads hold about so many elements each, in blocks of about so many threads."""
+    """The fields of a variant with about `held` elements per thread and about `threads` threads per block."""
     vec = vec or problem.widest
     team = team_of(problem, vec, held)
     return {"vec": vec, "team": team, "threads": team if team > 32 else threads}

@@ -1,4 +1,4 @@
-"""The tensors of the norms."""
+"""The operand table of the norms."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ OPERANDS = table(
     group="groups",
     **{"group*size": "groups * size"},
 )
-SHARED = ("weight", "bias")  # by all rows
+SHARED = ("weight", "bias")  # all rows use the same

@@ -1,8 +1,8 @@
-"""The row engine: what recurrences share whose state is a table of rows.
+"""The row engine: specs and choices for recurrences whose state is a table of rows.
 
-A recurrent state is a table of rows that never meet: row v of head h holds the elements that one read-out sums. `lanes` lanes own
-one row, `vec` contiguous elements per lane and pass, and keep `ilp` rows in flight; long rows take half a warp or all of it, and of
-narrow ones a warp holds many. The traffic is twice the state, all else a few per cent: the floor is the speed of copying it.
+Rows of a recurrent state are independent: row v of head h holds the elements that one read-out sums. `lanes` lanes own
+one row, `vec` contiguous elements per lane and pass, and keep `ilp` rows in flight. A long row takes half a warp or a whole warp; a warp
+holds several narrow rows. The traffic is twice the state, all else a few per cent: the lower bound is the time of a copy of the state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..spec.kernel import LATER, SM90, Arch, DType, KernelSpec, Loads, Narrow, N
 
 
 class RowProblem(Problem):
-    """What the engine must know of a family's problem."""
+    """The properties of a family's problem that the engine reads."""
 
     __slots__ = ()
 
@@ -50,46 +50,48 @@ class RowProblem(Problem):
 
     @property
     def guarded(self) -> bool:
-        """Whether a row is no whole number of the 4 neighbours that every sum begins with, or rows that lie beside each other do not fill a
-        word: elements are then loaded and stored one by one, as many as there are, and the others are 0."""
+        """Whether rows need element-wise loads and stores. True if a row is not a multiple of 4 elements, the chain that every sum begins
+        with, or if interleaved rows do not fill 4-byte words. Elements past the end count as 0."""
         beside = self.interleaved and self.rows * self.row_dtype.size % 4 != 0
         return self.row_elements % 4 != 0 or beside
 
     @property
     def lanes_per_row(self) -> int | None:
-        """Lanes per row, where the kernel prescribes them; else None."""
+        """Lanes per row, if the kernel prescribes them; else None."""
         return None
 
     @property
     def layered(self) -> bool:
-        """Whether a launch takes several layers' states."""
+        """Whether one launch takes the states of several layers."""
         return False
 
     @property
     def interleaved(self) -> bool:
-        """Whether neighbouring rows, and not the elements of a row, are contiguous. Then 16-byte vectors hold an element of `ilp` rows."""
+        """Whether neighbouring rows are contiguous, instead of the elements of a row. 16-byte vectors then hold one element of each of
+        `ilp` rows."""
         return False
 
 
 P = TypeVar("P", bound=RowProblem)
 S = TypeVar("S", bound=KernelSpec)
-AROUND = ("prefetch", "windows_ahead", "pdl")  # choices that leave the walk over the rows as it is
+AROUND = ("prefetch", "windows_ahead", "pdl")  # choices that do not change the loop over the rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSpec(KernelSpec, RowProblem):
-    """How one variant walks the rows of a problem; the family's spec inherits which. No choice here changes a bit of the result."""
+    """How one variant processes the rows of a problem, which the family's spec also inherits. No choice here changes a bit of the
+    result."""
 
     lanes: int  # lanes per row; 32 = warp per row, fewer = several rows per warp
     vec: int  # contiguous elements per lane and pass; 16 bytes of state when aligned
-    ilp: int = 4  # rows in flight per lane team; each lane then owns the scalars of one of them
+    ilp: int = 4  # rows in flight per team of lanes; each lane then owns the scalars of one row
     tile: int = 64  # rows per block
     threads: int = 128
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
-    prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
+    prefetch: int = 0  # prefetch the tile of the block this many blocks later into L2; 0 = off
     pdl: Pdl = Pdl.OFF
-    # Warps that the lanes of an interleaved row lie in, whose sums meet in shared memory; neighbouring lanes are then of neighbouring rows,
-    # so that a warp reads long pieces of memory. 0: the lanes of a row are neighbours in a warp.
+    # Number of warps that share an interleaved row; partial sums meet in shared memory. Neighbouring lanes then own neighbouring rows, so
+    # that a warp reads long contiguous pieces of memory. 0: the lanes of a row are neighbours in one warp.
     row_warps: int = field(default=0, metadata=LATER)
 
     @property
@@ -98,7 +100,7 @@ class RowSpec(KernelSpec, RowProblem):
 
     @property
     def warp_lanes(self) -> int:
-        """Lanes of a row in a warp."""
+        """Lanes of a row in one warp."""
         return self.lanes // max(1, self.row_warps)
 
     @property
@@ -107,12 +109,12 @@ class RowSpec(KernelSpec, RowProblem):
 
     @property
     def row_room(self) -> int:
-        """Elements of a row that its lanes have registers for."""
+        """Elements of a row that fit in its lanes' registers."""
         return self.passes * self.lanes * self.vec
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that a block holds in flight at a time."""
+        """Rows that a block has in flight at once."""
         return self.threads // self.lanes * self.ilp
 
     @property
@@ -126,7 +128,8 @@ class RowSpec(KernelSpec, RowProblem):
 
     @property
     def owned_once(self) -> bool:
-        """Whether a lane owns the scalars of one row of all steps, and not of one in each: fewer addresses, loads and stores."""
+        """Whether a lane owns the scalars of one row in all steps together, instead of one row in each step: fewer addresses, loads and
+        stores."""
         return False
 
     @property
@@ -205,8 +208,8 @@ class RowSpec(KernelSpec, RowProblem):
 
 
 def axes(most_vec: int = 8, ahead: int = 264, interleaved: bool = False) -> Iterator[dict[str, Any]]:
-    """The choices worth trying, legal for some problems: what a tuner searches, and what the tests hold to be bit-equal. ahead: blocks by
-    which L2 is asked, where it is."""
+    """The choices worth trying, each legal for some problems. The tuner searches them, and tests check that they are bit-equal. ahead:
+    distance of the L2 prefetch in blocks, if it is on."""
     tried: dict[str, tuple[Any, ...]] = {
         "lanes": (1, 2, 4, 8, 16, 32),
         "vec": tuple(vec for vec in (2, 4, 8, 16) if vec <= most_vec),
@@ -224,8 +227,8 @@ def axes(most_vec: int = 8, ahead: int = 264, interleaved: bool = False) -> Iter
 
 
 def legal(make: Callable[[dict[str, Any]], S], choices: Iterable[dict[str, Any]], arch: Arch) -> Iterator[S]:
-    """The legal specs among make(choice), in order. Choices of AROUND only add constraints: a walk that is illegal without them is not
-    tried with them, which saves seven eighths of the checks."""
+    """The legal specs among make(choice), in order. Choices in AROUND only add constraints: if a choice is illegal without them, it is not
+    tried with them. This saves seven eighths of the checks."""
     illegal = set()
     for how in choices:
         walk = tuple((name, value) for name, value in how.items() if name not in AROUND)
@@ -239,43 +242,46 @@ def legal(make: Callable[[dict[str, Any]], S], choices: Iterable[dict[str, Any]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
-# Choosing a variant. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+# Choosing a variant. Measured on an H200 (132 SMs); docs/performance.md lists the trials.
 
-MOST_ROW_WARPS = 8  # that a row's lanes lie in
-MOST_HELD = 96  # elements of a lane whose rows lie across warps
+MOST_ROW_WARPS = 8  # that share a row
+MOST_HELD = 96  # elements per lane, for rows that several warps share
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Serves calls whose state traffic, both ways, is at most `max_mib`; the first rule of a table that does is taken."""
+    """Serves calls with at most `max_mib` of state traffic (reads and writes). The first rule of a table that fits is taken."""
 
     name: str
     max_mib: float
-    tile_kib: int  # state per block; each of its threads holds its shares of ILP rows at once, and that is all it does
+    tile_kib: int  # state per block; each thread processes its share of ILP rows at once, and has no other rows
     prefetch: int = 0
     pdl: Pdl = Pdl.TRIGGER_LOADED
-    steps: int = 1  # in which a block walks its rows
-    ilp: int = 4  # 8 needs too many registers, 2 leaves too little in flight once the card is full
-    piece: int = 0  # bytes that a warp reads of interleaved rows at a time, their lanes across warps; 0: a row's lanes are neighbours
+    steps: int = 1  # steps in which a block processes its rows
+    ilp: int = 4  # 8 needs too many registers, 2 has too few loads in flight on a full card
+    piece: int = 0  # bytes of interleaved rows that a warp reads at once, with rows across warps; 0: the lanes of a row are neighbours
 
 
 def loaded(problem: P) -> P:
-    """The problem, whose guarded rows, if they are, and operands are loaded by elements wherever they lie."""
+    """The problem; if its rows are guarded, state and operands are loaded by elements at any alignment."""
     how: dict[str, Any] = dict.fromkeys(("state_loads", "operand_loads"), Loads.ELEMENT)
     return replace(problem, **how) if problem.guarded else problem
 
 
 def guarded_lanes(problem: RowProblem) -> tuple[int, int]:
-    """(lanes, vec) of guarded rows: 4 elements per lane and pass, and no more lanes than that takes, but one for each row of a word."""
+    """(lanes, vec) of guarded rows: 4 elements per lane and pass, and as few lanes as that needs, but at least one for each row of a
+    word."""
     lanes = min(32, 1 << (-(-problem.row_elements // 4) - 1).bit_length())
     return (max(lanes, 4 // problem.row_dtype.size) if problem.interleaved else lanes), 4
 
 
 def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
-    """The lane map: 16 bytes of a row per lane, or 32 of a row longer than 256 bytes. An odd factor of its length goes into passes.
+    """The lane map: 16 bytes of a row per lane, or 32 bytes if the row is longer than 256 bytes. An odd factor of its length goes into
+    passes.
 
-    Of interleaved rows a lane holds 4 neighbours, in 16-byte vectors over rows; few lanes to a row, for whole sectors, but not so few that
-    it holds more than 64 elements.
+    For interleaved rows, a lane holds 4 neighbouring elements, in 16-byte vectors over rows. Few lanes per row give whole sectors, but a
+    lane holds
+    at most 64 elements.
     """
     n, size = problem.row_elements, problem.row_dtype.size
     if problem.guarded:
@@ -298,8 +304,9 @@ def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
 
 
 def across_warps(problem: RowProblem, piece: int) -> dict[str, int]:
-    """The lane map of interleaved rows whose lanes lie across warps, which read pieces of so many bytes, or of fewer where the rows do not
-    make up those; empty where there is none. A lane holds 8 neighbours of a row, or 4 of one that is short or goes into passes.
+    """The lane map of interleaved rows that several warps share, which read pieces of `piece` bytes. Pieces are smaller if the rows do not
+    fill them. Empty if there is no such map. A lane holds 8 neighbouring elements of a row, or 4 if the row is short or needs several
+    passes.
     """
     n, together = problem.row_elements, 16 // problem.row_dtype.size
     if not problem.interleaved or problem.row_loads is not Loads.VECTOR:
@@ -316,10 +323,10 @@ def across_warps(problem: RowProblem, piece: int) -> dict[str, int]:
 
 
 def fit(problem: RowProblem, rule: Rule) -> dict[str, int]:
-    """Lanes, rows and threads for a problem: about tile_kib per block, in a number of warps that divides the rows if one near does."""
+    """Lanes, rows and threads for a problem: about tile_kib per block. The number of warps divides the rows if a near one does."""
     chosen = across_warps(problem, rule.piece) or layout(problem, rule.ilp)
     together = chosen.get("row_warps", 1)  # warps of a group
-    rows = 32 * together // chosen["lanes"] * chosen["ilp"]  # that a group has
+    rows = 32 * together // chosen["lanes"] * chosen["ilp"]  # rows per group
     row_bytes = problem.row_elements * problem.row_dtype.size
     most = max(1, min(8 // together, rule.tile_kib * 1024 // (row_bytes * rows), -(-problem.rows // rows)))
     fitting = [n for n in range(most * 3 // 2, most // 2, -1) if problem.rows % (n * rows) == 0]

@@ -1,7 +1,7 @@
-"""The short convolution that a decode layer's kernel does itself, ahead of its recurrence.
+"""The short convolution inside a decode layer's kernel, which runs it before the recurrence.
 
-A block convolves the channels that its rows need: those of its group of heads, which other blocks need too, and its own. The window of a
-channel that several blocks read is written by the block of them that comes last, which `arrivals` counts.
+A block convolves the channels that its rows need: the channels of its group of heads, which other blocks need too, and its own. If several
+blocks read a channel, the last of them to arrive writes its window; `arrivals` counts them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from ..spec.kernel import LATER, DType, Index, Loads, Part, must
 from .window import MAX_WIDTH, Saved, StateLayout
 
-CHANNELS = 4  # neighbouring ones that a thread convolves
-MAX_TOKENS = 8  # of a sequence, all of which are staged at once
-MAX_COLUMNS = 32  # of slots that a sequence may start from: a lane of a warp reads each
+CHANNELS = 4  # neighbouring channels per thread
+MAX_TOKENS = 8  # of a sequence; all of them are staged at once
+MAX_COLUMNS = 32  # candidate start slots of a sequence; each is read by one lane of a warp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv(Part):
-    """What a call fixes of the convolution; its inputs and its window have one dtype, its results are rounded to it."""
+    """The convolution in a call's problem. Inputs and window have one dtype, and results are rounded to it."""
 
     width: int = 4  # taps
     weight: DType = DType.BF16
@@ -27,28 +27,28 @@ class ShortConv(Part):
     layout: StateLayout = StateLayout.RUNS
     loads: Loads = Loads.VECTOR  # of the inputs
     taps: Loads = Loads.VECTOR  # of weight and bias
-    tokens: int = field(default=0, metadata=LATER)  # of a sequence, where a call has several; 0 where it has one without an axis
-    windows: Saved = field(default=Saved.NO, metadata=LATER)  # how those after each token lie, kept as [rows, tokens, channels, width - 1]
-    rows: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in that buffer
+    tokens: int = field(default=0, metadata=LATER)  # of a sequence, in calls with an axis of tokens; 0 in calls without it
+    windows: Saved = field(default=Saved.NO, metadata=LATER)  # layout of the windows after each token: [rows, tokens, channels, width - 1]
+    rows: Index = field(default=Index.NONE, metadata=LATER)  # type of the row numbers in that buffer
 
     @property
     def saves(self) -> bool:
-        """Whether the window after each token is kept."""
+        """Whether the window after each token is saved."""
         return self.windows is not Saved.NO
 
     @property
     def saves_any(self) -> bool:
-        """Whether those windows have any distances."""
+        """Whether the saved windows have arbitrary strides."""
         return self.windows is Saved.ANY
 
     @property
     def runs(self) -> bool:
-        """Whether windows lie as one run."""
+        """Whether a window is one contiguous run."""
         return self.layout is StateLayout.RUNS
 
     @property
     def any_place(self) -> bool:
-        """Whether channels and inputs of a window have any distances."""
+        """Whether channels and inputs of a window have arbitrary strides."""
         return self.layout is StateLayout.ANY
 
     @property
@@ -61,7 +61,7 @@ class ShortConv(Part):
         return self.taps is Loads.ELEMENT
 
     def faults(self, rolls: bool) -> list[str]:
-        """What no variant could serve. rolls: the window's history begins where the accepted tokens of the last call end."""
+        """Constraints that no variant can meet. rolls: the window's history begins after the accepted tokens of the last call."""
         return [
             *must(2 <= self.width <= MAX_WIDTH, f"conv_width {self.width} is not 2 … {MAX_WIDTH}"),
             *(self._faults_of_rolling() if rolls else self._faults_of_length()),
@@ -89,5 +89,5 @@ class ShortConv(Part):
 
     @property
     def rolled_len(self) -> int:
-        """Inputs that a window holds at least, to which tokens are added of which not all may be accepted."""
+        """The least number of inputs in a window when tokens are added and some of them may be rejected."""
         return self.width - 2 + self.tokens

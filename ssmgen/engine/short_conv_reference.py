@@ -1,4 +1,4 @@
-"""The short convolution in plain PyTorch: of a run of inputs, and its decode step on a pool of windows."""
+"""The short convolution in plain PyTorch: over a run of inputs, and as a decode step on a pool of windows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, dt
 
 
 def over_windows(windows: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, dtype: torch.dtype) -> Tensor:
-    """The same of each token's inputs, windows [dim, tokens, width]."""
+    """The same for explicit windows [dim, tokens, width], one per token."""
     total = torch.zeros(windows.shape[:2], dtype=dtype, device=windows.device)
     if bias is not None:
         total = total + bias.to(dtype)[:, None]
@@ -26,7 +26,8 @@ def valid_slot(slot: int, slots: int, pad_slot_id: int) -> bool:
 
 
 def paths(count: int, width: int, parents: list[int]) -> list[list[int]]:
-    """Where, behind a history of width - 1 inputs, the inputs of each token's window are: its ancestors', and its own as the last."""
+    """The positions of each token's window among the inputs: its ancestors, then itself. A history of width - 1 inputs precedes the
+    tokens."""
     found = []
     for token in range(count):
         path, at = [token], token
@@ -39,7 +40,8 @@ def paths(count: int, width: int, parents: list[int]) -> list[list[int]]:
 
 
 def parents_of(first_children: Tensor, next_siblings: Tensor) -> Tensor:
-    """The parent of each token, [batch, tokens]; 0 of nobody's child. Children and siblings that are no later tokens are none."""
+    """The parent of each token, [batch, tokens]; 0 for tokens without a parent. Child and sibling links are ignored unless they name a
+    later token."""
     parents = torch.zeros_like(first_children)
     for row, children, siblings in zip(parents, first_children.tolist(), next_siblings.tolist(), strict=True):
         for token, (child, sibling) in enumerate(zip(children, siblings, strict=True)):

@@ -1,4 +1,4 @@
-"""Stochastic rounding in plain PyTorch: away from zero with the probability of the part that is cut off."""
+"""Stochastic rounding in plain PyTorch: away from zero with a probability equal to the fraction that is cut off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def philox(seed: Tensor | int, counter: Tensor, rounds: int, stream: int = 0) ->
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     c0, c1, c2, c3 = counter & _WORD, counter >> 32 & _WORD, torch.full_like(counter, stream), torch.zeros_like(counter)
     for _ in range(rounds):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # modulo 2^64: the words are right, whatever the sign
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # modulo 2^64: the words are correct for either sign
         c0, c1, c2, c3 = b >> 32 & _WORD ^ c1 ^ k0, b & _WORD, a >> 32 & _WORD ^ c3 ^ k1, a & _WORD
         k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
     return c0, c1, c2, c3
@@ -25,14 +25,14 @@ def philox(seed: Tensor | int, counter: Tensor, rounds: int, stream: int = 0) ->
 def rounded(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """values, rounded to f32 and then stochastically to float16 or bfloat16 with a random 32-bit word each.
 
-    As many random bits as are cut off (at most 31) are added below the last place that stays: unbiased for subnormal results too. What is
-    finite stays finite: beyond the largest number it becomes that.
+    Adds as many random bits as are cut off (at most 31) below the last place kept: unbiased for subnormal results too. Finite values stay
+    finite: they saturate at the largest number.
     """
     bits = values.float().view(torch.int32).long() & _WORD
     sign, size = bits >> 31, bits & 0x7FFFFFFF
     if dtype == torch.bfloat16:
         finite = (size + (random & 0xFFFF)).clamp(max=0x7F7FFFFF) >> 16
-        special = size >> 16 | (size > 0x7F800000).long() << 6  # NaN stays one
+        special = size >> 16 | (size > 0x7F800000).long() << 6  # NaN stays NaN
     else:
         cut = 126 - (size >> 23).clamp(max=112)
         used = cut.clamp(max=31)
@@ -46,13 +46,13 @@ def rounded(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
 
 
 def words_of(count: int, seed: int, rounds: int, slot: int, stream: int, device: torch.device) -> Tensor:
-    """[count] int64: the random 32-bit words of a slot's elements, of which four neighbours share a counter."""
+    """[count] int64: the random 32-bit words for a slot's elements. Four neighbours share a counter."""
     first = torch.arange(slot * count, (slot + 1) * count, 4, device=device)
     return torch.stack(philox(seed, first, rounds, stream), -1).view(-1)
 
 
 def stored(state: Tensor, dtype: torch.dtype, seed: int, rounds: int, slot: int, stream: int = 0) -> Tensor:
-    """A slot's new state [heads, headdim, d_state] as it is stored: with the slot's noise in float16 and bfloat16, else to nearest."""
+    """A slot's new state [heads, headdim, d_state] in the stored dtype: float16 and bfloat16 with the slot's noise, others to nearest."""
     if not rounds or dtype not in (torch.float16, torch.bfloat16):
         return state.to(dtype)
     return rounded(state.reshape(-1), dtype, words_of(state.numel(), seed, rounds, slot, stream, state.device)).view(state.shape)

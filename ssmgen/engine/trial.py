@@ -1,7 +1,8 @@
-"""What a variant does on random operands, beside what it should: the trials of a family, and what their operands are made of.
+"""Trials: the result of a variant on random operands, and its reference. Families build their trials from the functions here.
 
-Operands are made from a spec alone, by name: strided, and misaligned where the spec is made for that. The second sequence of a batch is
-padding, if there are slots. The third one's new state goes nowhere, if states have slots of their own.
+Operands are made from a spec alone, by name: strided, and misaligned if the spec is made for that. If there are slots, the second sequence
+of a
+batch is padding. The third sequence's new state is not stored, if states are written to separate slots.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..spec.arguments import Value
 from ..spec.kernel import DType, Index, KernelSpec, Narrow
 
 INTEGERS = {Index.I32: torch.int32, Index.I64: torch.int64}
-# Norm error that one rounding to the dtype, and f32 arithmetic, leave; with scales, of rows of normal values.
+# Norm error left by one rounding to the dtype and by f32 arithmetic. For types with scales: of rows of normal values.
 TOLERANCE: dict[DType | Narrow, float] = {DType.F32: 2e-6, DType.F16: 6e-4, DType.BF16: 5e-3}
 TOLERANCE |= {Narrow.I16: 6e-5, Narrow.I8: 1.5e-2, Narrow.E4M3: 4e-2}
 
@@ -28,18 +29,18 @@ Views = dict[str, Tensor]
 
 
 class Trial(NamedTuple):
-    """One call, and what it should do."""
+    """One call, and its expected results."""
 
-    named: dict[str, Tensor]  # operands as its kernels take them
-    views: Views  # the same as the reference takes them
-    launch_of: Callable[[KernelSpec], tuple[Mapping[str, Value], int]]  # of one of its kernels: (arguments but pointers, blocks)
-    reference: Callable[[Views], None]  # updates what is written, here of float64
+    named: dict[str, Tensor]  # operands in the form that its kernels take
+    views: Views  # the same operands in the form that the reference takes
+    launch_of: Callable[[KernelSpec], tuple[Mapping[str, Value], int]]  # of one of its kernels: (arguments except pointers, blocks)
+    reference: Callable[[Views], None]  # updates the written operands, here in float64
     written: tuple[str, ...]
-    between: tuple[str, ...] = ()  # of what is written: what one kernel leaves for the next
-    exact: tuple[str, ...] = ()  # of what is written: copies of inputs
-    slack: Mapping[str, float] = {}  # of what is written: more than one rounding's norm error, for what is rounded on the way there
-    tokens: int = 1  # through which an error may grow, at most
-    scales: Mapping[str, str] = {}  # {state: its scales}, of those that are written in fewer bits: they are compared as numbers
+    between: tuple[str, ...] = ()  # written operands that pass data from one kernel to the next
+    exact: tuple[str, ...] = ()  # written operands that are copies of inputs
+    slack: Mapping[str, float] = {}  # written operand -> tolerance, if intermediate rounding adds to the error of one rounding
+    tokens: int = 1  # the largest number of tokens through which an error may grow
+    scales: Mapping[str, str] = {}  # {state: its scales}, for written states with scales: they are compared after scaling
 
 
 def trial(
@@ -47,9 +48,9 @@ def trial(
 ) -> Trial:
     """The trial of a call with these operands and options, against its reference in float64.
 
-    without_noise: options of the reference, where they differ; kept: what this call does not write, of what such calls write; more: of
+    without_noise: options of the reference, if they differ; kept: outputs of the family that this call does not write; more: fields of
     Trial.
-    Raises ArgumentError where it is no call.
+    Raises ArgumentError if the call is not valid.
     """
     family = caller.family
     views = caller.checked(named, options, None)
@@ -64,7 +65,7 @@ def trial(
     return Trial(named, views, launch_of, reference, **{"written": written, **more})
 
 
-# Parts of operands. Each draws from the generator as often as it says how much it makes, so that a seed says all of a trial.
+# Parts of operands. The number of draws from the generator depends only on the requested sizes, so a seed fixes the whole trial.
 
 
 def ordered(spec: Any, made: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -76,30 +77,30 @@ def ordered(spec: Any, made: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def cycled(values: Sequence[int], count: int) -> list[int]:
-    """So many of the values, which begin again after the last."""
+    """The first `count` values, repeated from the start after the last."""
     return list(islice(cycle(values), count))
 
 
 def boundaries(counts: Sequence[int], index: Index) -> Tensor:
-    """Where sequences of so many tokens begin, one behind the other, and where the last one ends: [sequences + 1]."""
+    """The starts of consecutive sequences with these numbers of tokens, and the end of the last one: [sequences + 1]."""
     return torch.tensor([0, *counts]).cumsum(0).to(INTEGERS[index])
 
 
 def randn(dtype: DType, *shape: int, odd: bool = False, g: Generator) -> Tensor:
-    """Normal values, with a gap of 8 elements behind the last axis, or of one: an odd stride, which leaves nothing aligned."""
+    """Normal values. A gap of 8 elements follows the last axis; with odd, a gap of one, so that nothing is aligned."""
     wide = torch.randn(*shape[:-1], shape[-1] + (1 if odd else 8), generator=g).to(TORCH_DTYPES[dtype])
     return wide[..., : shape[-1]]
 
 
 def wide(values: Tensor, dtype: DType, odd: bool, step: int = 1) -> Tensor:
-    """A slice of a wider tensor of NaN along the last axis: its rows are aligned, or begin at odd places, `step` elements apart."""
+    """A slice along the last axis of a wider tensor of NaN. Rows are aligned, or start at odd places; elements are `step` apart."""
     start = 7 if odd else 8
     wider = torch.full((*values.shape[:-1], -(-(start + step * values.shape[-1]) // 8) * 8 + odd), float("nan"), dtype=TORCH_DTYPES[dtype])
     return wider[..., start : start + step * values.shape[-1] : step].copy_(values)
 
 
 def runs(values: Tensor, dtype: DType) -> Tensor:
-    """The last two axes dense, and gaps between what the others count, which leave everything aligned."""
+    """The last two axes are dense; gaps along the other axes keep everything aligned."""
     apart, strides = values[(0,) * (values.dim() - 2)].numel(), [1, values.shape[-1]]
     for size in reversed(values.shape[:-2]):
         apart = -(-(apart + 1) // 8) * 8
@@ -109,7 +110,7 @@ def runs(values: Tensor, dtype: DType) -> Tensor:
 
 
 def states(dtype: DType | Narrow, lead: Sequence[int], inner: Sequence[int], gap: int) -> Tensor:
-    """Not filled yet: dense states [inner], `gap` elements between one and the next of those that `lead`, one axis or two, counts."""
+    """Uninitialised: dense states [inner], with `gap` elements between consecutive states. `lead` is one axis or two."""
     dense = torch.empty(*inner, device="meta")
     apart = dense.numel() + gap
     strides = [apart * lead[-1], apart][-len(lead) :]
@@ -117,7 +118,7 @@ def states(dtype: DType | Narrow, lead: Sequence[int], inner: Sequence[int], gap
 
 
 def fill(state: Tensor, g: Generator) -> Tensor:
-    """Normal values; in fewer bits about a third of the largest."""
+    """Normal values; for types with scales, times a third of the largest number."""
     values = torch.randn(state.shape, generator=g)
     if state.dtype in NARROW:
         most = NARROW[state.dtype].largest
@@ -126,13 +127,13 @@ def fill(state: Tensor, g: Generator) -> Tensor:
 
 
 def scales(state: Tensor, g: Generator) -> Tensor:
-    """A scale for each row, such that it is of the size of one; rows are not neighbours in memory."""
+    """A scale for each row, so that the scaled numbers are near one; scales are not contiguous in memory."""
     wide = torch.rand(*state.shape[:-1], 2, generator=g) + 0.5
     return (wide * (3 / NARROW[state.dtype].largest))[..., 0]
 
 
 def slot_indices(index: Index, batch: int, slots: int, g: Generator) -> Tensor:
-    """[batch] of the slots, none twice; the second sequence's is none of them."""
+    """[batch] distinct slots; the second sequence has no valid slot."""
     order = torch.randperm(slots, generator=g)[:batch]
     order[1:2] = -1
     return order.to(INTEGERS[index])
@@ -141,9 +142,9 @@ def slot_indices(index: Index, batch: int, slots: int, g: Generator) -> Tensor:
 def slots_of(
     index: Index, accepted: Index, counts: Sequence[int], g: Generator, *, in_place: bool, split: bool, targets: int = 0
 ) -> tuple[int, dict[str, Tensor]]:
-    """(size of the pool, slots of sequences of so many tokens, and with `accepted` the columns of theirs that count).
+    """(size of the pool, slots of sequences with `counts` tokens; if `accepted`, also the column with each one's start).
 
-    in_place: states go back to where they came from; split: to slots of their own, of `targets` tokens each or of the last one.
+    in_place: states return to their source slots; split: to separate slots, one for each of `targets` tokens or for the last token.
     """
     batch = len(counts)
     made: dict[str, Tensor] = {}

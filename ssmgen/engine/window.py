@@ -1,4 +1,4 @@
-"""How the window of a short convolution lies in memory: what its decode step and whole layers share."""
+"""The memory layout of a short convolution's window, shared by its decode step and by whole layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ MAX_WIDTH = 8  # taps
 
 
 class StateLayout(Enum):
-    """RUNS: a channel's inputs are contiguous, and so are a lane's channels. CHANNELS: channels are. ANY: neither, or not aligned."""
+    """RUNS: a channel's inputs are contiguous, and so are a lane's channels. CHANNELS: channels are contiguous. ANY: neither, or not
+    aligned."""
 
     RUNS = "runs"
     CHANNELS = "channels"

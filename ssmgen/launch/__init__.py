@@ -1,1 +1,1 @@
-"""From a cubin to a launch: loaded kernels, plans, the driver call."""
+"""Launches cubins: loaded kernels, plans, the driver call."""

@@ -1,4 +1,4 @@
-"""ssmgen-native, if it is installed: what is done in calls that come again, in C++. Python does the same without it, in more time."""
+"""ssmgen-native, if it is installed: C++ versions of functions that run in every repeated call. Python does the same, more slowly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .. import __version__, settings
 
 
 class Native(Protocol):
-    """What of it is asked for, each by the function that does the same in Python."""
+    """The functions of the module that are used, each named with its Python counterpart."""
 
     Enqueue: Callable[..., Callable[[], int]]  # enqueue.enqueuing
     Plan: Callable[..., Callable[[], None]]  # runtime.plan_of
@@ -21,7 +21,7 @@ class Native(Protocol):
 
 @functools.cache
 def found() -> Native | None:
-    """Its module; None where calls do without it, with a warning if that is because it does not fit. Raises ConfigError."""
+    """The module; None if calls do not use it, with a warning if it does not fit this installation. Raises ConfigError."""
     module, why = _look()
     if why.startswith("left out"):
         warnings.warn(f"ssmgen-native is {why}", RuntimeWarning, stacklevel=2)
@@ -29,7 +29,7 @@ def found() -> Native | None:
 
 
 def state() -> str:
-    """Whether calls use it, and why they do not. Raises ConfigError."""
+    """Whether calls use it, and if not, why. Raises ConfigError."""
     return _look()[1]
 
 
@@ -38,7 +38,7 @@ def _look() -> tuple[Native | None, str]:
         return None, "denied by SSMGEN_NATIVE"
     if find_spec("ssmgen_native") is None:
         return None, "not installed"
-    import torch  # ahead of it: the libraries that it needs are torch's
+    import torch  # first: the module needs torch's libraries
 
     try:
         import ssmgen_native as module

@@ -28,13 +28,13 @@ from .enqueue import LaunchConfig, enqueuing
 
 current_raw_stream: Callable[[int], int] = getattr(
     torch._C,
-    "_cuda_getCurrentRawStream",  # 0.1 us where torch.cuda.current_stream() takes 3.1
+    "_cuda_getCurrentRawStream",  # 0.1 us; torch.cuda.current_stream() takes 3.1 us
     lambda index: torch.cuda.current_stream(index).cuda_stream,
 )
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-STREAMS = 256  # for which something is kept: they come and go
+STREAMS = 256  # limit for cached streams, which come and go
 
 
 @functools.cache
@@ -91,10 +91,10 @@ class Kernel:
         self.library = check(cu.cuLibraryLoadData(entry.cubin, [], [], 0, [], [], 0), refused)
         self.handle = int(check(cu.cuLibraryGetKernel(self.library, entry.symbol.encode()), refused))
         self.pdl = uses_pdl(entry.source)
-        self.allowed: set[int] = set()  # devices on which it may have its dynamic shared memory
+        self.allowed: set[int] = set()  # devices where its dynamic shared memory is enabled
 
     def allow_shared(self, device: int) -> None:
-        """Lets launches on a device ask for dynamic shared memory. Raises LoadError where there is less of it."""
+        """Enables dynamic shared memory for launches on a device. Raises LoadError if the device has less of it."""
         if device in self.allowed:
             return
         cu = driver()
@@ -122,7 +122,7 @@ def loaded_count() -> int:
 
 
 def entry_of(spec: KernelSpec, arch: Arch, cache: Cache) -> Entry:
-    """A call's kernel. Raises what `Cache.get` does; NotBuiltError names a model that has it, if one of the table does."""
+    """A call's kernel. Raises the errors of `Cache.get`; NotBuiltError names a known model that has it, if any."""
     try:
         return cache.get(spec, arch)[0]
     except NotBuiltError:
@@ -162,7 +162,7 @@ def ensure_context(device: int) -> None:
 @functools.lru_cache(maxsize=4096)
 def tensor_map(tiles: Tiles, address: int) -> bytes:
     """A tensor map of 16-bit numbers whose boxes are swizzled by 128 bytes. Raises TensorMapError."""
-    if 0 in tiles.sizes:  # there is nothing to copy
+    if 0 in tiles.sizes:  # nothing to copy
         return bytes(MAP_BYTES)
     cu = driver()
     made = cu.cuTensorMapEncodeTiled(
@@ -177,12 +177,12 @@ def tensor_map(tiles: Tiles, address: int) -> bytes:
 
 
 class Launch:
-    """A kernel with everything but its pointers: device, grid and the other arguments."""
+    """A kernel with all of its launch except pointers: device, grid and the other arguments."""
 
     __slots__ = ("arguments", "device", "grid", "kernel", "watch_device")
 
     def __init__(self, kernel: Kernel, device: int, grid: int, values: Mapping[str, Value]):
-        """`values` holds every kernel argument that is not a pointer, by name; `grid` is of blocks that do not stay."""
+        """`values` holds every kernel argument that is not a pointer, by name; `grid` counts blocks of kernels that are not persistent."""
         self.kernel, self.device = kernel, device
         self.grid = min(grid, device_sms(device)) if kernel.spec.stays else grid
         self.arguments = Arguments(kernel.spec, values, tensor_map)
@@ -196,7 +196,7 @@ class Launch:
         return LaunchConfig.of(self.grid, spec.threads_per_block, spec.dynamic_bytes, stream, self.kernel.pdl)
 
     def on(self, stream: int, packed: Packed) -> Callable[[], int]:
-        """What enqueues it there with these arguments, and returns the driver's error, 0 if there is none."""
+        """A function that launches on this stream with these arguments, and returns the driver's error, 0 if there is none."""
         enqueue = enqueuing(self.configure(stream), self.kernel.handle, packed.address)
         return partial(self._there, enqueue) if stream == 0 and self.watch_device else enqueue
 
@@ -212,7 +212,7 @@ class Launch:
         return plan_of([(self, self.arguments.at(pointers))])
 
     def failed(self, code: int, enqueue: Callable[[], int]) -> None:
-        """Raises LaunchError, unless it works now."""
+        """Raises LaunchError, unless a retry works."""
         if code == driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a new thread has no context until its first torch call
             ensure_context(self.device)
             code = enqueue()
@@ -222,7 +222,7 @@ class Launch:
 
 
 class Chain:
-    """Launches in a row on one device; each takes, of a call's pointers, those at its positions."""
+    """Consecutive launches on one device; each takes the call's pointers at its positions."""
 
     __slots__ = ("launches", "positions")
 
@@ -239,7 +239,7 @@ Plan = Callable[[], None]  # enqueues launches, in a row, on the current stream 
 
 
 def plan_of(parts: Sequence[tuple[Launch, Packed]]) -> Plan:
-    """The plan of launches with their arguments. It is a function with what it needs in cells: an object takes 0.1 us more to call."""
+    """The plan of launches with their arguments. It is a closure: a call of an object takes 0.1 us more."""
     device = parts[0][0].device
     # By stream. Launching changes nothing, so threads share a plan without a lock.
     known: dict[int, list[tuple[Launch, Callable[[], int]]]] = {}
@@ -263,7 +263,7 @@ def plan_of(parts: Sequence[tuple[Launch, Packed]]) -> Plan:
 
 
 def _forget_in_child() -> None:
-    # CUDA handles do not survive a fork, and nobody lets go of a lock that another thread held.
+    # CUDA handles do not survive a fork, and locks that other threads held are never released.
     global _load_lock
     _load_lock = threading.Lock()
     _kernels.clear()

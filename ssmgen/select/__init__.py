@@ -1,1 +1,1 @@
-"""From a problem to a spec: the registry, tuned tables, public models."""
+"""The choice of a spec for a problem: the registry, tuned tables, public models."""

@@ -1,4 +1,4 @@
-"""The kernels that there are: operators by name, the operator of a problem, and spec classes by the name that texts of specs begin with."""
+"""All kernels: operators by name, the operator of a problem, and spec classes by the first word of spec texts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..spec.family import records
 from ..spec.kernel import KernelSpec, Problem, parse_spec
 
 SPECS: dict[str, type[KernelSpec]] = {}
-OPERATORS: dict[str, ModuleType] = {}  # modules with `space` and `candidates`: what the registry asks
+OPERATORS: dict[str, ModuleType] = {}  # modules with `space` and `candidates`, which the registry calls
 OPERATOR_OF: dict[type[Problem], str] = {}
-SERVED_BY: dict[str, str] = {}  # {name of a spec class: the operator whose calls its variants serve}; parts and tools serve none
-OLD_NAMES: dict[str, tuple[str, str]] = {}  # of specs and operators: {old name: (name, fields that its texts did not say)}
+SERVED_BY: dict[str, str] = {}  # {name of a spec class: the operator whose calls its variants serve}; without parts and tools
+OLD_NAMES: dict[str, tuple[str, str]] = {}  # of specs and operators: {old name: (name, fields that its texts left out)}
 
 for _family in records():
     for _kernels in _family.kernels:
@@ -28,12 +28,12 @@ for _family in records():
 
 
 def name_of(name: str) -> str:
-    """What an operator is called now."""
+    """The current name of an operator."""
     return OLD_NAMES[name][0] if name in OLD_NAMES else name
 
 
 def parse(text: str) -> KernelSpec:
-    """The spec that a text of this release, or of one before it, says. Raises SpecError naming every unreadable part."""
+    """The spec of a text from this release or an earlier one. Raises SpecError naming every unreadable part."""
     old, _, said = text.partition(":")
     if old in OLD_NAMES:
         name, unsaid = OLD_NAMES[old]

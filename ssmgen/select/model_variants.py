@@ -1,4 +1,4 @@
-"""The variants that serve models' calls, and the model that calls a variant."""
+"""The variants that serve models' calls, and the models that call a variant."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def specs_for(
     max_batch: int = 1024,
     gpus: Sequence[str | None] = (None,),
 ) -> list[KernelSpec]:
-    """Every variant that calls with these problems can be served by on an architecture. Raises UnsupportedError.
+    """Every variant that can serve calls with these problems on an architecture. Raises UnsupportedError.
 
-    gpus: names of those whose tuned rows are to be served, too; None for the rules alone.
+    gpus: names of GPUs whose tuned rows are included; None for the rules alone.
     """
     found: dict[KernelSpec, None] = {}
     for problem in problems:
@@ -36,9 +36,9 @@ def specs_for(
 
 
 def problems_by_models(states: tuple[DType, ...] = ()) -> dict[Problem, list[str]]:
-    """Every model's problems, as `build --all --replay 6` and the tests take them, with the names of the models that pose them.
+    """Every model's problems, as `build --all --replay 6` and the tests build them, with the names of the models that have them.
 
-    states: of recurrent states; each model's own if none is given.
+    states: dtypes of recurrent states; by default each model's own.
     """
     found: dict[Problem, list[str]] = {}
     for model in models().values():
@@ -47,9 +47,9 @@ def problems_by_models(states: tuple[DType, ...] = ()) -> dict[Problem, list[str
     return found
 
 
-@functools.lru_cache(maxsize=256)  # engines that do without a kernel ask at every call
+@functools.lru_cache(maxsize=256)  # engines without a kernel ask at every call
 def options_for(spec: KernelSpec, arch: Arch) -> str:
-    """Options of `ssmgen build` that build a variant among all that a known model calls; empty if no model of the table calls it."""
+    """Options of `ssmgen build` that build a variant among all variants of a known model's calls; empty if no known model calls it."""
     said = flat(spec)
     own: dict[str, Any] = {"states": (said["state"],)} if isinstance(said.get("state"), (DType, Narrow)) else {}
     own |= {"io": said["x"]} if isinstance(said.get("x"), DType) else {}
@@ -72,5 +72,5 @@ def _options(model: Model, wanted: Wanted, tp: int, arch: Arch, pdl: bool) -> st
 
 
 def default_problems() -> list[tuple[str, Problem]]:
-    """(model, problem) of every model; of those with the same problem, the first."""
+    """(model, problem) for each distinct problem, with the first model that has it."""
     return [(names[0], problem) for problem, names in problems_by_models().items()]

@@ -1,4 +1,4 @@
-"""Problem -> spec. Says which variant serves a problem, by which rule, and why the others do not."""
+"""Problem -> spec. Reports the variant that serves a problem, its rule, and why the others do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What serves a problem, and by which rule."""
+    """The variant that serves a problem, and its rule."""
 
     rule: str
     spec: KernelSpec
@@ -33,15 +33,15 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the registry considered, in order of preference."""
+    """Everything that the registry considered, in order of preference."""
 
     operator: str
     problem: Any
-    size: int  # what the rules look at
+    size: int  # the size that the rules look at
     arch: Arch
-    gpu: str | None  # whose tuned rows were looked at
+    gpu: str | None  # the GPU whose tuned rows were considered
     verdicts: tuple[Verdict, ...]
-    faults: tuple[str, ...]  # what no variant could serve
+    faults: tuple[str, ...]  # constraints that no variant can meet
 
     @property
     def chosen(self) -> Chosen | None:
@@ -49,13 +49,13 @@ class Explanation:
 
     @property
     def reasons(self) -> list[str]:
-        """Why nothing serves the problem; empty when something does."""
+        """Why nothing serves the problem; empty if a variant does."""
         if self.chosen:
             return []
         return list(self.faults) or [f"{v.rule}: {v.reason}" for v in self.verdicts]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as values that JSON has."""
+        """All fields as JSON values."""
         verdicts = [{"rule": v.rule, "spec": v.spec and str(v.spec), "rejected": v.reason or None} for v in self.verdicts]
         return {
             "operator": self.operator,
@@ -76,7 +76,7 @@ class Explanation:
 
 
 def unit(operator: str) -> str:
-    """What the size of an operator's call counts: sequences, where nothing else is said."""
+    """The unit of an operator's call size; sequences by default."""
     return getattr(OPERATORS[operator], "SIZE", "batch")
 
 
@@ -94,7 +94,7 @@ def _tuned(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: s
 def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None = None) -> Explanation:
     """Everything that was considered, in this order: a row measured at this size, rows of sizes near it, the rules, the generic variant.
 
-    `pdl` asks for a variant that may overlap the end of the kernel ahead of it. gpu: its name, as torch has it; None to go by rules alone.
+    `pdl` requests a variant that may overlap the end of the previous kernel. gpu: its name in torch; None to use the rules alone.
     """
     faults = tuple(problem.faults())
     verdicts: list[Verdict] = []
@@ -124,7 +124,7 @@ def _chosen(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: 
 
 
 def forget() -> None:
-    """Reads the tuned tables again. What a process has made plans for stays."""
+    """Reads the tuned tables again. Plans that the process has made stay."""
     tuned.forget()
     explain.cache_clear()
     ranges.cache_clear()
@@ -134,9 +134,9 @@ def forget() -> None:
 def ranges(
     operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None
 ) -> tuple[tuple[int, int, Chosen], ...]:
-    """(first size, last size, what is chosen there) over sizes 1 … max_size, in ascending order. Raises UnsupportedError."""
-    # Rules only look at the size through thresholds, so the powers of two and their neighbours see every one of them
-    # that lies between two powers; thresholds in between are found by bisection.
+    """(first size, last size, the choice for them) over sizes 1 … max_size, in ascending order. Raises UnsupportedError."""
+    # Rules see the size only through thresholds. Every threshold between two powers of two therefore shows as a different choice at the two
+    # powers; bisection then finds it.
     seen: dict[int, Chosen] = {}
 
     def at(size: int) -> Chosen:
@@ -158,11 +158,11 @@ def ranges(
 
 
 def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None) -> tuple[KernelSpec, ...]:
-    """Every variant that `select` can return for sizes 1 … max_size: what to build ahead of time."""
+    """Every variant that `select` can return for sizes 1 … max_size, for builds ahead of time."""
     return tuple(dict.fromkeys(chosen.spec for _, _, chosen in ranges(operator, problem, arch, pdl, max_size, gpu)))
 
 
-# Plans made, by variant: what this process has been served. Counted when a plan is made, not on the hot path.
+# Plans made in this process, by variant. Counted when a plan is made, not on the hot path.
 _served: Counter[str] = Counter()
 
 
@@ -171,5 +171,5 @@ def count_plan(spec: KernelSpec) -> None:
 
 
 def stats() -> dict[str, int]:
-    """{spec: number of call patterns that were given it in this process}"""
+    """{spec: number of call patterns that it has served in this process}"""
     return dict(_served)

@@ -11,9 +11,9 @@ from .kernel import MAP_BYTES, KernelSpec
 
 
 class Tiles(NamedTuple):
-    """What a tensor map says of an operand of 16-bit numbers: five axes, the fastest first, and the box that a copy takes of each.
+    """A tensor map for an operand of 16-bit numbers: five axes, the fastest first, and the size of the copied box on each axis.
 
-    operand: whose pointer it holds          strides: of all axes but the first, whose numbers are neighbours, in bytes
+    operand: its pointer goes into the map          strides: in bytes, of all axes except the first, which is contiguous
     """
 
     operand: str
@@ -22,7 +22,7 @@ class Tiles(NamedTuple):
     box: tuple[int, ...]
 
     def described(self, address: int) -> bytes:
-        """As the emulator reads it."""
+        """The map in the form that the emulator reads."""
         return struct.pack("=5Q11I", address, *self.strides, *self.sizes, *self.box, 2).ljust(MAP_BYTES, b"\0")
 
 
@@ -30,13 +30,13 @@ Value = int | float | Tiles  # of a kernel argument that is not a pointer
 
 
 def divisor(name: str, value: int) -> dict[str, int]:
-    """The arguments of a kernel that divides numbers below 2^31 by one, 1 … 2^31, of them (templates/lib/divide.cuh.j2)."""
+    """The arguments of a kernel that divides numbers below 2^31 by `value`, 1 … 2^31 (templates/lib/divide.cuh.j2)."""
     shift = (value - 1).bit_length()
     return {name: value, f"{name}_magic": -(-(1 << 32 + shift) // value) - (1 << 32), f"{name}_shift": shift}
 
 
 class Packed:
-    """One launch's arguments. `address` is that of the pointer array; it lives as long as this object."""
+    """One launch's arguments. `address` is the address of the pointer array; it lives as long as this object."""
 
     __slots__ = ("_buffer", "_slots", "address")
 
@@ -50,12 +50,12 @@ class Packed:
 
 
 class Arguments:
-    """Everything but the pointers, packed once."""
+    """All arguments except pointers, packed once."""
 
     __slots__ = ("_data", "_encode", "_maps", "_offsets", "_pointers", "values")
 
     def __init__(self, spec: KernelSpec, values: Mapping[str, Value], encode: Callable[[Tiles, int], bytes] = Tiles.described):
-        """`values` holds every parameter that is not a pointer, by name; `encode` says what a tensor map at an address is."""
+        """`values` holds every parameter that is not a pointer, by name; `encode` makes the tensor map for an address."""
         params = spec.parameters()
         pointers = sum(p.code == "Q" for p in params)
         assert all(p.code == "Q" for p in params[:pointers]), "pointers come first"

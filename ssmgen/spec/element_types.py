@@ -1,4 +1,4 @@
-"""Types of what tensors hold, by the names that specs and generated code have for them."""
+"""Element types of tensors, with their names in specs and generated code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DType(Enum):
 
 
 class Narrow(Enum):
-    """Element types of states in fewer bits, whose every row has a scale: the state is the element times that."""
+    """Element types of states with scales, one per row: a stored element times its row's scale is the number."""
 
     I16 = "i16"
     I8 = "i8"
@@ -32,7 +32,7 @@ class Narrow(Enum):
 
     @property
     def largest(self) -> int:
-        """What the largest element of a row is stored as."""
+        """The stored value of a row's largest element."""
         return {Narrow.I16: 32767, Narrow.I8: 127, Narrow.E4M3: 448}[self]
 
 

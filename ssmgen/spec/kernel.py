@@ -41,7 +41,7 @@ class Loads(Enum):
 
 
 class PoolMode(Enum):
-    """SINGLE: the state is written where it was read. SPLIT: to a slot of its own (`dst_state_indices`)."""
+    """SINGLE: the state is written to the slot it was read from. SPLIT: to a separate slot (`dst_state_indices`)."""
 
     SINGLE = "single"
     SPLIT = "split"
@@ -55,7 +55,7 @@ class Layout(Enum):
 
 
 class Ring(Enum):
-    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: not there, written, or what a commit replays."""
+    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: absent, written, or replayed by a commit."""
 
     NONE = "none"
     STORE = "store"
@@ -63,7 +63,7 @@ class Ring(Enum):
 
 
 class Update(Enum):
-    """What is written to the pool: nothing, the state after the last token, or the state after each token, to a slot of its own."""
+    """The states written to the pool: none, the state after the last token, or the state after each token, each in a separate slot."""
 
     NONE = "none"
     FINAL = "final"
@@ -80,7 +80,7 @@ class Pdl(Enum):
     OFF = "off"
     WAIT = "wait"  # wait; dependents start when the last block ends
     TRIGGER_TOP = "trigger_top"  # wait; dependents may start once every block has begun
-    TRIGGER_SLOT = "trigger_slot"  # wait; dependents may start once every block has asked for its slot
+    TRIGGER_SLOT = "trigger_slot"  # wait; dependents may start once every block has loaded its slot index
     TRIGGER_LOADED = "trigger_loaded"  # wait; dependents may start once every block has issued its first loads
 
 
@@ -100,14 +100,14 @@ class Arch:
 
     @classmethod
     def of_capability(cls, major: int, minor: int) -> Arch:
-        """The target for a device. 9.x and 10.x have architecture-specific instructions behind the `a` suffix."""
+        """The target for a device. 9.x and 10.x have architecture-specific instructions, which need the suffix `a`."""
         return cls(major * 10 + minor, "a" if major in (9, 10) else "")
 
     def __str__(self) -> str:
         return f"sm_{self.number}{self.suffix}"
 
 
-FP8 = Arch(89)  # has conversions of it
+FP8 = Arch(89)  # the first with conversions to and from FP8
 SM90 = Arch(90)
 
 
@@ -120,22 +120,23 @@ def is_pow2(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-# Of a field that its family got later: said only where it is not its default, so that variants without it keep their names and texts.
+# For a field added later to its family: it appears in a text only if it is not its default, so that variants without it keep their names
+# and texts.
 LATER = {"later": True}
-NAMED = {"named": True}  # of a field that no item of a text says, but the name that the text begins with (`KernelSpec.kinds`)
-BARE = {"bare": True}  # of a field of a part: texts call it by the part's own name
+NAMED = {"named": True}  # for a field that is implied by the first word of a text (`KernelSpec.kinds`) and is not an item of it
+BARE = {"bare": True}  # for a field of a part: its name in texts is the part's name
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Base of a group of fields that several specs have, as one field whose default is the group's. It is frozen.
+    """Base of a group of fields that several specs share, as one field whose default is the group's default. It is frozen.
 
-    Texts say its fields one by one, their names behind the group's: `conv_width` is `width` of `conv`.
+    Texts list its fields one by one, with the group's name as prefix: `conv_width` is `width` of `conv`.
     """
 
 
 class Entry(NamedTuple):
-    """A field as texts have it; part: the field that holds it, or empty."""
+    """A field as it appears in texts; part: the field that holds it, or empty."""
 
     field: Field[Any]
     part: str
@@ -145,7 +146,7 @@ class Entry(NamedTuple):
 
 
 def _by_class(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """functools.cache, of a function of classes: to mypy the class of a frozen dataclass cannot be hashed, as its instances are."""
+    """functools.cache for functions of classes. For mypy the class of a frozen dataclass is not hashable, since its instances are."""
     return functools.cache(function)
 
 
@@ -168,7 +169,7 @@ def flat(given: Any) -> dict[str, Any]:
 
 
 def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """The spec, or the problem, with these values by their names in texts; fields that are not among them have their defaults."""
+    """The spec, or the problem, with these values by their names in texts; the other fields have their defaults."""
     own: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
     known = entries(kind)
@@ -183,16 +184,16 @@ def made(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def changed(given: T, **values: Any) -> T:
-    """The same spec, or problem, but for these values by their names in texts."""
+    """The same spec, or problem, with these values replaced, by their names in texts."""
     return made(type(given), flat(given) | values)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Base of every family's problem: what a call fixes of the kernel that serves it."""
+    """Base of every family's problem: the properties of a call that its kernel depends on."""
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Constraints that no variant can meet."""
         raise NotImplementedError
 
 
@@ -204,17 +205,17 @@ class KernelSpec:
 
     @property
     def kind(self) -> str:
-        """The name that its text begins with: the family's, but where fields choose another."""
+        """The first word of its text: the family's name, unless fields choose another one."""
         return self.family
 
     @classmethod
     def kinds(cls) -> Mapping[str, Mapping[str, Any]]:
-        """{each such name: the fields that go without saying in texts that begin with it}"""
+        """{each such name: the fields that texts with it leave out}"""
         return {cls.family: {}}
 
     @property
     def template(self) -> str:
-        """A file of `templates`, and of each class the same, but where a spec's fields choose one."""
+        """A file in `templates`. It is the same for all specs of a class, unless a field selects one."""
         raise NotImplementedError
 
     @property
@@ -224,32 +225,32 @@ class KernelSpec:
 
     @property
     def needs(self) -> Needs:
-        """What the template includes of the library: by default exponentials, and vectors gathered where a field says so."""
+        """The parts of the library that the template includes. Default: exponentials, and gathered vectors if a field is Loads.ELEMENT."""
         return Needs(math=True, elements=any(value is Loads.ELEMENT for value in flat(self).values()))
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
-        """The kernels of a call that are launched ahead of this one."""
+        """The kernels of a call that are launched before this one."""
         return ()
 
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        """All of a call's, in the order of their launch."""
+        """All kernels of a call, in the order of their launch."""
         return (*self.ahead, self)
 
     @property
     def order(self) -> tuple[str | int, ...]:
-        """What changes the order of its sums: tuning chooses among variants of the same, which give the same bits."""
+        """The choices that change the order of its sums. Tuning only compares variants with equal values, which give the same bits."""
         return ()
 
     @property
     def cluster_blocks(self) -> int:
-        """Blocks of a thread-block cluster; 1 where they have nothing to do with each other."""
+        """Blocks of a thread-block cluster; 1 if there are no clusters."""
         return 1
 
     @property
     def stays(self) -> bool:
-        """Whether a block goes on with the work of those that there is no room for: a launch then has one block per SM, at most."""
+        """Whether blocks are persistent and take over the work of blocks that do not fit: a launch then has at most one block per SM."""
         return False
 
     def operands(self) -> list[str]:
@@ -258,7 +259,7 @@ class KernelSpec:
 
     @property
     def dynamic_bytes(self) -> int:
-        """Shared memory that a launch asks for, beside what the text declares: all above 48 KiB must be."""
+        """Dynamic shared memory of a launch, in addition to the memory declared in the text: all memory above 48 KiB must be dynamic."""
         return 0
 
     def early_operands(self) -> list[str]:
@@ -267,7 +268,7 @@ class KernelSpec:
 
     @property
     def traffic(self) -> tuple[int, int] | None:
-        """(bytes of state that a block reads, those of them that it waits for at once); None where that says little about the time."""
+        """(bytes of state that a block reads, the bytes of them in flight at once); None if this says little about the time."""
         return None
 
     def violations(self, arch: Arch) -> list[str]:
@@ -278,7 +279,7 @@ class KernelSpec:
         """Raises SpecError with every violation."""
         try:
             problems = self.violations(arch)
-        except ArithmeticError as e:  # fields of 0 are divided by before they are found to be wrong
+        except ArithmeticError as e:  # divisions by fields of 0 happen before those fields are checked
             problems = [f"its numbers are of no variant: {e}"]
         if problems:
             raise SpecError(f"{self} for {arch}", problems)
@@ -345,7 +346,7 @@ def _choices(kind: Any) -> str:
     return ", ".join(plain.get(one) or ", ".join(str(member.value) for member in one) for one in get_args(kind) or (kind,))
 
 
-_hints = _by_class(get_type_hints)  # 0.4 ms, which a table of some hundred rows would take for each
+_hints = _by_class(get_type_hints)  # 0.4 ms, which a table of some hundred rows would take for each row
 
 
 def _kind(cls: type[KernelSpec], entry: Entry) -> Any:

@@ -1,8 +1,8 @@
 """Tables of operands: the tensors of a family's functions, declared once.
 
-A row names a tensor, its axes, its types, and whether a call may do without it or kernels write it. Everything else that must know of
-tensors is derived from the table: the order and constness of kernel parameters, strides and their widths, checks of shapes, types and
-overlap (`calls/checks.py`), torch's operator schema (`calls/dispatch.py`), rules for DTensors, and the table in the operator's page.
+A row names a tensor, its axes and types, whether it is optional, and whether kernels write it. All other facts about tensors are derived
+from the table: the order and constness of kernel parameters, strides and their widths, checks of shapes, types and overlap
+(`calls/checks.py`), torch's operator schema (`calls/dispatch.py`), rules for DTensors, and the table in the operator's page.
 
 Axes are words. A leading "token" stands for the axes of a call's tokens: [batch], [batch, tokens], or [tokens] of packed sequences.
 `|` separates the forms that a call may give; kernels and the reference see the first one. "slot" and "batch" number sequences, "head"
@@ -39,7 +39,7 @@ class Types(Enum):
     BYTES = "uint8"
 
 
-# Element types in kernels of operands whose type is not a field of the problem.
+# Element types in kernels, for operands whose type is not a field of the problem.
 _ELEMENT = {Types.F32: "f32", Types.I32: "int", Types.I64: "i64", Types.BOOL: "u8", Types.BYTES: "u8"}
 
 
@@ -48,13 +48,13 @@ class Operand:
     """One tensor.
 
     may_be: operands whose memory it may share, element by element, unless an operand of `unless` is given too
-    scales: the operand that holds the scales of its rows, if it has a type of fewer bits
+    scales: the operand that holds the scales of its rows, if it has a type with scales
     field: the spec's field that says its type, and whether it is there; its own name, if not given
-    there: the spec's attributes that say whether it is there, where that is not the field: "stores&g"
+    there: the spec's attributes that say whether it is present, if that is not the field: "stores&g"
     view: the axes as kernels and the reference see them; empty for the first form. `|` separates the kinds of calls
-    role: its name in kernels, if another one
+    role: its name in kernels, if different
     note: for its row of the operator's page
-    writes: the spec's attributes that say whether its kernel writes it, where not all of a call's kernels do
+    writes: the spec's attributes that say whether its kernel writes it, if only some of a call's kernels do
     strides: the axes whose strides kernels take. "n?loose" is taken where the spec's attribute `loose` holds, "n?!dense" where `dense` does
         not, and "slot:64" is 64 bits wide
     """
@@ -98,12 +98,12 @@ class Operand:
 
 @functools.cache
 def _conditions(said: str) -> tuple[tuple[Callable[[Any], Any], bool], ...]:
-    """(what gets the attribute, whether it must hold) of each condition."""
+    """(getter of the attribute, whether it must hold) of each condition."""
     return tuple([(attrgetter(each.removeprefix("!")), not each.startswith("!")) for each in said.split("&") if each])
 
 
 def holds(spec: Any, said: str) -> bool:
-    """Whether attributes of a spec hold, "stores&g": they are neither false nor the type of something that is absent. "!g": it does not."""
+    """Whether attributes of a spec hold, such as "stores&g": neither false nor the type of an absent operand. "!g": g does not hold."""
     for get, wanted in _conditions(said):
         value = get(spec)
         if (value is not Index.NONE and bool(value)) is not wanted:
@@ -134,7 +134,7 @@ class Table:
     """The operands of one torch operator, in the order in which kernels take their pointers."""
 
     def __init__(self, operands: Iterable[Operand], words: Mapping[str, str] = {}):
-        """words: how messages and pages call the axes; a word that is not there is its own name."""
+        """words: axis -> its name in messages and pages, if that is not the word itself."""
         self.rows: dict[str, Operand] = {}
         for row in operands:
             like = row.axes.removeprefix("like ")
@@ -165,7 +165,7 @@ class Table:
         return Table([replace(row, optional=row.optional and row.name not in needed) for row in rows], self.words)
 
     def renamed(self, names: Mapping[str, str]) -> Table:
-        """The same table for a function that calls some operands otherwise: {the name here: its name}."""
+        """The same table for a function with other names for some operands: {the name here: its name}."""
         return Table([replace(row, name=names.get(row.name, row.name)) for row in self], self.words)
 
     def beside(self, *more: Operand) -> Table:
@@ -215,7 +215,7 @@ class Table:
         return [row.name for row in self if row.written and row.is_in(spec) and holds(spec, row.writes)]
 
     def pointers(self, spec: Any, names: Iterable[str] | None = None) -> list[Param]:
-        """The kernel's parameters for them; const, unless it writes them."""
+        """The kernel's parameters for these operands; const, unless it writes them."""
         taken, changed = self.of(spec) if names is None else names, self.written_by(spec)
         return [Param.pointer(self.rows[name].parameter, self.rows[name].element(spec), const=name not in changed) for name in taken]
 
@@ -228,11 +228,11 @@ class Table:
                     yield row, axis, width
 
     def strides(self, spec: Any, names: Iterable[str] | None = None) -> list[tuple[str, str, str]]:
-        """(operand as kernels call it, axis, "u32" or "i64") of every stride that the kernel takes, in elements."""
+        """(operand's name in kernels, axis, "u32" or "i64") of every stride that the kernel takes, in elements."""
         return [(row.parameter, axis, width) for row, axis, width in self._taken(spec, names)]
 
     def stride_params(self, spec: Any) -> list[Param]:
-        """The kernel's parameters for them. 8-byte parameters come first, so the buffer needs no padding."""
+        """The kernel's parameters for these strides. 8-byte parameters come first, so the buffer needs no padding."""
         params = [(Param.i64 if width == "i64" else Param.u32)(f"{name}_{axis}") for name, axis, width in self.strides(spec)]
         return sorted(params, key=lambda param: param.code != "q")
 
@@ -269,8 +269,8 @@ class Table:
     def shapes(
         self, name: str, sizes: Mapping[str, int], lead: tuple[str, Sequence[int]], have: tuple[int, ...]
     ) -> dict[str, tuple[int, ...]]:
-        """{form in words: sizes} of the shapes that an operand may have, whose shape is `have`. sizes: of the words that this call knows;
-        forms with other words are not this call's. lead: the axes of its tokens, in words and sizes."""
+        """{form in words: sizes} of the shapes that an operand may have; its actual shape is `have`. sizes: of the words that this call
+        knows; forms with other words belong to other calls. lead: the axes of its tokens, in words and sizes."""
         found: dict[str, tuple[int, ...]] = {}
         for words in self.rows[name].forms:
             first = lead[1] if words[0] == LEAD else ()
@@ -317,7 +317,7 @@ class Table:
 
     @property
     def tokenwise(self) -> tuple[str, ...]:
-        """The operands that every token has."""
+        """The operands with an axis of tokens."""
         return tuple([name for name, row in self.rows.items() if row.forms[0][0] == LEAD])
 
     # DTensors.
@@ -337,7 +337,7 @@ class Table:
     # torch.
 
     def schema(self, optional: Iterable[int] = ()) -> list[str]:
-        """The operands as torch's operator schemas say them. optional: numbers of further ones that a call may do without."""
+        """The operands in the form of torch's operator schemas. optional: positions of further operands that a call may leave out."""
         letters, more = iter("abcdefghijklmnopqrstuvwxyz"), frozenset(optional)
         return [
             f"Tensor{f'({next(letters)}!)' if row.written else ''}{'?' if row.optional or i in more else ''} {row.name}"
@@ -361,5 +361,5 @@ class Table:
 
 
 def table(*operands: Operand, **words: str) -> Table:
-    """The table of these operands. words: how messages and pages call an axis, where that is not its word."""
+    """The table of these operands. words: axis -> its name in messages and pages, if that is not the word itself."""
     return Table(operands, words)

@@ -1,4 +1,4 @@
-"""The arguments of a kernel, by name, type and place in the packed buffer."""
+"""The arguments of a kernel: name, type, and encoding in the packed buffer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Param(NamedTuple):
 
     @classmethod
     def divisor(cls, name: str) -> list[Param]:
-        """Something that the kernel divides by (see arguments.divisor)."""
+        """The parameters of a divisor (see arguments.divisor)."""
         return [cls.u32(name), cls.u32(f"{name}_magic"), cls.u32(f"{name}_shift")]
 
     @classmethod

@@ -1,6 +1,6 @@
-"""What is tuned: the calls of each operator's benchmark, on rotating cold inputs, for the models that use it or for its own shapes.
+"""The calls that are tuned: each operator's benchmark, on rotating cold inputs, for the models that use it or for its default shapes.
 
-A family's `tuning.py` makes them, `{operator: cases(given, batches, tokens, device)}`, in which `given` are models, or none.
+A family's `tuning.py` makes them, `{operator: cases(given, batches, tokens, device)}`; `given` is a list of models, or empty.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ BATCHES = (1, 8, 64, 256)
 
 
 class Case(NamedTuple):
-    """A call at one size, as `sets` calls that differ in where their operands lie."""
+    """A call at one size, as `sets` calls that differ only in their operands' addresses."""
 
     label: str
     sets: int
     call: Callable[[int], Call]
-    gate: Callable[[], Any]  # of what is served now, against float64; raises SsmgenError
+    gate: Callable[[], Any]  # checks the variant served now against float64; raises SsmgenError
 
 
 def cases(
@@ -36,8 +36,9 @@ def cases(
     tp: int = 1,
     device: str = "cuda",
 ) -> Iterator[Case]:
-    """Each made when it is asked for: its buffers are gone before the next one's. names: models; none for all that use the operator, or
-    for the benchmark's shapes; tp: of how many ranks one is. Raises SsmgenError for a model that does not use it."""
+    """Makes each case only when it is requested, so that its buffers are freed before the next one's. names: models; if empty, all models
+    that use the operator, or the benchmark's shapes; tp: the number of ranks that share a model. Raises SsmgenError for a model that does
+    not use it."""
     known = parts("tuning")
     if operator not in known:
         raise SsmgenError(f"{operator} is not tuned; known: {', '.join(known)}")
@@ -48,7 +49,7 @@ def cases(
 
 
 def used(operator: str, names: Sequence[str]) -> bool:
-    """Whether each of these models, or of none, uses the operator. Raises ModelError."""
+    """Whether all of these models use the operator; true without models. Raises ModelError."""
     return all(_uses(operator, find_model(name)) for name in names)
 
 
@@ -62,7 +63,7 @@ def users(operator: str) -> list[Model]:
 
 
 def states_of(model: Model) -> list[DType]:
-    """The model's own type of state, and what serving engines make of it."""
+    """The model's own state dtype, and the dtype that serving engines use."""
     return list(dict.fromkeys((model.state, DType.BF16)))
 
 

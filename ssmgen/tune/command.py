@@ -106,7 +106,7 @@ def tune(
 
 
 def _tuned_by_crew(crew: Crew, bench: Bench, path: Path, as_json: bool, **share: Any) -> int:
-    """This process's share, and, if it is the one that publishes, what the command prints; the exit code of all."""
+    """Does this process's share. The publishing process also prints the command's output. Returns the exit code of all processes."""
     from .sharing import hold_card, tune_share, tuned_by_all
 
     with crew:
@@ -124,7 +124,7 @@ def _tuned_by_crew(crew: Crew, bench: Bench, path: Path, as_json: bool, **share:
 
 
 def _told(outcomes: list[Outcome], bench: Bench, path: Path, as_json: bool) -> int:
-    """Prints what became of cases; the exit code."""
+    """Prints the outcomes of cases; returns the exit code."""
     rows = [o.row for o in outcomes if o.row is not None]
     failed = [o for o in outcomes if o.row is None]
     if as_json:
@@ -146,7 +146,7 @@ def describe(outcome: Any) -> str:
 
 
 def gain(rows: list[table.Row]) -> str:
-    """What a table gains over the rules, in words."""
+    """The speedup of a table's rows over the rules, in words."""
     ratios = [row.rule_us / row.us for row in rows]
     better = sum(r > 1 for r in ratios)
     return (
@@ -186,7 +186,7 @@ def tuned(gpu: str | None, lost: float | None, as_json: bool) -> None:
 
 
 def _lost(rows: list[table.Row], losses: dict[table.Row, float]) -> str:
-    """What rules lose to those rows that are believed, in words."""
+    """The loss of the rules to the valid rows, in words."""
     known = [row for row in rows if row in losses]
     if not known:
         return ""
@@ -196,7 +196,7 @@ def _lost(rows: list[table.Row], losses: dict[table.Row, float]) -> str:
 
 
 def _otherwise(row: table.Row) -> str:
-    """What the variant of a row has otherwise than the rules' one."""
+    """The fields in which a row's variant differs from the rules' choice."""
     chosen = {name: text_of(value) for name, value in flat(ruled(row)).items()}
     mine = {name: text_of(value) for name, value in flat(parse(row.spec)).items()}
     return ", ".join(f"{name}={v} (rules {chosen.get(name, '-')})" for name, v in mine.items() if v != chosen.get(name))

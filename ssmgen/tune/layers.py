@@ -1,4 +1,4 @@
-"""What is tuned of decode layers, whatever their recurrence: models' layers."""
+"""The calls of decode layers that are tuned, for any recurrence: the layers of models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMS: dict[str, dict[str, Any]] = {
 
 
 def cases(operator: str, given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], device: str) -> Iterator[Case]:
-    """The decode steps of whole layers that the public function `operator` does."""
+    """The decode steps of whole layers for the public function `operator`."""
     for model in given or users(operator):
         for state, batch, count in product(states_of(model), batches, tokens):
             for form, how in _FORMS.items() if count > 1 else [("", {})]:

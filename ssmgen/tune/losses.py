@@ -19,8 +19,8 @@ def ruled(row: Row) -> KernelSpec:
 
 
 def loss(row: Row) -> float:
-    """The share of a valid row's time that the rules lose: zero if they choose its variant by now, the runner-up's loss if they choose
-    that one, else the loss that was measured."""
+    """The loss of the rules relative to a valid row, as a share of its time: zero if they choose its variant by now, the runner-up's loss
+    if they choose that variant, else the measured loss."""
     now = str(ruled(row))
     if now == row.spec:
         return 0.0
@@ -28,7 +28,7 @@ def loss(row: Row) -> float:
 
 
 def _runner_up(row: Row) -> str:
-    """The text of the second best variant; empty if it is no more, or of another class."""
+    """The text of the second fastest variant; empty if it is no longer legal, or of another class."""
     family, _, said = row.spec.partition(":")
     values = dict(field.split("=", 1) for text in (said, row.runner_up) for field in text.split(",") if "=" in field)
     try:

@@ -1,7 +1,7 @@
-"""What a variant may be expected to take: enough to leave out those that cannot win, and no more.
+"""A cost model of variants, just good enough to leave out variants that cannot win.
 
-Waves of blocks go through the card one after the other. A wave takes what memory needs for its bytes, or, if that is more, the time that
-a block waits: once for all that it asks for at once, as often as it asks.
+Blocks run in waves, one wave after the other. The time of a wave is the larger of two: the memory time for its bytes, and a block's
+waiting time, which is one latency for each batch of loads that it has in flight at once.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields
 from ..compile.occupancy import occupancy
 from ..spec.kernel import Arch, KernelSpec
 
-LATENCY_US = 0.9  # from a load to its use, under load; an H200's
-REGISTERS = 64  # of a thread, before ptxas has said
-SLACK = 1.5  # a variant that should take this much longer than the best is not tried
+LATENCY_US = 0.9  # from a load to its use, under load; measured on an H200
+REGISTERS = 64  # per thread, until ptxas has reported them
+SLACK = 1.5  # a variant with more than this factor of the best one's expected time is not tried
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the model knows of a GPU."""
+    """The properties of a GPU in the model."""
 
     arch: Arch
     sms: int
@@ -28,7 +28,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A variant at one size. registers and shared: of the cubin, if it is there; a launch asks for the spec's dynamic_bytes besides."""
+    """A variant at one size. registers and shared: from the cubin, if compiled; a launch also needs the spec's dynamic_bytes."""
 
     spec: KernelSpec
     grid: int
@@ -36,12 +36,12 @@ class Candidate:
     shared: int = 0
 
     def resident(self, card: Card) -> int:
-        """Blocks that the card holds at once."""
+        """Blocks that fit on the card at once."""
         shared = self.shared + self.spec.dynamic_bytes
         return card.sms * occupancy(card.arch, self.spec.threads_per_block, self.registers, shared).blocks_per_sm
 
     def expected_us(self, card: Card) -> float | None:
-        """None where the model has no opinion."""
+        """The expected time; None if the model does not apply."""
         if self.spec.traffic is None:
             return None
         block, at_once = self.spec.traffic
@@ -54,8 +54,8 @@ class Candidate:
 
 
 def promising(candidates: Sequence[Candidate], card: Card, most: int, near: KernelSpec) -> list[Candidate]:
-    """The candidates that may win, at most so many, those first that differ least from a known good variant; all where the model has no
-    opinion. The model is too coarse to rank what it lets through."""
+    """At most `most` candidates that may win, in order of their distance from a known good variant. All candidates if the model does not
+    apply to one of them. The model is too coarse to rank the candidates that it keeps."""
     expected = {c: us for c in candidates if (us := c.expected_us(card)) is not None}
     if len(expected) < len({*candidates}):
         return list(candidates)
@@ -64,5 +64,5 @@ def promising(candidates: Sequence[Candidate], card: Card, most: int, near: Kern
 
 
 def _apart(a: KernelSpec, b: KernelSpec) -> int:
-    """Choices in which two variants of a problem differ."""
+    """The number of choices in which two variants of a problem differ."""
     return sum(getattr(a, f.name) != getattr(b, f.name) for f in fields(a))

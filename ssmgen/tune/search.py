@@ -1,4 +1,4 @@
-"""Finding the fastest variant of a call on this card: of the legal ones, those that a cost model thinks may win, timed in turn."""
+"""Finds the fastest variant of a call on this card: a cost model selects among the legal variants, and these are timed in turn."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from ..variants.build import build
 from . import model
 from .cases import Case
 
-COMPILED, TIMED, FINAL = 48, 16, 5  # variants that are compiled, that are timed, and at most as many that are timed again
-GRAPH_US = 1000.0  # that a graph of one variant takes at least, unless 24 launches take less: what is ahead of the first is then little
+COMPILED, TIMED, FINAL = 48, 16, 5  # limits on the numbers of variants: compiled, timed, and timed again
+GRAPH_US = 1000.0  # minimum time of a graph of one variant, unless 24 launches take less: overhead is then small
 OUTPUTS = frozenset(("out", "lse_out", "final_states", "intermediate_states", "intermediate_conv_window", "mix", "sums"))  # never read
-KNOWN = "known"  # why there is an outcome, where nothing was measured
-GAIN = 0.985  # of the rules' time: what is not better than that is noise, and the rules' choice is kept
+KNOWN = "known"  # reason for an outcome without a measurement
+GAIN = 0.985  # of the rules' time: smaller gains are noise, and the rules' choice is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a case. row is None if nothing was measured, and why says the reason."""
+    """The result of a case. row is None if nothing was measured; `why` is then the reason."""
 
     label: str
     row: table.Row | None
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A card, and what its times depend on."""
+    """A card, and the properties that its times depend on."""
 
     gpu: str
     card: model.Card
@@ -73,8 +73,8 @@ def tune(
     again: bool = False,
     done: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Measures cases until there are no more or `budget` seconds have passed, and puts each row into the table at `path` as it comes:
-    whoever interrupts it loses the case at hand. Cases whose row is there and is believed are skipped, unless `again`.
+    """Measures cases until there are no more or `budget` seconds have passed. Each row is written to the table at `path` as it comes, so an
+    interrupt loses only the current case. Cases with a valid row are skipped, unless `again`.
 
     Raises TableError.
     """
@@ -94,7 +94,7 @@ def tune(
 
 
 def outcome_of(case: Case, bench: Bench, rows: Mapping[Any, table.Row], again: bool) -> Outcome:
-    """What becomes of a case: the row that is there and is believed, or, if there is none or `again`, one that is measured now."""
+    """The outcome of a case: its valid row, or a new measurement if there is none or `again` is set."""
     known = rows.get(_key(case.call(0)))
     if known is not None and not again and not table.staleness(known, bench.card.arch):
         return Outcome(case.label, known, KNOWN)
@@ -112,7 +112,7 @@ def _tuned(case: Case, bench: Bench) -> Outcome:
     problem = call.problem()[0]
     rule = registry.select(operator, problem, size, bench.card.arch, pdl)
     try:
-        case.gate()  # of what is served now, against float64; the rules' variant and all others must give its bits
+        case.gate()  # checks the current variant against float64; the rules' variant and all others must give its bits
         served = registry.select(operator, problem, size, bench.card.arch, pdl, bench.gpu)
         specs = _promising(call, rule, bench, pdl)
         check_bits(call, rule, [*specs, served])
@@ -133,14 +133,14 @@ def _tuned(case: Case, bench: Bench) -> Outcome:
 
 
 def _finalists(us: Mapping[KernelSpec, float], rule: KernelSpec) -> list[KernelSpec]:
-    """Up to FINAL variants, those that were faster than the rules' choice when all were timed briefly: one that was not would have to be
-    GAIN faster to be kept. The best of the others if there are none: it is the runner-up."""
+    """Up to FINAL variants that were faster than the rules' choice in the short timing: a slower one would have to gain more than GAIN to
+    be kept. If there are none, the best other variant, as the runner-up."""
     others = sorted((spec for spec in us if spec != rule), key=us.__getitem__)
     return [spec for spec in others[:FINAL] if us[spec] < us[rule]] or others[:1]
 
 
 def _promising(call: Call, rule: KernelSpec, bench: Bench, pdl: bool) -> list[KernelSpec]:
-    """The legal variants but the rules' that may win; compiled, and none that spills."""
+    """The legal variants that may win, without the rules' choice; compiled, and without spills."""
     problem, arch = call.problem()[0], bench.card.arch
     views = call.caller.checked(call.operands, call.options, call.pdl)
     space = OPERATORS[OPERATOR_OF[type(problem)]].space(problem, arch)
@@ -158,17 +158,17 @@ def _promising(call: Call, rule: KernelSpec, bench: Bench, pdl: bool) -> list[Ke
 
 
 def _never_spills(spec: KernelSpec, bench: Bench) -> bool:
-    """Whether the variant spills for no problem that its row may serve."""
+    """Whether the variant does not spill for any problem that its row may serve."""
     parts = [(part, bench.card.arch) for s in table.alike(spec) if not s.violations(bench.card.arch) for part in s.kernels]
     return all(b.error is None for b in build(parts, shared_cache()))
 
 
 def check_bits(call: Call, rule: KernelSpec, specs: Iterable[KernelSpec]) -> None:
-    """Raises SsmgenError if a variant leaves, in anything that a call writes, other bits than the rules' variant, or leaves out what that
-    writes: all variants of a problem must agree. The call's operands are what they were, afterwards."""
+    """Raises SsmgenError if a variant writes other bits than the rules' variant, or leaves out an output: all variants of a problem must
+    agree. Restores the call's operands."""
     written = {n: t for n, t in call.operands.items() if n in call.caller.family.written}
     found = {n: t.clone() for n, t in written.items()}
-    # An earlier call may have left the right answer in an output: what is only written begins as NaN.
+    # An earlier call may have left the right answer in an output, so tensors that are only written start as NaN.
     before = {n: torch.full_like(t, torch.nan) if n in OUTPUTS else found[n] for n, t in written.items()}
 
     def results(spec: KernelSpec) -> dict[str, Tensor]:
@@ -202,6 +202,6 @@ def _times(calls: list[Call], sets: int, specs: list[KernelSpec], rounds: int, c
 
 
 def difference(spec: KernelSpec, other: KernelSpec) -> str:
-    """What another variant of a problem has otherwise."""
-    mine = flat(spec)  # of another class, perhaps, which has other fields
+    """The fields in which another variant of a problem differs."""
+    mine = flat(spec)  # the other variant may be of another class, with other fields
     return ",".join(f"{name}={text_of(value)}" for name, value in flat(other).items() if name not in mine or value != mine[name])

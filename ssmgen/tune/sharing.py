@@ -1,4 +1,4 @@
-"""Tuning by several processes, each on a card of its own: cases are shared, and their rows go into one table."""
+"""Tuning by several processes, each on a separate card: they share the cases, and write their rows to one table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .search import KNOWN, Bench, Outcome, outcome_of
 
 
 def take_card(seat: Seat) -> None:
-    """Makes this process's card the current one: that of its LOCAL_RANK, or the only one that it sees. Raises CrewError."""
+    """Makes this process's card the current one: the card of its LOCAL_RANK, or the only visible one. Raises CrewError."""
     count = torch.cuda.device_count()
     if count > 1 and seat.local_rank >= count:
         raise CrewError(f"rank {seat.rank} is the {seat.local_rank + 1}th process of a machine with {count} cards: start one for each card")
@@ -27,7 +27,7 @@ def take_card(seat: Seat) -> None:
 
 
 def hold_card(crew: Crew) -> None:
-    """Raises CrewError if another rank measures on this process's card: their times would be of both."""
+    """Raises CrewError if another rank measures on this process's card: each would slow the other's measurements."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     if (holder := crew.holder(f"card {properties.uuid}")) is not None:
         raise CrewError(
@@ -44,8 +44,8 @@ def tune_share(
     again: bool = False,
     done: Callable[[Outcome], None] = lambda outcome: None,
 ) -> None:
-    """Measures this process's share of the cases, for `budget` seconds. Each row goes into the table at `path` as it comes, and to whoever
-    publishes. Raises TableError, CrewError."""
+    """Measures this process's share of the cases, for `budget` seconds. Each row is written to the table at `path` and sent to the
+    publishing process as it comes. Raises TableError, CrewError."""
     start, rows = time.monotonic(), table.read(path)
     for number, case in crew.take(work, lambda: budget is not None and time.monotonic() - start > budget):
         begun = time.perf_counter()
@@ -59,7 +59,7 @@ def tune_share(
 
 
 def tuned_by_all(told: dict[int, dict[str, Any]], bench: Bench, path: Path) -> list[Outcome]:
-    """The outcomes of all cases, in their order, when their rows are in the table at `path`. told: what the processes said, by number."""
+    """The outcomes of all cases, in order, after writing their rows to the table at `path`. told: results of the processes, by number."""
     outcomes = list(_outcomes(told))
     if rows := [outcome.row for outcome in outcomes if outcome.row is not None]:
         table.merge(path, bench.gpu, rows)

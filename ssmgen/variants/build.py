@@ -1,4 +1,4 @@
-"""Many specs -> cubins, in parallel."""
+"""Compiles lists of specs to cubins, in parallel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..errors import SpillError, SsmgenError
 from ..spec.kernel import Arch, KernelSpec
 from ..work_sharing import Crew, CrewError
 
-PATIENCE = 0.25  # seconds for the compilations at hand to end after Ctrl-C: most take 0.2
+PATIENCE = 0.25  # seconds that running compilations get after Ctrl-C: most take 0.2
 
 
 class NotKeptError(SsmgenError):
-    """A variant was compiled, and is in no directory of the cache's."""
+    """A variant was compiled, and is not in any directory of the cache."""
 
     def __init__(self, name: str, arch: str, reason: str):
         super().__init__(f"{name} for {arch} was compiled and is not kept: {reason}")
@@ -45,11 +45,12 @@ def build(
     done: Callable[[Built], None] = lambda built: None,
     keep: bool = False,
 ) -> list[Built]:
-    """Compiles what is missing; `done` sees each outcome as it comes. A variant that spills more than max_spill bytes is an error.
+    """Compiles missing variants; `done` gets each outcome as it comes. A variant that spills more than max_spill bytes is an error.
 
-    keep: so is one that is in no directory of the cache's afterwards; then no further ones are begun, and the outcomes are of fewer
-    variants than `work`. A KeyboardInterrupt goes on to the caller, with none begun after it, once those at hand have ended or
-    PATIENCE is over: what is then left of them has no outcome, and is not joined.
+    keep: a variant that is in no cache directory after its compilation is an error too; then no further ones begin, and there are
+    fewer outcomes than `work` has items. A KeyboardInterrupt also stops new compilations. It is raised to the caller once the running ones
+    have
+    ended, or after PATIENCE; compilations still running then have no outcome and are not joined.
 
     Threads suffice: NVRTC releases the GIL.
     """
@@ -94,10 +95,10 @@ def build(
 
 
 def build_share(crew: Crew, work: Sequence[tuple[KernelSpec, Arch]], cache: Cache, jobs: int, max_spill: int) -> None:
-    """Compiles this process's share of what is missing, and tells the others how long that took; whoever publishes finds it in the cache.
+    """Compiles this process's share of the missing variants into the cache, and tells the other processes how long each one took.
 
-    After a variant that cannot be kept no further ones are begun. A KeyboardInterrupt goes on to the caller, and what is at hand is not
-    waited for.
+    After a variant that cannot be kept, no further ones begin. A KeyboardInterrupt is raised to the caller without waiting for running
+    compilations.
     """
     taking, ended = threading.Lock(), threading.Event()
     items = crew.take(lambda: work, ended.is_set)
@@ -115,7 +116,7 @@ def build_share(crew: Crew, work: Sequence[tuple[KernelSpec, Arch]], cache: Cach
                 if isinstance(built.error, NotKeptError):
                     ended.set()
         except BaseException:
-            ended.set()  # or the other threads would wait for what this one has in hand
+            ended.set()  # or the other threads would wait for this thread's item
             raise
 
     pool = ThreadPoolExecutor(jobs)
@@ -128,8 +129,8 @@ def build_share(crew: Crew, work: Sequence[tuple[KernelSpec, Arch]], cache: Cach
 
 
 def built_by_all(told: Mapping[int, Mapping[str, Any]], work: Sequence[tuple[KernelSpec, Arch]], **how: Any) -> list[Built]:
-    """What `build` gives for all of the work, after processes have done their shares: what is there is found, what is not is compiled
-    now, and what processes have died of is not tried again. told: what they said, by number. how: as to `build`."""
+    """The outcomes of `build` for all of the work, after processes have done their shares. It finds compiled variants and compiles missing
+    ones, except variants that processes have died of. told: results of the processes, by number. how: arguments of `build`."""
     pairs = list(work)
     lost = {pairs[n]: CrewError(f"{pairs[n][0].name} for {pairs[n][1]}: {said['lost']}") for n, said in told.items() if "lost" in said}
     missed = {pairs[n] for n, said in told.items() if said.get("hit") is False}
@@ -139,20 +140,20 @@ def built_by_all(told: Mapping[int, Mapping[str, Any]], work: Sequence[tuple[Ker
 
 
 def _cancel(futures: Iterable[Future[Built]]) -> None:
-    """Takes back the compilations that have not begun."""
+    """Cancels the compilations that have not begun."""
     for future in futures:
         future.cancel()
 
 
 def _not_kept(entry: Entry, arch: Arch, cache: Cache) -> str:
-    """Why an entry is in no directory of a cache's; empty if it is in one."""
+    """Why an entry is in no directory of the cache; empty if it is in one."""
     if any(layer.read(entry.key, arch) for layer in cache.layers):
         return ""
     if cache.writable is None:
         return "the cache has no directory that it may write to"
     path = cache.writable.path(entry.key, arch)
     try:
-        cache.writable.write(entry)  # once more: what was in the way says so, or is gone
+        cache.writable.write(entry)  # retry: the write raises an error if an obstacle is still there
     except OSError as e:
         return str(e) if str(path) in str(e) else f"{path}: {e.strerror or e}"
     return "" if cache.writable.read(entry.key, arch) else f"{path} was written and cannot be read back"

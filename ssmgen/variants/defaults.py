@@ -1,7 +1,7 @@
-"""Default variants: the calls whose kernels are committed as text, so that a review shows how the CUDA changed.
+"""Default variants: their kernels are committed as text, so that a review shows how the CUDA changed.
 
-A family's `defaults.py` names them, `DEFAULTS = {name: Default or FixedSpec}`: enough to show every branch of its templates that a served
-model takes.
+A family's `defaults.py` names them, `DEFAULTS = {name: Default or FixedSpec}`. They cover every branch of its templates that a supported
+model uses.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FIRST = Arch(80)
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """What calls ask for, and of which size (see `registry.unit`): the variants of every size, if none is given.
+    """A problem and a call size (see `registry.unit`); without a size: the variants of all sizes.
 
-    since: the first architecture that has it.
+    since: the first architecture that supports it.
     """
 
     problem: Problem
@@ -34,7 +34,7 @@ class Default:
     since: Arch = FIRST
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
-        """The kernels that serve it, with programmatic dependent launch where there is such a thing; none of what cannot be had."""
+        """The kernels that serve it, with programmatic dependent launch if the architecture has it; empty before `since`."""
         if arch < self.since:
             return []
         if self.size is None:
@@ -44,12 +44,12 @@ class Default:
 
 @dataclass(frozen=True, slots=True)
 class FixedSpec:
-    """A variant that no call asks the registry for. Its `pdl` is switched off where there is no such thing."""
+    """A variant that the registry chooses for no call. Its `pdl` is switched off on architectures without it."""
 
     spec: KernelSpec
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
-        spec: Any = self.spec  # `pdl` is a field of every spec, but of no base
+        spec: Any = self.spec  # `pdl` is a field of every spec, but not of a base class
         return [spec if arch >= SM90 else replace(spec, pdl=Pdl.OFF)]
 
 
@@ -63,7 +63,7 @@ def named() -> Iterator[tuple[str, str, Default | FixedSpec]]:
 def layer(
     model: str, state: DType, index: Index = Index.I32, window: tuple[StateLayout, int] = (StateLayout.RUNS, 3), tp: int = 1, **call: Any
 ) -> Problem:
-    """What the decode step of a model's whole layer asks for, with windows of this layout and length. call: as of `Model.layers`."""
+    """The problem of a decode step of a model's whole layer, with windows of this layout and length. call: as in `Model.layers`."""
     asked = find_model(model).divided(tp).layers((state,), (index,), **call)
     return next(p for p in asked if isinstance(p, Layer) and (p.conv.layout, p.conv.len) == window)
 

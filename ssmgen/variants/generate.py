@@ -22,7 +22,7 @@ from .lock import LOCK, Lock, Locked, major_of
 from .paths import cover, lines_of
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # in the lock
-TEXT_ARCHS = ("sm_80", "sm_90a")  # of the texts that are committed: without and with programmatic dependent launch
+TEXT_ARCHS = ("sm_80", "sm_90a")  # of the committed texts: without and with programmatic dependent launch
 
 
 class ForeignFilesError(SsmgenError):
@@ -36,7 +36,7 @@ class ForeignFilesError(SsmgenError):
 
 
 class OtherCheckoutError(SsmgenError):
-    """A checkout's folder would be compared with the templates of an ssmgen that is not the checkout's."""
+    """A checkout's folder would be compared with the templates of another ssmgen."""
 
     def __init__(self, root: Path, checkout: Path, package: Path):
         super().__init__(
@@ -47,14 +47,14 @@ class OtherCheckoutError(SsmgenError):
 
 
 def _own(root: Path) -> None:
-    """Raises OtherCheckoutError unless the folder's checkout, if it is in one, is this package's."""
+    """Raises OtherCheckoutError if the folder is in another checkout than this package."""
     checkout, package = root.resolve().parent, Path(__file__).resolve().parents[1]
     if (checkout / "ssmgen" / "__init__.py").is_file() and checkout / "ssmgen" != package:
         raise OtherCheckoutError(root, checkout, package)
 
 
 def default_variants(archs: Sequence[Arch] = tuple(map(Arch.parse, ARCHS))) -> list[tuple[KernelSpec, Arch]]:
-    """The variants in the lock, or the like for other architectures."""
+    """The variants in the lock, or the same ones for other architectures."""
     return list(dict.fromkeys((spec, arch) for arch in archs for _, _, default in named() for spec in default.specs(arch)))
 
 
@@ -65,7 +65,7 @@ def path_of(spec: KernelSpec, arch: Arch) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A default variant as text. digest: sha256 of that."""
+    """A default variant as text. digest: sha256 of the text."""
 
     spec: KernelSpec
     arch: Arch
@@ -85,13 +85,13 @@ def _sources() -> list[_Source]:
 
 
 def _texts(sources: Sequence[_Source], shown: Collection[str]) -> dict[str, bytes]:
-    """The files beside the lock, by path. shown: theirs."""
+    """The files next to the lock, by path. shown: the paths of these files."""
     return {source.path: source.text.encode() for source in sources if source.path in shown}
 
 
 def _shown(sources: Sequence[_Source], old: Lock) -> frozenset[str]:
-    """Paths of the variants whose text is committed: every template line that a default variant renders is in one of them. A text that
-    was committed stays as long as it has a line that the others lack."""
+    """Paths of the variants whose text is committed. Together they contain every template line that a default variant renders. A committed
+    text stays as long as it has a line that the other texts lack."""
     of_texts = [source for source in sources if str(source.arch) in TEXT_ARCHS]
     lines = {source.path: lines_of(source.spec, source.arch) for source in of_texts}
     lengths = {source.path: len(source.text) for source in of_texts}
@@ -106,14 +106,14 @@ def _resources(source: _Source, cache: Cache) -> Resources:
 
 
 def _fresh(sources: Sequence[_Source], old: Lock, shown: Collection[str]) -> Lock:
-    """The lock of these sources: under the compiler at hand as it compiles them, now or when they came into the cache; under others as
-    the old one has the same sources.
+    """The lock of these sources. Resources for the installed compiler come from compiling or from the cache; resources for other compilers
+    come from the old lock, for sources that have not changed.
 
     Raises SpillError.
     """
     build = nvrtc.build_id()
     major = major_of(build)
-    cache = Cache.from_environment()  # not the process's, which would keep 500 kernels in memory
+    cache = Cache.from_environment()  # the process's cache would keep 500 kernels in memory
     with ThreadPoolExecutor() as pool:
         compiled = list(pool.map(lambda source: _resources(source, cache), sources))
     variants = {}
@@ -140,7 +140,7 @@ def _folder(root: Path) -> Iterator[None]:
 
 
 def _foreign(root: Path, texts: Mapping[str, bytes], old: Lock) -> list[str]:
-    """What is below a folder and no regular file, and the .cu files that ssmgen did not write there, with the reason."""
+    """Links, special files, and .cu files that ssmgen did not write, below a folder, with the reason."""
     found = []
     for name in _files(root):
         path, locked = root / name, old.variants.get(name)
@@ -158,9 +158,9 @@ def _foreign(root: Path, texts: Mapping[str, bytes], old: Lock) -> list[str]:
 
 
 def write(root: Path) -> tuple[int, str]:
-    """Renders, compiles and writes everything: (variants, note). Removes what it wrote before and no longer writes, and nothing else.
+    """Renders, compiles and writes everything: (variants, note). Removes files that it wrote earlier and no longer writes, and no others.
 
-    Raises SpillError; LockError; OtherCheckoutError, ForeignFilesError and FileError, before which nothing was removed.
+    Raises SpillError; LockError; OtherCheckoutError, ForeignFilesError and FileError, before any file is removed.
     """
     _own(root)
     sources = _sources()
@@ -186,17 +186,17 @@ def write(root: Path) -> tuple[int, str]:
 
 
 def _unasked(lock: Lock) -> list[str]:
-    """What another compiler would have to be asked for."""
+    """The variants without resources under a compiler, in words."""
     words = "have no resources under {build}: run `ssmgen generate` with that NVRTC, too"
     return [f"{len(names)} {words.format(build=build)}" for build, names in lock.unasked().items()]
 
 
 def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
-    """(variants, note). Raises DriftError naming everything that `write` would change, and every file that is not of it; LockError;
+    """(variants, note). Raises DriftError naming everything that `write` would change, and every file that it does not write; LockError;
     FileError; SpillError for a variant that spills.
 
-    any_compiler: where the lock has no resources under the compiler at hand, or of some variants none under the other, that is a note and
-    no drift. Raises OtherCheckoutError.
+    any_compiler: missing resources, under the installed compiler or for some variants under the other one, are reported in the note, not as
+    drift. Raises OtherCheckoutError.
     """
     _own(root)
     try:
@@ -235,7 +235,7 @@ def _changed_files(root: Path, texts: Mapping[str, bytes]) -> list[str]:
 
 
 def _changed_rows(old: Lock, new: Lock) -> list[str]:
-    """Resources are compared under compilers that both name: others' are not known again."""
+    """Resources are compared for the compilers that both locks name. Others cannot be measured again here."""
     problems = [f"{name} is no longer a default variant" for name in sorted(old.variants.keys() - new.variants.keys())]
     same = [major for major, build in new.compilers.items() if old.compilers.get(major) == build]
     for name, row in new.variants.items():

@@ -1,4 +1,4 @@
-"""Looking at kernels: finding one by name, its SASS, and what of it matters for speed."""
+"""Tools to look at kernels: find one by name, its SASS, and the properties that matter for speed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class DisassemblerMissingError(SsmgenError):
 
 
 def known_specs(cache: Cache | None) -> dict[str, KernelSpec]:
-    """{name: spec} of the default variants and of what is in the cache."""
+    """{name: spec} of the default variants and of all variants in the cache."""
     found = {spec.name: spec for spec, _ in default_variants()}
     for layer in cache.layers if cache else []:
         for _, entry in layer.entries():
-            with contextlib.suppress(SpecError):  # of a release whose specs had other fields
+            with contextlib.suppress(SpecError):  # from a release whose specs had other fields
                 spec = parse(entry.spec)
                 found[spec.name] = spec
     return found
@@ -62,14 +62,14 @@ def text_of(spec: KernelSpec, form: str, arch: Arch, cache: Cache) -> str:
 
 
 def comparable(text: str, form: str, spec: KernelSpec) -> str:
-    """PTX or SASS without what differs between any two variants: the kernel's name, and the addresses of instructions."""
+    """PTX or SASS without the parts that differ between any two variants: the kernel's name, and instruction addresses."""
     if form == "sass":
         return re.sub(r"/\*[0-9a-f]{4,}\*/", "", text)
     return text.replace(spec.name, "kernel") if form == "ptx" else text
 
 
 def stats(spec: KernelSpec, arch: Arch, cache: Cache) -> dict[str, Any]:
-    """What a variant takes of an SM, and what its SASS does. What cannot be told is a sentence that says why."""
+    """A variant's use of an SM, and a summary of its SASS. An unknown value is replaced by a sentence with the reason."""
     entry, _ = cache.get(spec, arch)
     found: dict[str, Any] = {"spec": str(spec), "arch": str(arch), "compiler": entry.compiler, "seconds": round(entry.seconds, 3)}
     found |= asdict(entry.resources) | {
@@ -132,7 +132,7 @@ def opcodes(listing: str) -> list[str]:
 
 
 def sass_summary(listing: str) -> dict[str, int]:
-    """Counts that decide speed: memory instructions by width, local memory, what waits for other threads."""
+    """Counts that decide speed: memory instructions by width, local memory, and instructions that wait for other threads."""
     ops = opcodes(listing)
 
     def count(pattern: str) -> int:

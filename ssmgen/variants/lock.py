@@ -1,7 +1,7 @@
-"""ssmgen.lock: of each default variant, what its source was rendered from and to, and what it takes under each compiler that was asked.
+"""ssmgen.lock: for each default variant, its spec, a digest of its source, and its resources under each compiler that was used.
 
-NVRTC 12 and 13 differ in registers, and a machine has one of them. So the lock has a build per major version. `ssmgen generate` fills in
-what the one at hand says; what another one said of a source stays for as long as the source does.
+NVRTC 12 and 13 give different register counts, and a machine has one of them, so the lock has a build per major version. `ssmgen generate`
+fills in the resources for the installed compiler. Resources for other compilers stay until the source changes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Locked:
 
     @property
     def header(self) -> str:
-        """What its file starts with."""
+        """The first line of its file."""
         return f"// {self.spec.partition(':')[0]} for {self.arch}"
 
 
@@ -60,7 +60,7 @@ class Lock:
 
     @classmethod
     def read(cls, path: Path) -> Lock:
-        """Raises FileNotFoundError, and LockError that says all that is wrong."""
+        """Raises FileNotFoundError, and LockError that lists all problems."""
         try:
             value = read_json(path)
         except (FileNotFoundError, NotADirectoryError) as e:
@@ -76,7 +76,7 @@ class Lock:
         return json.dumps({"compilers": self.compilers, "variants": variants}, indent=1, sort_keys=True) + "\n"
 
     def unasked(self) -> dict[str, list[str]]:
-        """{compiler: the variants of which it is not known what they take under it}, of those of which some are."""
+        """{compiler: the variants without resources under it}, for compilers without resources for some variants."""
         return {
             build: names
             for major, build in self.compilers.items()
@@ -85,7 +85,7 @@ class Lock:
 
 
 def major_of(build: str) -> str:
-    """The major version in the name of a compiler's build. Raises ValueError for what is no such name."""
+    """The major version in the name of a compiler's build. Raises ValueError for other texts."""
     if not (match := BUILD.fullmatch(build)):
         raise ValueError(f"{build!r} is no build of NVRTC such as 'CL-36037853 V12.9.86'")
     return match[1]
@@ -125,7 +125,7 @@ def _faults_of_variant(name: str, row: Any, compilers: Mapping[str, Any]) -> lis
 
 
 def _unlike(value: Any, shape: Mapping[str, type], where: str) -> list[str]:
-    """How a value is not an object with just these names, and values of these types: in words."""
+    """How a value is not an object with exactly these names, and values of these types: in words."""
     if not isinstance(value, dict):
         return [f"{where} is not an object with {', '.join(shape)}"]
     wrong = [f"{where}: {name} is missing" for name in shape if name not in value]

@@ -1,6 +1,6 @@
-"""The paths that variants take through the templates: which lines each one renders, and a few variants that together render all of them.
+"""The template lines that each variant renders, and a few variants that together render all of them.
 
-`ssmgen generate` commits the text of those few. A test asks for this again: no line that a default variant renders may be without a text.
+`ssmgen generate` commits the text of those few. A test checks it: every line that a default variant renders must be in a committed text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def lines_of(spec: KernelSpec, arch: Arch) -> frozenset[Line]:
 
         return stepped
 
-    render(spec, arch)  # loads the templates, whose outermost lines are run that once
+    render(spec, arch)  # loads the templates: their outermost lines run only here
     before = sys.gettrace()
     sys.settrace(entered)
     try:
@@ -58,9 +58,9 @@ def _debug_info(template: str) -> tuple[list[int], list[int]]:
 
 
 def cover(lines: Mapping[str, frozenset[Line]], lengths: Mapping[str, int], kept: Iterable[str] = ()) -> list[str]:
-    """Names of variants that together have every line: first those of `kept` that add one, then whichever adds the most.
+    """Names of variants that together have every line: first variants of `kept` that add one, then the variant that adds the most.
 
-    lines, lengths: by name, the template lines and the length of the text, of which the shorter wins a tie
+    lines, lengths: by name, the template lines and the length of the text; the shorter text wins a tie
     """
     left = set().union(*lines.values())
     found = []

@@ -1,7 +1,7 @@
-"""What ssmgen changes in models of Hugging Face transformers, measured: `python -m tools.demo`."""
+"""Measures the effect of ssmgen on models of Hugging Face transformers: `python -m tools.demo`."""
 
 from ssmgen.errors import SsmgenError
 
 
 class DemoError(SsmgenError):
-    """The demonstration cannot be run as asked, or what it is to show does not hold."""
+    """The demonstration cannot run with these options, or one of its claims does not hold."""

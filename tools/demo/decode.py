@@ -1,4 +1,4 @@
-"""Greedy decoding of a model of transformers behind a prompt, a step at a time, also in a CUDA graph."""
+"""Greedy decoding with a model of transformers after a prompt, one step at a time, also in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def prompt(batch: int, vocabulary: int, device: torch.device | str, length: int 
 
 
 class Greedy:
-    """A decode step of a model: reads `token` [batch, 1] and puts the likeliest next one in its place, all of it on the device.
+    """A decode step of a model: reads `token` [batch, 1] and overwrites it with the likeliest next one, all on the device.
 
-    Made with the prompt's tokens [batch, length], which it reads. steps: the cache is transformers' StaticCache, whose attention layers
-    have room for so many steps and stay where they lie, so that a step can be captured. Without, it is what `generate` makes, and grows.
+    Reads the prompt's tokens [batch, length] when it is made. steps: the cache is transformers' StaticCache, whose attention layers have
+    space for this number of steps at fixed addresses, so that a step can be captured. Without it, the cache is the one that `generate`
+    makes, and grows.
     """
 
     def __init__(self, model: torch.nn.Module, ids: Tensor, steps: int | None = None):
@@ -31,12 +32,12 @@ class Greedy:
         parameters = inspect.signature(model.forward).parameters
         self.takes = str(name_in("cache", parameters))
         cache = None if steps is None else _static(model, ids.shape[1] + steps)
-        last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}  # as generate() asks for them
+        last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}  # as in generate()
         with torch.no_grad():
             out = model(input_ids=ids, use_cache=True, **{self.takes: cache}, **last)
             self.cache = out[self.takes]
             self.token = _likeliest(out.logits)
-        # As generate() passes it: not every family counts what is in its cache
+        # As in generate(): not every family counts the tokens in its cache
         self.position = torch.full_like(self.token, ids.shape[1]) if "position_ids" in parameters else None
 
     def __call__(self) -> Tensor:
@@ -51,7 +52,7 @@ class Greedy:
         return logits
 
     def tokens(self, count: int) -> Tensor:
-        """[batch, count]: those that the next steps give."""
+        """[batch, count]: the tokens of the next steps."""
         return torch.cat([self._next() for _ in range(count)], dim=1)
 
     def _next(self) -> Tensor:
@@ -60,17 +61,17 @@ class Greedy:
 
 
 class Captured:
-    """A decode step in a CUDA graph: a call replays it. The step's cache moves on with it, and must have room."""
+    """A decode step in a CUDA graph: a call replays it. Each call advances the step's cache, which must have enough space."""
 
     def __init__(self, step: Greedy):
         self.step = step
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what libraries and the allocator do at first
+        with torch.cuda.stream(stream):  # first-time work of libraries and of the allocator
             step()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails may leave its own stream current
+        here = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture may leave its own stream current
         with here, torch.cuda.graph(self.graph):
             step()
 
@@ -78,7 +79,7 @@ class Captured:
         self.graph.replay()
 
     def tokens(self, count: int) -> Tensor:
-        """The tokens that the next steps give, [batch, count]."""
+        """[batch, count]: the tokens of the next steps."""
         found = []
         for _ in range(count):
             self()
@@ -87,7 +88,7 @@ class Captured:
 
 
 def _likeliest(logits: Tensor) -> Tensor:
-    """[batch, tokens, vocabulary] -> [batch, 1], of the last."""
+    """[batch, tokens, vocabulary] -> [batch, 1], for the last token."""
     return logits[:, -1:].argmax(-1)
 
 

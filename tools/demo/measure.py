@@ -1,18 +1,20 @@
-"""What `python -m tools.demo` measures of a model.
+"""Measurements of decode steps for `python -m tools.demo`.
 
-Milliseconds per token: a loop of greedy decode steps behind a short prompt, on the wall clock, synchronised ahead of the loop and behind
-it but not in it. The ways of decoding take turns, in the opposite order every other round; each gets the median of its rounds.
-transformers with its own PyTorch functions, with the packages of kernels that it calls instead where they are installed, patched and
-fused (patch(fuse=True), of families that have such layers) run the same eager step on the cache that generate() makes, which grows. A
-graph replays one captured step on transformers' StaticCache; its first tokens are those of eager steps on such a cache. generate() itself
-adds host time of its own to each token. accelerate is the generate of ssmgen.accelerate(model), which replays such a graph of the fused
-model, per token behind the first: what so many more take than one, apart from the others and behind them. Attention is without cuDNN,
-which plans anew for each length of the cache, some 20 ms, and would charge that to whoever comes to a length first.
+Milliseconds per token: wall-clock time of a loop of greedy decode steps after a short prompt, synchronised before and after the loop but
+not inside it. The ways of decoding alternate, in the opposite order every other round; each gets the median of its rounds. There are four
+ways
+with eager steps: transformers with its own PyTorch functions, transformers with kernel packages if installed, patched, and fused
+(patch(fuse=True), for families with such layers). They use the growing cache that generate() makes. A graph replays one captured step on
+transformers' StaticCache; its first tokens equal eager steps on such a cache. generate() itself adds host time per token. accelerate is the
+generate of ssmgen.accelerate(model), which replays such a graph of the fused model. Its time is per token after the first: the difference
+between
+many tokens and one token, measured after the other ways. cuDNN attention is off: it plans again for each length of the cache, some 20 ms,
+which would count for the way that reaches a length first.
 
-Kernels: those that torch.profiler sees in one step, without copies and fills by the driver.
+Kernels: all kernels that torch.profiler sees in one step, without copies and fills by the driver.
 
-Same tokens: of generate() in f32 without TF32, patched, fused and with transformers' own functions, as one sequence and as two, on as few
-layers as have one of each kind.
+Same tokens: tokens of generate() in f32 without TF32, patched and fused, compared with transformers' own functions. Batches of one and two
+sequences, with the fewest layers that include one of each kind.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from .presets import Preset
 PLAIN, PATCHED, FUSED, GRAPH, FUSED_GRAPH = "transformers", "patched", "fused", "graph", "fused graph"
 ACCELERATED = "accelerate"
 WARM_STEPS, CHECKED = 3, 4
-SPARE = 16  # steps of a static cache for all that is not timed
+SPARE = 16  # steps of a static cache for everything that is not timed
 FEWEST = 2  # layers of the model in f32
 
 
@@ -55,7 +57,7 @@ class Options:
 
 
 class Way(NamedTuple):
-    """A way to take the next step, and what it is taken within."""
+    """A way to take the next step, and the context for it."""
 
     step: Callable[[], Any]
     within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -70,13 +72,13 @@ class Row:
 
     family: str
     like: str
-    served: int  # layers with something of ours
+    served: int  # layers with a function of ssmgen
     layers: int
     batch: int
     ms: Mapping[str, float]
     kernels: Mapping[str, int]
     same: int
-    tokens: int  # that `same` is of
+    tokens: int  # the number compared for `same`
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def speedup(self, way: str) -> float | None:
@@ -85,9 +87,9 @@ class Row:
 
 @contextlib.contextmanager
 def served(model: torch.nn.Module, fuse: bool = False) -> Iterator[None]:
-    """The model patched. Raises DemoError at the end if a call was left to transformers' own function, or none was ours.
+    """The model patched. Raises DemoError at the end if a call was left to transformers' own function, or if no call used ssmgen.
 
-    A prompt's scan may be left, where the model's dtype has no kernel for it on a card.
+    A prompt's scan may be left to transformers if there is no kernel for the model's dtype on a GPU.
     """
     with hf.patch(model, fuse=fuse) as patch:
         yield
@@ -107,7 +109,7 @@ def _unscanned(label: str, model: torch.nn.Module) -> bool:
 
 
 def interleaved_ms(ways: Mapping[str, Way], tokens: int, rounds: int, synchronize: Callable[[], None]) -> dict[str, float]:
-    """Median milliseconds per step of each."""
+    """Median milliseconds per step of each way."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(rounds):
         for name in list(ways)[:: 1 if i % 2 == 0 else -1]:
@@ -123,7 +125,7 @@ def interleaved_ms(ways: Mapping[str, Way], tokens: int, rounds: int, synchroniz
 
 
 def kernels(step: Callable[[], Any]) -> int:
-    """Kernels that a call launches, or that the graph has which it replays. Raises DemoError where the profiler sees none."""
+    """The number of kernels that a call launches, directly or in a graph. Raises DemoError if the profiler sees none."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
@@ -136,14 +138,14 @@ def kernels(step: Callable[[], Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """A kernel's launches in one call, and the microseconds that they take together."""
+    """The number of a kernel's launches in one call, and their total time in microseconds."""
 
     count: int
     us: float
 
 
 def kernels_by_name(step: Callable[[], Any]) -> dict[str, Launches]:
-    """The kernels that a call launches, copies and fills too, those first that take longest together."""
+    """The kernels that a call launches, including copies and fills, in decreasing order of total time."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
@@ -152,7 +154,7 @@ def kernels_by_name(step: Callable[[], Any]) -> dict[str, Launches]:
 
 
 def summed(times: Iterable[tuple[str, float]]) -> dict[str, Launches]:
-    """Launches by name, of names and microseconds: those first that take longest together."""
+    """Launches by name, from names and microseconds, in decreasing order of total time."""
     found: dict[str, Launches] = {}
     for name, us in times:
         before = found.get(name, Launches(0, 0.0))
@@ -171,21 +173,21 @@ def kernel_names(events: Any) -> list[str]:
 
 
 def captured(model: torch.nn.Module, ids: torch.Tensor, room: int, fuse: bool) -> Captured:
-    """A decode step of the patched model in a CUDA graph, with room for so many steps.
+    """A decode step of the patched model in a CUDA graph, with space for `room` steps.
 
-    Raises DemoError if it gives other tokens than eager steps, and whatever a model's step does that cannot be captured.
+    Raises DemoError if its tokens differ from the tokens of eager steps, and any error of a step that cannot be captured.
     """
     with served(model, fuse):
         want = Greedy(model, ids, room).tokens(CHECKED)
         graph = Captured(Greedy(model, ids, room))
-    got = graph.tokens(CHECKED - 1)  # the first is taken ahead of the capture
+    got = graph.tokens(CHECKED - 1)  # the first one is taken before the capture
     if not torch.equal(got, want[:, 1:]):
         raise DemoError(f"{(got != want[:, 1:]).sum().item()} of {got.numel()} tokens differ from those of eager steps")
     return graph
 
 
 def decoded(model: torch.nn.Module, batch: int, options: Options) -> dict[str, Any]:
-    """ms, kernels and notes of a Row, of a model on a CUDA device. What cannot be captured or counted has a note."""
+    """ms, kernels and notes of a Row, for a model on a CUDA device. A note explains each step that cannot be captured or counted."""
     ids = prompt(batch, model.config.vocab_size, next(model.parameters()).device)
     with plain_attention():
         ways, notes = _ways(model, ids, options)
@@ -201,13 +203,13 @@ def decoded(model: torch.nn.Module, batch: int, options: Options) -> dict[str, A
         ms = interleaved_ms(ways, options.tokens, options.rounds, torch.cuda.synchronize)
         try:
             ms[ACCELERATED] = accelerated_ms(model, ids, options, torch.cuda.synchronize)
-        except Exception as e:  # whatever a step on a cache of its own does
+        except Exception as e:  # any error of a step with its own cache
             notes[f"{ACCELERATED} ms"] = first_line(e)
     return {"ms": ms, "kernels": counts, "notes": notes}
 
 
 def accelerated_ms(model: torch.nn.Module, ids: torch.Tensor, options: Options, synchronize: Callable[[], None]) -> float:
-    """Median milliseconds of generate's tokens behind the first; none ends a sequence. Raises DemoError where no step is captured."""
+    """Median milliseconds of generate's tokens after the first; no sequence ends early. Raises DemoError if no step is captured."""
 
     def seconds(count: int) -> float:
         synchronize()
@@ -230,7 +232,7 @@ def accelerated_ms(model: torch.nn.Module, ids: torch.Tensor, options: Options, 
 
 
 def _ways(model: torch.nn.Module, ids: torch.Tensor, options: Options) -> tuple[dict[str, Way], dict[str, str]]:
-    """(ways of decoding, why others are not there)"""
+    """(ways of decoding, reasons for missing ways)"""
     own = partial(own_functions, model)
     with own():
         ways = {PLAIN: Way(Greedy(model, ids), own)}
@@ -245,14 +247,14 @@ def _ways(model: torch.nn.Module, ids: torch.Tensor, options: Options) -> tuple[
             ways[eager].step()
         try:
             ways[graph] = Way(captured(model, ids, options.rounds * options.tokens + SPARE, fuse))
-        except Exception as e:  # whatever a model's step does that cannot be captured
+        except Exception as e:  # any error of a step that cannot be captured
             notes[f"{graph} ms"] = first_line(e) + (f"; behind {first_line(e.__context__)}" if e.__context__ else "")
     return ways, notes
 
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Switches cuDNN's attention off."""
+    """Switches cuDNN's attention off inside the block."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -262,7 +264,7 @@ def plain_attention() -> Iterator[None]:
 
 
 def same_tokens(preset: Preset, count: int, device: torch.device | str) -> tuple[int, int]:
-    """(tokens that are the same patched and not, tokens) of greedy generation in f32."""
+    """(equal tokens, tokens): greedy generation in f32, patched compared with unpatched."""
     model = preset.build(FEWEST, torch.float32, device)
     same = total = 0
     with exact_f32():
@@ -277,7 +279,7 @@ def same_tokens(preset: Preset, count: int, device: torch.device | str) -> tuple
 
 
 def generated(model: torch.nn.Module, batch: int, count: int) -> torch.Tensor:
-    """[batch, count]: tokens behind the prompt."""
+    """[batch, count]: the tokens after the prompt."""
     ids = prompt(batch, model.config.vocab_size, next(model.parameters()).device)
     how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "num_beams": 1}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, ids.shape[1] :]
@@ -298,7 +300,7 @@ def exact_f32() -> Iterator[None]:
 
 
 def prepared(preset: Preset, batches: tuple[int, ...], options: Options, device: torch.device | str) -> torch.nn.Module:
-    """The family's model in bf16, its kernels loaded."""
+    """The family's model in bf16, with its kernels loaded."""
     model = preset.build(options.layers, torch.bfloat16, device)
     hf.warm(model, batches, PROMPT)
     if hf.fusible(model):
@@ -307,7 +309,7 @@ def prepared(preset: Preset, batches: tuple[int, ...], options: Options, device:
 
 
 def release() -> None:
-    """Gives back what deleted models held. Of a device that an error has left unusable the next family's measurement tells."""
+    """Frees the memory of deleted models. An error that made the device unusable is reported by the next family's measurement."""
     gc.collect()
     with contextlib.suppress(RuntimeError):
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""The packages of kernels that transformers calls in place of PyTorch functions of its own, where they are installed.
+"""Kernel packages that transformers calls, if installed, instead of its own PyTorch functions.
 
-A modeling file looks for mamba-ssm, causal-conv1d and flash-linear-attention when it is imported, and keeps its own function where a
-package cannot be imported, without a word. So what it calls is read from its functions, not from what is installed.
+A modeling file looks for mamba-ssm, causal-conv1d and flash-linear-attention when it is imported. If a package cannot be imported, the file
+silently uses its own function. The functions in the file therefore show what it calls; the list of installed packages does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGES = "packages"
 
 
 class Bound(NamedTuple):
-    """A function of a modeling file that calls a package's: where it stands, and the two that it may call."""
+    """A function of a modeling file that calls a package's function: its place, the package's function and transformers' own one."""
 
     module: ModuleType
     name: str
@@ -33,7 +33,7 @@ class Bound(NamedTuple):
 
 
 def bound(model: torch.nn.Module) -> list[Bound]:
-    """The functions of the model's modeling files that call a package's; none where transformers computes all by itself."""
+    """The functions of the model's modeling files that call a package; empty if transformers calls none."""
     names = {c.__module__ for layer in model.modules() for c in type(layer).__mro__}
     modules = [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
     found = []
@@ -49,7 +49,7 @@ def bound(model: torch.nn.Module) -> list[Bound]:
 
 @contextlib.contextmanager
 def own_functions(model: torch.nn.Module) -> Iterator[None]:
-    """Within, the model's modeling files call transformers' own PyTorch functions."""
+    """Makes the model's modeling files call transformers' own PyTorch functions inside the block."""
     replaced = [(b.module, b.name, getattr(b.module, b.name)) for b in bound(model)]
     try:
         for module, name, function in replaced:

@@ -20,12 +20,12 @@ else:
     import tomli as tomllib
 
 SHARED = {
-    "vocab_size": 1024,  # so that times are the layers', not the head's
+    "vocab_size": 1024,  # small, so that the layers dominate the time, not the head
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "tie_word_embeddings": False,  # tied weights answer a token with itself
+    "tie_word_embeddings": False,  # with tied weights, a token predicts itself
 }  # fmt: skip
 CHUNKS = ("chunk_size", "mamba_chunk_size")
-OTHERS = ("attention", "full_attention", "mlp", "moe")  # kinds of layers with nothing of ssmgen's
+OTHERS = ("attention", "full_attention", "mlp", "moe")  # kinds of layers that ssmgen does not change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +42,22 @@ class Preset:
     verified: bool = True
 
     def kinds(self, layers: int) -> list[str]:
-        """The kind of each of so many layers, or of a few more: one of each kind at least."""
+        """The kind of each layer: `layers` of them, or a few more, so that each kind occurs once."""
         pattern = self.pattern or (self.name,)
         return list(itertools.islice(itertools.cycle(pattern), max(layers, len(pattern))))
 
     def served(self, layers: int) -> tuple[int, int]:
-        """(layers with a convolution or a scan of ours, layers)"""
+        """(layers with a convolution or a scan by ssmgen, layers)"""
         kinds = self.kinds(layers)
         return sum(kind not in OTHERS for kind in kinds), len(kinds)
 
     @property
     def for_prompts(self) -> Preset:
-        """The same with chunks of a prompt's scan as long as the configuration has them: here they suit prompts of a few tokens."""
+        """The same preset with the configuration's default chunk length for scans: the preset's chunks are for prompts of a few tokens."""
         return replace(self, sizes={key: value for key, value in self.sizes.items() if key not in CHUNKS})
 
     def config(self, layers: int) -> Any:
-        """transformers' configuration. Raises DemoError where the installed transformers does not have the family."""
+        """transformers' configuration. Raises DemoError if the installed transformers lacks the family."""
         import transformers
 
         names = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
@@ -69,11 +69,11 @@ class Preset:
             own["attn_layer_indices"] = [i for i, kind in enumerate(kinds) if kind in OTHERS]
         elif self.pattern_as:
             own[self.pattern_as] = kinds
-        # Not AutoConfig.for_model: flash-linear-attention, once imported, stands there for mamba and mamba2 with models of its own
+        # Not AutoConfig.for_model: once imported, flash-linear-attention registers its own models there for mamba and mamba2
         return getattr(transformers, names[self.kind])(**{**SHARED, **self.sizes, **own})
 
     def build(self, layers: int, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Module:
-        """The model for generation, with random weights: the same at every call."""
+        """The model for generation, with random weights: the same in every call."""
         from transformers import AutoModelForCausalLM
 
         config = self.config(layers)
@@ -91,7 +91,7 @@ def presets() -> dict[str, Preset]:
 
 
 def chosen(names: tuple[str, ...]) -> list[Preset]:
-    """Presets by name; without names all that the installed transformers has. Raises DemoError that names all that are not known."""
+    """Presets by name; by default all that the installed transformers has. Raises DemoError that names all unknown ones."""
     known = presets()
     if unknown := [name for name in names if name not in known]:
         raise DemoError(f"no family is named {', '.join(unknown)}; known are {', '.join(known)}")

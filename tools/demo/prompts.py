@@ -1,25 +1,28 @@
-"""What `python -m tools.demo --prompt` measures of a model: the time to the first token.
+"""Measurements of prompts for `python -m tools.demo --prompt`: the time to the first token.
 
-Milliseconds: one pass over a prompt, the choice of the first token behind it and the cache that it leaves, which is what generate() begins
-with; on the wall clock, synchronised ahead of the pass and behind it. transformers with its own PyTorch functions, with the packages of
-kernels that it calls instead where they are installed, patched and fused (patch(fuse=True), where it replaces something of a prompt's) take
-turns, in the opposite order every other round; each gets the median of its rounds. Chunks of transformers' scan are as long as the family's
-configuration has them by default.
+Milliseconds: wall-clock time of one pass over a prompt, with the choice of the first token after it and the resulting cache, as at the
+start of
+generate(). The device is synchronised before and after the pass. The ways alternate, in the opposite order every other round; each gets the
+median
+of its rounds. They are transformers with its own PyTorch functions, transformers with kernel packages if installed, patched, and fused
+(patch(fuse=True), if it replaces part of a prompt's work). Chunks of transformers' scan have the configuration's default length.
 
-transformers' own pass is left out, with the reason, where it would need more memory than is free, or take longer than a bound, 3 s by
-default: an eighth of the prompt says so, as both grow with its length at least.
+transformers' own pass is skipped, with the reason, if it would need more memory than is free, or take longer than a limit, 3 s by
+default. A pass over an eighth of the prompt predicts this, as both grow at least linearly with its length.
 
-Without: the same of the model as it is, but that its recurrent layers give back what they are given: what all else takes.
+Without: the same for the unpatched model, with recurrent layers that return their input: the time of everything else.
 
-Kernels: those that torch.profiler sees in one pass, without copies and fills by the driver; with --kernels also by name, these included.
+Kernels: all kernels that torch.profiler sees in one pass, without copies and fills by the driver; with --kernels also by name, including
+these.
 
-Memory: what a pass needs at its peak beside what was there before it: activations and the cache, not the weights.
+Memory: the peak of a pass minus the memory allocated before it: activations and the cache, not the weights.
 
-Apart: the L2 norm of the difference of the last token's logits, over that of the logits, from transformers' own, or where there are none,
-from the packages'. All are of bf16.
+Apart: the L2 norm of the difference of the last token's logits, over the norm of the reference's logits. The reference is transformers' own
+pass,
+or the packages' if that is skipped. All are in bf16.
 
-Same tokens: how many of the greedy tokens behind the prompt are those of transformers' own pass, or of the packages'. In bf16 two likeliest
-tokens may be closer than rounding is, and all tokens behind the first other one may differ.
+Same tokens: the number of greedy tokens after the prompt that equal the reference's. In bf16 the two likeliest tokens may be closer than
+rounding; all tokens after the first difference may then differ.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from .measure import (
 )  # fmt: skip
 from .packages import PACKAGES, bound, own_functions
 
-PART, FEWEST = 8, 256  # of a prompt, what tells of all of it: an eighth, and tokens that a chunk of transformers' own is padded to
+PART, FEWEST = 8, 256  # an eighth of a prompt predicts the whole; at least the tokens to which transformers' own function pads a chunk
 UNITS = ("ms", "kernels", "memory")
 WITHOUT = "without"  # the recurrent layers
 
@@ -69,7 +72,7 @@ class PromptRow:
 
     family: str
     like: str
-    served: int  # layers with something of ours
+    served: int  # layers with a function of ssmgen
     layers: int
     batch: int
     length: int
@@ -78,10 +81,10 @@ class PromptRow:
     memory: Mapping[str, int]
     without: float | None = None  # ms of the model without its recurrent layers
     apart: Mapping[str, float] = field(default_factory=dict)
-    same: Mapping[str, int] = field(default_factory=dict)  # of so many tokens
+    same: Mapping[str, int] = field(default_factory=dict)  # equal tokens, out of `tokens`
     tokens: int = 0
     bound: tuple[str, ...] = ()  # functions of packages that transformers calls
-    by_kernel: Mapping[str, Mapping[str, Launches]] = field(default_factory=dict)  # where it was asked for
+    by_kernel: Mapping[str, Mapping[str, Launches]] = field(default_factory=dict)  # if requested
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def speedup(self, way: str) -> float | None:
@@ -89,10 +92,10 @@ class PromptRow:
 
 
 def measured(model: torch.nn.Module, batch: int, length: int, options: Options) -> dict[str, Any]:
-    """What a PromptRow has from `ms` on, of a model on a CUDA device.
+    """The fields of a PromptRow from `ms` on, for a model on a CUDA device.
 
-    Where transformers' own pass is too large or too long, or it or the packages' fails, that has a note. Raises what a patched one does,
-    and DemoError if a call of it is left to transformers.
+    If transformers' own pass is too large or too long, or if it or the packages' pass fails, there is a note. Raises the errors of a
+    patched pass, and DemoError if it leaves a call to transformers.
     """
     ids = prompt(batch, model.config.vocab_size, next(model.parameters()).device, length)
     step, ways = partial(Greedy, model, ids), ways_of(model, ids)
@@ -131,7 +134,7 @@ def measured(model: torch.nn.Module, batch: int, length: int, options: Options) 
 
 
 def ways_of(model: torch.nn.Module, ids: Tensor) -> dict[str, Way]:
-    """The ways of a pass over a prompt [batch, tokens] that the model has."""
+    """The model's ways of a pass over a prompt [batch, tokens]."""
     step = partial(Greedy, model, ids)
     ways = {PLAIN: Way(step, partial(own_functions, model))}
     if bound(model):
@@ -143,7 +146,7 @@ def ways_of(model: torch.nn.Module, ids: Tensor) -> dict[str, Way]:
 
 
 def _compared(logits: Mapping[str, Tensor], tokens: Mapping[str, Tensor]) -> dict[str, Any]:
-    """apart, same and tokens of a PromptRow: of all others than the one that they are compared with."""
+    """apart, same and tokens of a PromptRow, for all ways except the reference way."""
     with_what = next((name for name in (PLAIN, PACKAGES) if name in tokens), None)
     if with_what is None:
         return {}
@@ -156,12 +159,12 @@ def _compared(logits: Mapping[str, Tensor], tokens: Mapping[str, Tensor]) -> dic
 
 
 def _without(model: torch.nn.Module, step: Callable[[], Any], found: dict[str, Any]) -> Way | None:
-    """The way without recurrent layers, or none and a note, of a model that cannot do without."""
+    """The way without recurrent layers; None and a note if the model cannot run without them."""
     way = Way(step, partial(bypassed, model))
     try:
         with way.within():
             way.step()
-    except Exception as e:  # whatever the others miss of them
+    except Exception as e:  # any error of layers that depend on them
         found["notes"][WITHOUT] = first_line(e)
         return None
     return way
@@ -169,7 +172,7 @@ def _without(model: torch.nn.Module, step: Callable[[], Any], found: dict[str, A
 
 @contextlib.contextmanager
 def bypassed(model: torch.nn.Module) -> Iterator[None]:
-    """Layers with a short convolution give back what they are given."""
+    """Makes layers with a short convolution return their input unchanged."""
     layers = [m for m in model.modules() if any(isinstance(child, torch.nn.Conv1d) for child in m.children())]
     try:
         for layer in layers:
@@ -187,7 +190,7 @@ def _fuses(model: torch.nn.Module) -> bool:
 
 
 def too_much(model: torch.nn.Module, ids: Tensor, longest: float) -> str:
-    """Why transformers' own pass over a prompt [batch, tokens] is not made, or nothing; it may take `longest` seconds."""
+    """Why transformers' own pass over a prompt [batch, tokens] is skipped; empty if it is not. Its limit is `longest` seconds."""
     part = ids[:, : max(FEWEST, ids.shape[1] // PART)]
     times, step = ids.shape[1] / part.shape[1], partial(Greedy, model, part)
     try:
@@ -201,7 +204,7 @@ def too_much(model: torch.nn.Module, ids: Tensor, longest: float) -> str:
 
 
 def seconds(step: Callable[[], Any]) -> float:
-    """What a call takes on the wall clock."""
+    """The wall-clock time of a call."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     step()
@@ -210,7 +213,7 @@ def seconds(step: Callable[[], Any]) -> float:
 
 
 def free_bytes() -> int:
-    """Bytes of the device that a pass may have."""
+    """Bytes of device memory available to a pass."""
     release()
     return torch.cuda.mem_get_info()[0]
 
@@ -223,7 +226,7 @@ def _count(name: str, way: Way, found: dict[str, Any]) -> None:
 
 
 def peak_bytes(step: Callable[[], Any]) -> int:
-    """Bytes that a call needs on the device beside those that are allocated."""
+    """Bytes that a call needs on the device in addition to the allocated ones."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""`python -m tools.demo`: every family in turn; a report."""
+"""`python -m tools.demo`: measures one family after the other, and reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .packages import PACKAGES
 from .presets import Preset
 from .prompts import PromptRow
 
-INSTALLED = ("mamba_ssm", "causal_conv1d", "fla", "kernels")  # which transformers would call in place of PyTorch operations
+INSTALLED = ("mamba_ssm", "causal_conv1d", "fla", "kernels")  # transformers calls these, if installed, instead of PyTorch operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """What a run leaves. facts: device, versions and the method."""
+    """The results of a run. facts: device, versions and the method."""
 
     facts: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Report:
         return {**self.facts, **{name: [asdict(entry) for entry in entries] for name, entries in lists.items()}}
 
     def check(self) -> None:
-        """Raises DemoError that names the families that failed, and those whose tokens differ."""
+        """Raises DemoError that names the families that failed, and the families whose tokens differ."""
         wrong = [f"{failure.words}: {failure.error}" for failure in self.failed]
         differing = {row.family: row for row in self.rows if row.same < row.tokens}
         wrong += [f"{name}: {row.same} of {row.tokens} tokens are the same" for name, row in differing.items()]
@@ -80,7 +80,7 @@ def quiet() -> None:
 
 
 def facts(options: Options) -> dict[str, Any]:
-    """What a report starts with."""
+    """The first fields of a report."""
     import transformers
 
     return {
@@ -97,7 +97,8 @@ def facts(options: Options) -> dict[str, Any]:
 
 
 def run(presets: Sequence[Preset], batches: tuple[int, ...], options: Options, watch: Watch = PRINTING) -> Report:
-    """A family that raises is one of the failed, with the reason, and the next goes on. Raises DemoError without a GPU."""
+    """Measures all families. A family that raises is recorded as failed, with the reason, and the next one follows. Raises DemoError
+    without a GPU."""
     need_device()
     report = Report(facts(options))
     watch.begins("demo", len(presets))
@@ -115,7 +116,7 @@ Rows = list[Row | PromptRow]
 
 
 def family(preset: Preset, batches: tuple[int, ...], options: Options, device: str = "cuda") -> tuple[Rows, list[Failure]]:
-    """Rows of a family, and what failed of it."""
+    """Rows of a family, and its failures."""
     try:
         rows, failed = (_prompted if options.prompts else _measured)(preset, batches, options, device)
     except Exception as e:  # the other families are still worth measuring
@@ -157,7 +158,7 @@ def _prompted(preset: Preset, batches: tuple[int, ...], options: Options, device
 
 
 def line(row: Row | PromptRow) -> str:
-    """What a row says while others are measured."""
+    """A line for a row, printed while other rows are measured."""
     if isinstance(row, PromptRow):
         ms = ", ".join(f"{way} {row.ms[way]:.1f}" for way in (PLAIN, PACKAGES, PATCHED, FUSED) if way in row.ms)
         return f"{row.family}, batch {row.batch}, a prompt of {row.length}: ms to the first token {ms}"

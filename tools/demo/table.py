@@ -20,7 +20,7 @@ from .run import Report
 class Column(NamedTuple):
     title: str
     cell: Callable[[Any], str | None]  # of a row; None: not measured
-    note: str = ""  # the key of a row's notes that says why
+    note: str = ""  # key of the row's note with the reason
 
     @property
     def is_words(self) -> bool:
@@ -99,7 +99,7 @@ PROMPT_COLUMNS = (
 
 
 class Shown(NamedTuple):
-    """A table: what it measures and how a column's name is meant, in words, its columns and its rows."""
+    """A table: its measured quantity and the meaning of its columns, in words; its columns and its rows."""
 
     words: str
     meant: str
@@ -108,7 +108,7 @@ class Shown(NamedTuple):
 
 
 def shown(report: Report) -> Shown:
-    """What a report has measured: decode steps or prompts."""
+    """The table of a report: decode steps or prompts."""
     if report.prompts:
         words = "Milliseconds, kernels and memory beside the weights, of a pass over a prompt to the first token behind it"
         meant = (
@@ -122,7 +122,7 @@ def shown(report: Report) -> Shown:
 
 
 def _of(columns: tuple[Column, ...], rows: Sequence[Row | PromptRow]) -> tuple[Column, ...]:
-    """Columns of packages only where transformers calls any."""
+    """The columns; columns of packages only if transformers calls any package."""
     if any(PACKAGES in row.ms or f"{PACKAGES} ms" in row.notes for row in rows):
         return columns
     return tuple(column for column in columns if not column.title.startswith(PACKAGES))
@@ -141,7 +141,7 @@ def caption(report: Report) -> str:
 
 
 def as_markdown(report: Report) -> str:
-    """The caption, the table, footnotes and what failed. Speedups stand in the cells of the times that they are of."""
+    """The caption, the table, footnotes and failures. Speedups are in the same cells as their times."""
     _, _, columns, rows = shown(report)
     cells = _Cells(columns)
     titled = [column for column in columns if column.title]
@@ -153,12 +153,12 @@ def as_markdown(report: Report) -> str:
 
 
 def _joined(columns: tuple[Column, ...], texts: list[str]) -> list[str]:
-    """Cells without a title of their own, in parentheses behind the ones ahead of them, on the same line."""
+    """Texts of untitled columns are appended, in parentheses, to the cell before them, without line breaks."""
     found: list[str] = []
     for column, text in zip(columns, texts, strict=True):
         if column.title:
             found.append(text)
-        elif text and text != found[-1]:  # the same footnote says why either is missing
+        elif text and text != found[-1]:  # one footnote explains why both are missing
             found[-1] += f" ({text})".replace(" ", "\N{NO-BREAK SPACE}")
     return found
 

@@ -1,1 +1,1 @@
-"""What a fleet's shared store of kernels costs and saves: `python -m tools.fleet --help`."""
+"""Costs and savings of a fleet's shared kernel store: `python -m tools.fleet --help`."""

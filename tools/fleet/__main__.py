@@ -1,5 +1,5 @@
-"""`python -m tools.fleet start`: processes that start cold at once against a real S3 server. `simulate`: a model of a thousand.
-`share`: what sharing work costs."""
+"""`python -m tools.fleet start`: cold processes that start at once, with a real S3 server. `simulate`: a model of a thousand. `share`: the
+cost of sharing work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _requests(counts: Counter[str]) -> str:
 
 
 def starts(given: argparse.Namespace) -> None:
-    """Three times: without a store, with an empty one that is written back to, and with what that left, in one index."""
+    """Three times: without a store, with an empty store that is written, and with the resulting entries in one index."""
     print(f"{given.processes} processes, each as a machine of its own; {given.kernels} kernels; compiling is a sleep of {given.compile} s")
     with tempfile.TemporaryDirectory() as folder, s3() as store:
         root, more = Path(folder), {**store.variables, "SSMGEN_CACHE_REMOTE_SECONDS": "60"}

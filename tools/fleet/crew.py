@@ -1,4 +1,4 @@
-"""What sharing work costs: `torchrun --nproc-per-node N -m tools.fleet.crew ITEMS SECONDS`, whose items are sleeps of SECONDS."""
+"""The cost of sharing work: `torchrun --nproc-per-node N -m tools.fleet.crew ITEMS SECONDS`; each item is a sleep of SECONDS."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .processes import ROOT
 
 
 def shared(items: int, seconds: float, processes: int) -> str:
-    """What processes that torchrun starts say of their shares. Raises CalledProcessError."""
+    """The output of processes started by torchrun, with their shares. Raises CalledProcessError."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     work = [*command, "-m", "tools.fleet.crew", str(items), str(seconds)]
     return subprocess.run(work, cwd=ROOT, check=True, capture_output=True, text=True).stdout

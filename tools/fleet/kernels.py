@@ -19,7 +19,7 @@ def spec(number: int) -> SlotCopySpec:
 
 
 def made(number: int) -> Entry:
-    """What compiling a kernel gives."""
+    """The result of compiling a kernel."""
     source = f"// kernel {number:4} of a fleet\n" * SOURCE_LINES
     cubin = b"\x7fELF" + hashlib.sha256(source.encode()).digest() * (CUBIN_BYTES // 32)
     key = cache_key(source, OPTIONS, ARCH, BUILD)

@@ -1,4 +1,4 @@
-"""Processes that start at once, each as a machine of its own: with its own cache directory and locks, and one store for all."""
+"""Processes that start at once, each like a separate machine, with separate cache directory and locks, and one store for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What became of one process."""
+    """The result of one process."""
 
     compiled: int
     fetched: int
@@ -27,7 +27,7 @@ class Started:
 
 
 def start_all(count: int, kernels: int, seconds: float, folder: Path, remote: dict[str, str]) -> list[Started]:
-    """Starts `count` processes and waits for them. Raises RuntimeError with what one of them said that failed."""
+    """Starts `count` processes and waits for them. Raises RuntimeError with the output of a failed one."""
     begin = time.perf_counter()
     processes = []
     for number in range(count):

@@ -1,6 +1,6 @@
-"""A model of many cold starts: threads for processes, sleeps for compiling and for a store's answers. The rest is the code that serves.
+"""A model of many cold starts: threads act as processes, sleeps as compilations and store requests. All other code is production code.
 
-Each thread has a `SharedStore` of its own, as a process has; the store is a dict whose requests take a time and are counted.
+Each thread has a separate `SharedStore`, like a process; the store is a dict whose requests take time and are counted.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def simulate(starts: int, kernels: int, compile_seconds: float, delay: float, fo
 
 
 def _got(shared: SharedStore, wanted: Entry, compile_seconds: float) -> bool:
-    """Whether it was compiled: what `Cache.get` does behind its directories."""
+    """Whether it was compiled: the steps of `Cache.get` after its directories."""
     if shared.fetch(wanted.key, wanted.symbol, ARCH):
         return False
     with shared.turn(wanted.key, wanted.symbol, ARCH) as sent:

@@ -1,4 +1,4 @@
-"""A real S3 server (moto's), started for a while, behind a proxy that counts requests and makes faults."""
+"""A temporary real S3 server (moto's) with a proxy that counts requests and injects faults."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ HOP_BY_HOP = {"connection", "content-length", "expect", "keep-alive", "transfer-
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What becomes of a request."""
+    """The treatment of a request."""
 
     delay: float = 0.0
-    status: int = 0  # this answer, and the server is not asked
+    status: int = 0  # this answer, without asking the server
     code: str = "InternalError"  # S3's name for it
     keep: int | None = None  # bytes of the answer's body that are sent before the connection ends
     altered: Callable[[bytes], bytes] | None = None
@@ -34,7 +34,7 @@ class Fault:
 
 @dataclass
 class StandIn:
-    """An S3 server. `fault` says what becomes of a request: it is given the method and the path."""
+    """An S3 server. `fault` decides the treatment of a request from its method and path."""
 
     url: str
     endpoint: str
@@ -48,7 +48,7 @@ class StandIn:
 
 
 def kind(method: str, path: str) -> str:
-    """What a request is for, as figures are printed by."""
+    """The kind of a request, for printed counts."""
     if "list-type" in path:
         what = "list"
     elif "/index/" in path:
@@ -105,7 +105,7 @@ def _handler(stand_in: StandIn, backend: int) -> type[BaseHTTPRequestHandler]:
 
 @contextlib.contextmanager
 def s3() -> Iterator[StandIn]:
-    """A server with an empty bucket, for the length of a `with`. Its memory is that of another process."""
+    """A server with an empty bucket, inside a `with` block. It runs in another process, with that process's memory."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         backend = free.getsockname()[1]

@@ -1,6 +1,6 @@
 """A process of a fleet, from its start until it has its kernels: `python -m tools.fleet.start KERNELS SECONDS`.
 
-Compiling one takes SECONDS, which are slept. Prints a line of JSON. What else it does is what a serving process does: the cache that the
+Compiling one takes SECONDS, which are slept. Prints a line of JSON. All else is the same as in a serving process: the cache that the
 environment describes, its directory, locks, store and signatures.
 """
 

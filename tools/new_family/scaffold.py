@@ -1,4 +1,4 @@
-"""What a new family consists of: `files/`, in which it is called token_shift, and lines in files that are there."""
+"""The parts of a new family: `files/`, where it is called token_shift, and lines for existing files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ScaffoldError(Exception):
 
 
 class Lines(NamedTuple):
-    """What a file gets, ahead of the first place that a pattern matches."""
+    """Lines for a file, inserted before the first match of a pattern."""
 
     path: str
     text: str
@@ -35,7 +35,7 @@ EXTENDED = (
     Lines("mkdocs.yml", "      - token_shift: operators/token_shift.md\n", r"^  - Coming from:$"),
     Lines(
         "docs/operators/index.md",
-        "| [token_shift](token_shift.md) | `token_shift` | state, x, out of one; mix its own | no | no |\n",
+        "| [token_shift](token_shift.md) | `token_shift` | one for state, x, out; mix independent | no | no |\n",
         r"^\nAxes are ",
     ),
     Lines("docs/reference/api.md", "## token_shift\n\n::: ssmgen.families.token_shift.call.token_shift\n\n", r"^## Around a call$"),
@@ -46,7 +46,7 @@ EXTENDED = (
 def write(root: Path, name: str) -> tuple[list[str], list[str]]:
     """Adds a family to the checkout at `root`: (paths written, paths extended).
 
-    Raises ScaffoldError, before anything is written, for a name that is none or is taken, and where a file has no place for its lines.
+    Raises ScaffoldError, before anything is written, for a name that is invalid or taken, or if a file has no place for its lines.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise ScaffoldError(name, ["its name is no Python name in lower case, with single underscores, such as token_shift"])
@@ -71,7 +71,7 @@ def _named(text: str, name: str) -> str:
 
 
 def _with(root: Path, lines: Lines, name: str) -> str | None:
-    """The file's text with its lines; None if there is no place for them."""
+    """The file's text with the new lines; None if the pattern does not match."""
     text = (root / lines.path).read_text()
     place = re.search(lines.ahead_of, text, re.MULTILINE)
     return place and text[: place.start()] + _named(lines.text, name) + text[place.start() :]

@@ -1,1 +1,1 @@
-"""Plots of the documentation as SVG, and the tables beside them: `python -m tools.plots` writes them from docs/data/peers.json."""
+"""Plots of the documentation as SVG, and their tables: `python -m tools.plots` writes them from docs/data/peers.json."""

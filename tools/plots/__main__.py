@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .charts import Panel, chart, table
 from .diagrams import DRAWINGS
-from .speed import speed
+from .speed import halves, speed
 
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PLOTS = DOCS / "data" / "peers.json", DOCS / "plots"
@@ -25,6 +25,7 @@ def files() -> dict[Path, str]:
     made = {PLOTS / f"{name}.svg": chart(panel) for name, panel in known.items()}
     made |= {PLOTS / f"{name}.svg": draw() for name, draw in DRAWINGS.items()}
     made[PLOTS / "speed.svg"] = speed(known)
+    made |= {PLOTS / f"{name}.svg": text for name, text in halves(known).items()}
     for page in sorted(DOCS.glob("**/*.md")):
         text = page.read_text()
         if PLACE.search(text):
@@ -34,7 +35,7 @@ def files() -> dict[Path, str]:
 
 
 def block(panel: Panel, up: str) -> str:
-    """A plot, the table behind a fold, and when and how it was measured."""
+    """A plot, a collapsed table, and the date and method of the measurement."""
     told = f"{panel.card}, {panel.date}, `{panel.command}`. {panel.note}".strip()
     return (
         f"<!-- plot {panel.name} -->\n\n![{panel.title}]({up}plots/{panel.name}.svg)\n\n"

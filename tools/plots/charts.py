@@ -30,13 +30,13 @@ class Panel:
     card: str
     date: str
     command: str
-    x: str  # what a case is
+    x: str  # the quantity on the x axis
     cases: list[str]
     kind: str  # share: lines; else bars
-    ceiling: str | None  # the series that moves as many bytes and computes nothing
+    ceiling: str | None  # the series that moves the same number of bytes and computes nothing
     series: dict[str, list[float | None]]
     extra: dict[str, list[float | None]] = field(default_factory=dict)  # in the table only
-    multiple: list[float | None] = field(default_factory=list)  # our time over that of a multiplication of the same bytes
+    multiple: list[float | None] = field(default_factory=list)  # our time over the time of a multiplication with the same bytes
     shown: list[str] = field(default_factory=list)  # cases of the chart; default: all
     note: str = ""
     unit: str = "us"
@@ -56,7 +56,7 @@ def chart(panel: Panel) -> str:
 
 
 def legend(panel: Panel, x: float, y: float, width: float) -> tuple[list[str], float]:
-    """(marks, the height they take): as many names in a row as fit."""
+    """(marks, their height): rows of names, each filled to the width."""
     parts, at, row = [], x, 0
     for name in panel.series:
         wide = 22 + 6.6 * len(name)
@@ -89,14 +89,15 @@ def shares(panel: Panel) -> str:
     left, right, bottom = 52.0, WIDTH - 20.0, top + 216.0
     parts.append(text(16, top + 8, f"speed, % of the {panel.ceiling}", kind="quiet", size=12))
     plot, y0 = top + 22, bottom
-    most = 110.0
+    ceiling = panel.series[panel.ceiling or ""]
+    fastest = max(c / us for name in panel.series for us, c in zip(panel.series[name], ceiling, strict=True) if us and c)
+    most = 100 * max(1.1, fastest + 0.04)
     x = {case: left + (right - left) * i / max(len(panel.cases) - 1, 1) for i, case in enumerate(panel.cases)}
     for value in range(0, 101, 25):
         y = y0 - (y0 - plot) * value / most
         parts += [line(left, y, right, y), text(left - 8, y + 4, f"{value}", "end", "quiet", 12)]
     parts += [text(x[case], y0 + 18, case, "middle", "quiet", 12) for case in panel.cases]
     parts.append(text((left + right) / 2, y0 + 36, panel.x, "middle", "quiet", 12))
-    ceiling = panel.series[panel.ceiling or ""]
     for name in reversed(panel.series):
         if name == panel.ceiling:
             y = y0 - (y0 - plot) * 100 / most
@@ -170,4 +171,4 @@ def table(panel: Panel) -> str:
 def _number(value: float | None) -> str:
     if value is None or math.isnan(value):
         return ""
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}".removesuffix(".0")
+    return f"{value:g}" if value < 100 else f"{value:.1f}".removesuffix(".0")

@@ -6,11 +6,11 @@ from .svg import WIDTH, arrow, drawing, line, rectangle, text
 
 
 def pipeline() -> str:
-    """From a call to a launch, and what each stage keeps."""
+    """The stages between a call and a launch, and the results that each stage keeps."""
     stages = (
         ("problem", "shapes, dtypes, alignment", "box"), ("spec", "lanes, vector width, tile, stages", "soft"),
         ("source", "CUDA, rendered by Jinja", "soft"), ("cubin", "compiled by NVRTC in 0.1 to 2.1 s", "soft"),
-        ("kernel", "loaded on the GPU", "warm"), ("plan", "packed arguments of a repeated call", "warm"),
+        ("kernel", "loaded on the GPU", "warm"), ("plan", "arguments of a repeated call", "warm"),
         ("launch", "on the current stream", "warm"),
     )  # fmt: skip
     parts = [text(16, 26, "From a call to a launch", size=15, kind="own")]
@@ -20,16 +20,16 @@ def pipeline() -> str:
         if i:
             parts.append(arrow(71, y - 12, 71, y - 1))
     parts += [
-        line(398, 44, 398, 198),
-        text(410, 118, "works without a GPU", size=12.5),
-        text(410, 136, "cubins stay in the cache", kind="quiet", size=12),
+        line(372, 44, 372, 198),
+        text(382, 118, "works without a GPU", size=12.5),
+        text(382, 136, "cubins stay in the cache", kind="quiet", size=12),
     ]
     parts += [
-        line(398, 212, 398, 322),
-        text(410, 262, "needs the GPU", size=12.5),
-        text(410, 280, "a repeated call starts at", kind="quiet", size=12),
+        line(372, 212, 372, 322),
+        text(382, 262, "needs the GPU", size=12.5),
+        text(382, 280, "a repeated call starts at", kind="quiet", size=12),
     ]
-    parts.append(text(410, 296, "its plan", kind="quiet", size=12))
+    parts.append(text(382, 296, "its plan", kind="quiet", size=12))
     return drawing(WIDTH, 346, "From a call to a launch", parts)
 
 

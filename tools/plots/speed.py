@@ -18,10 +18,18 @@ SHORT = {"flash-linear-attention 0.6": "fla 0.6"}
 
 def speed(panels: Mapping[str, Panel]) -> str:
     """Left: lines in % of the copy's speed. Right: us of prompts of 8192 tokens, and the time of a copy of as many bytes where measured."""
-    return drawing(880, 340, "Speed of a decode step and of prompts", [*_steps(panels["mamba2-bf16"]), *_prompts(panels)])
+    return drawing(880, 340, "Speed of a decode step and of prompts", [*_steps(panels["mamba2-bf16"]), *_prompts(panels, 436)])
 
 
-def _steps(panel: Panel) -> list[str]:
+def halves(panels: Mapping[str, Panel]) -> dict[str, str]:
+    """The same as two files, for a page that may be narrow."""
+    return {
+        "speed-steps": drawing(430, 340, "Speed of a decode step", _steps(panels["mamba2-bf16"], legend=2)),
+        "speed-prompts": drawing(444, 340, "Time of prompts", _prompts(panels, 0)),
+    }
+
+
+def _steps(panel: Panel, legend: int = 4) -> list[str]:
     parts = [
         text(20, 28, "Decode step, Mamba-2", size=15, kind="own"),
         text(20, 47, "speed, % of a bare copy of the state", kind="quiet", size=12.5),
@@ -45,17 +53,17 @@ def _steps(panel: Panel) -> list[str]:
     parts += [text(px, bottom + 18, case, "middle", "quiet", 12) for px, case in zip(x, panel.cases, strict=True)]
     parts.append(text((left + right) / 2, bottom + 35, "sequences", "middle", "quiet", 12))
     at = 20.0
-    for name in panel.series:
+    for name in panel.series if legend == 4 else [name for name in panel.series if name != panel.ceiling]:
         parts += [rectangle(at, 317, 11, 10, panel.colour(name)), text(at + 16, 326, name, size=12)]
         at += 30 + 6.6 * len(name)
     return parts
 
 
-def _prompts(panels: Mapping[str, Panel]) -> list[str]:
-    left, wide, y = 574.0, 190.0, 66.0
+def _prompts(panels: Mapping[str, Panel], x0: float) -> list[str]:
+    left, wide, y = x0 + 138.0, 190.0, 66.0
     parts = [
-        text(456, 28, "Prompt of 8192 tokens", size=15, kind="own"),
-        text(456, 47, "time; ssmgen's is the unit of length", kind="quiet", size=12.5),
+        text(x0 + 20, 28, "Prompt of 8192 tokens", size=15, kind="own"),
+        text(x0 + 20, 47, "time; ssmgen's is the unit of length", kind="quiet", size=12.5),
     ]
     for name, case, told in PROMPTS:
         panel = panels[name]
@@ -73,7 +81,7 @@ def _prompts(panels: Mapping[str, Panel]) -> list[str]:
             parts.append(line(x, y - 18 * len(found) - 3, x, y - 18 * len(found) + 17, "ceiling", 'stroke-width="2.5"'))
         y += 10
     parts += [
-        line(480, 315, 480, 329, "ceiling", 'stroke-width="2.5"'),
-        text(490, 326, "a copy of the bytes that are read and written", size=12),
+        line(x0 + 44, 315, x0 + 44, 329, "ceiling", 'stroke-width="2.5"'),
+        text(x0 + 54, 326, "a copy of the bytes that are read and written", size=12),
     ]
     return parts

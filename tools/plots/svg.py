@@ -66,7 +66,7 @@ def path(points: list[tuple[float, float]], kind: str) -> str:
 
 
 def drawing(width: float, height: float, title: str, parts: list[str]) -> str:
-    """A whole file. The card behind the parts is the page's colour or close to it, whichever theme the page has."""
+    """A whole file. The background card has the page's colour or a similar one, in both themes."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img">'
         f"<title>{escape(title)}</title><style>{STYLE}</style><defs>{ARROW}</defs>\n"

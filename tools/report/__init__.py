@@ -6,7 +6,7 @@ from ssmgen.errors import SsmgenError, bullets
 
 
 class ReportError(SsmgenError):
-    """A report cannot be made of what was given."""
+    """A report cannot be made from the given files."""
 
     def __init__(self, problems: Sequence[str]):
         super().__init__(f"no report was written:\n{bullets(problems)}")

@@ -1,4 +1,4 @@
-"""What `ssmgen bench … --json` printed, by the variants that it timed."""
+"""Reads output of `ssmgen bench … --json`, grouped by the variants that it timed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssmgen.bench.rows import op_of, point_of
 
 @dataclass(frozen=True, slots=True, order=True)
 class Run:
-    """Where and how an operator's rows were measured."""
+    """The machine and method of an operator's measurement."""
 
     op: str
     device: str
@@ -24,13 +24,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One case that a variant took part in."""
+    """One case with a time for the variant."""
 
     run: Run
     case: str
     us: dict[str, float]  # microseconds of a call, by contender
     ours: frozenset[str]  # the contenders that are this variant
-    tbs: float | None  # terabytes per second of what is served
+    tbs: float | None  # terabytes per second of the variant that is served
 
 
 def read(paths: Sequence[Path]) -> dict[str, list[Timing]]:
@@ -46,7 +46,7 @@ def read(paths: Sequence[Path]) -> dict[str, list[Timing]]:
 
 
 def _contenders(row: Mapping[str, Any]) -> dict[str, set[str]]:
-    """{spec: names under which a row has its time}. A call of two kernels has the time of both."""
+    """{spec: the names of its times in a row}. The time of a call with two kernels counts for both."""
     served = row["specs"] if "specs" in row else [row["spec"]]
     found = {spec: {name for name, us in row["us"].items() if us == row["served_us"]} for spec in served}
     for name, variant in row.get("variants", {}).items():

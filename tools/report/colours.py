@@ -19,5 +19,5 @@ def stylesheet() -> str:
 
 
 def _tokens(css: str) -> str:
-    """The rules of the tokens, without those of line numbers and of the page itself."""
+    """The rules for tokens, without rules for line numbers and for the page itself."""
     return "\n".join(line for line in css.splitlines() if line.startswith(".code .") and "background" not in line)

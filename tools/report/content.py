@@ -1,4 +1,4 @@
-"""What the pages say: variants, compiled and disassembled, the calls that they serve, and what was measured of them."""
+"""Contents of the pages: variants, compiled and disassembled, the calls that they serve, and their measurements."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from ssmgen.variants.generate import default_variants
 from . import ReportError
 from .benchmarks import Timing
 
-TUNED = "tuned"  # what the registry calls a measured choice, with the size it is of if that is another
-NEIGHBOURS = 4  # that a page proposes to compare a variant with
+TUNED = "tuned"  # the registry's word for a measured choice, followed by its size if that differs
+NEIGHBOURS = 4  # variants that a page proposes for comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Calls that are given a variant: those of some models, of sizes from `first` to `last`."""
+    """Calls that a variant serves: calls of some models, with sizes from `first` to `last`."""
 
     models: tuple[str, ...]
     problem: str
-    pdl: bool  # whether the caller lets it overlap the end of the kernel ahead
-    unit: str  # what a size counts
+    pdl: bool  # whether the caller lets it overlap the end of the previous kernel
+    unit: str  # the unit of a size
     first: int
-    last: int | None  # None: nothing changes beyond
+    last: int | None  # None: the same for all larger sizes
     rule: str
-    gpu: str | None  # the one that it was measured to be the best on; None: by rules, where nothing was measured
+    gpu: str | None  # the GPU where it was measured as the best; None: chosen by rules, without a measurement
 
     @property
     def sizes(self) -> str:
@@ -55,24 +55,24 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """One kind of call of some models, and what serves it at which size."""
+    """One kind of call of some models, and the variant that serves it at each size."""
 
     models: tuple[str, ...]
     arch: Arch
-    problem: str  # what it says beside the defaults of its family
+    problem: str  # its fields that differ from its family's defaults
     served: tuple[tuple[Choice, KernelSpec], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """All that its page says."""
+    """The contents of a variant's page."""
 
     spec: KernelSpec
     arch: Arch
     entry: Entry
     ptx: str
     sass: str | None
-    no_sass: str  # why there is none
+    no_sass: str  # reason for a missing one
     no_occupancy: str
     numbers: Mapping[str, Any]  # of its residency and its SASS
     choices: Sequence[Choice] = ()
@@ -84,16 +84,16 @@ class Variant:
 
     @property
     def models(self) -> list[str]:
-        """The models that are given this variant at some size."""
+        """The models that this variant serves at some size."""
         return sorted({name for choice in self.choices for name in choice.models})
 
     @property
     def said(self) -> dict[str, str]:
-        """{field: value}, as its text has them."""
+        """{field: value}, as in its text."""
         return dict(item.split("=", 1) for item in self.spec.said())
 
     def rows(self, of_problem: bool) -> list[tuple[str, str, str]]:
-        """(field, value, meaning) of what the call fixes, or else of what this variant chooses."""
+        """(field, value, meaning) of the fields that the call fixes, or of the fields that this variant chooses."""
         fixed, meaning = _problem_fields(type(self.spec)), meanings(type(self.spec))
         return [(name, value, meaning.get(name, "")) for name, value in self.said.items() if (name in fixed) is of_problem]
 
@@ -120,14 +120,14 @@ class Family:
 
     @property
     def sentence(self) -> str:
-        """What it computes, in short."""
+        """A short description of its computation."""
         return self.paragraphs[0][1].removeprefix(f"{self.name}: ")
 
 
 def gather(
     archs: Sequence[Arch], timings: Mapping[str, Sequence[Timing]], cache: Cache, jobs: int | None, done: Callable[[int], None]
 ) -> list[Variant]:
-    """The default variants and those that were timed; `done` hears, as each is compiled, how many there are.
+    """The default variants and the timed ones. For each compiled variant, `done` gets the total number of variants.
 
     Raises ReportError that names every variant that does not compile.
     """
@@ -174,7 +174,8 @@ def _variant(spec: KernelSpec, arch: Arch, entry: Entry, told: Mapping[str, Any]
 
 
 def choices(arch: Arch) -> dict[KernelSpec, list[Choice]]:
-    """What `ssmgen build --all --replay 6` would build, with states of every type, by variant: for whom, and at which sizes."""
+    """The variants that `ssmgen build --all --replay 6` would build, with states of every type: {variant: the models and sizes it
+    serves}."""
     found: dict[KernelSpec, list[Choice]] = {}
     for problem, names in problems_by_models(tuple(DType)).items():
         for pdl in (True, False) if arch >= SM90 else (False,):
@@ -185,7 +186,7 @@ def choices(arch: Arch) -> dict[KernelSpec, list[Choice]]:
 
 
 def calls(arch: Arch) -> dict[str, list[Calls]]:
-    """{operator: calls of the models, with states of their own type, that may overlap the kernel ahead where there is such a thing}"""
+    """{operator: calls of the models, with states of their own type; calls may overlap the previous kernel if the architecture can}"""
     found: dict[str, list[Calls]] = {}
     for problem, names in problems_by_models().items():
         text = words(problem)
@@ -195,7 +196,7 @@ def calls(arch: Arch) -> dict[str, list[Calls]]:
 
 
 def _served(problem: Problem, names: Sequence[str], arch: Arch, pdl: bool) -> Iterator[tuple[Choice, KernelSpec]]:
-    """What serves a problem by the rules, then by what was measured on each GPU, which comes first there."""
+    """The variants for a problem: first by the rules, then by the measurements on each GPU, which take precedence there."""
     operator = OPERATOR_OF[type(problem)]
     largest = getattr(OPERATORS[operator], "MAX_SIZE", 1024)
     told = tuple(dict.fromkeys(names)), registry.describe(problem), pdl, registry.unit(operator)
@@ -209,7 +210,7 @@ def _served(problem: Problem, names: Sequence[str], arch: Arch, pdl: bool) -> It
 
 
 def _word(rule: str) -> str:
-    """A row measured at this size or near it: that much is said by the table itself."""
+    """Shortens the rule of a row that was measured at this size or near it: the table shows the size."""
     return TUNED if rule.startswith(TUNED) else rule
 
 
@@ -226,7 +227,7 @@ def families(variants: Sequence[Variant], archs: Sequence[Arch]) -> list[Family]
 
 
 def paragraphs(text: str) -> list[tuple[str, str]]:
-    """A docstring's, as ("p", text) or, where indented, as ("pre", text)."""
+    """The paragraphs of a docstring, as ("p", text) or, if indented, as ("pre", text)."""
     found = []
     for part in re.split(r"\n\s*\n", introspection.cleandoc(text)):
         indented = all(line.startswith("    ") for line in part.splitlines())
@@ -242,7 +243,7 @@ def _problem_fields(cls: type[KernelSpec]) -> frozenset[str]:
 
 @functools.cache
 def meanings(cls: type[KernelSpec]) -> dict[str, str]:
-    """{field: the comment beside it}, of fields that have one."""
+    """{field: the comment after it}, for fields with a comment."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base.__module__ != object.__module__:

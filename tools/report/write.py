@@ -20,7 +20,7 @@ from . import ReportError, benchmarks, colours, content
 from .content import Family, Variant
 
 HERE = Path(__file__).parent
-LISTING = "ssmgen-report.json"  # the files of a report, so that the next one in its place can remove them
+LISTING = "ssmgen-report.json"  # the files of a report, so that the next report can remove them
 FORMS = ("cu", "ptx", "sass")
 
 

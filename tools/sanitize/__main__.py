@@ -1,7 +1,7 @@
 """`python -m tools.sanitize [WORD …]`: kernels under compute-sanitizer, each by itself, with one line per kernel and tool.
 
-A kernel runs without the sanitizer first; what it writes has to be the same under each tool. Exits with 1 where a tool reports anything, or
-an edit that plants an error is not reported by racecheck.
+A kernel runs without the sanitizer first; its output must be the same under each tool. Exits with 1 if a tool reports anything, or if
+racecheck misses an error that an edit plants.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .reports import Row, located, row
 TOOLS = ("memcheck", "synccheck", "racecheck")
 ALWAYS = ("--report-api-errors=no", "--target-processes=application-only", "--launch-timeout=120", "--show-backtrace=device")
 OF_TOOL = {"memcheck": ("--padding=1024",), "synccheck": (), "racecheck": ()}
-PORTS = 16  # of a run of the sanitizer, which takes some of its own
-MOST = 60  # lines of a run's that are kept
+PORTS = 16  # per run of the sanitizer, which uses some itself
+MOST = 60  # lines of a run's output that are kept
 
 
 def sanitizer(given: str | None) -> str:
-    """The program: as given, of PATH, or of the wheel nvidia-cuda-sanitizer-api. Exits where there is none."""
+    """The program: the given one, the one on PATH, or the one in the wheel nvidia-cuda-sanitizer-api. Exits if there is none."""
     if found := shutil.which(given or "compute-sanitizer"):
         return found
     try:
@@ -49,7 +49,7 @@ def sanitizer(given: str | None) -> str:
 
 
 class Runs:
-    """Runs of images, so many at once, until a time is over."""
+    """Concurrent runs of images, within a time limit."""
 
     def __init__(self, given: argparse.Namespace, rows: list[Row]):
         self.given, self.rows, self.start = given, rows, time.monotonic()
@@ -96,7 +96,7 @@ class Runs:
 
 
 def run(command: Sequence[str], limit: float) -> tuple[str, int | None]:
-    """What it printed, and its exit code, or None where it was ended with all that it had started."""
+    """Its output and its exit code; None if it was killed, with all processes that it had started."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
         return process.communicate(timeout=limit)[0], process.returncode

@@ -1,4 +1,4 @@
-"""What is run: the default variants, and forms that rules choose for calls that no default poses."""
+"""The cases: the default variants, and forms that rules choose for calls without a default."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ PROMPTS = ("chunk_scan", "chunk_delta_rule", "chunk_linear_attention", "selectiv
 TOKENS = 12 * 64 + 5
 LONG = 6 * 8 * 64 + 5  # of which each of 6 blocks has a part
 
-# (family, name of a default, fields of its problem that are others, fields of the variant that are)
+# (family, name of a default, changed fields of its problem, changed fields of the variant)
 MORE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("chunk_scan", "Mamba-2, a batch from zeros, few heads", {"seq_idx": True}, {}),
     ("chunk_scan", "Mamba-2, packed, with a pool, many short sequences", {"checkpoints": Index.I32}, {}),
     ("chunk_scan", "Mamba-2, a batch of several sequences in each row", {"short": True}, {}),
     ("chunk_scan", "Mamba-2, packed, with a pool", {}, {"parts": 3, "ends": True}),
+    ("chunk_scan", "Mamba-2, rows of 256, packed, with a pool", {"short": True}, {}),
+    ("chunk_scan", "Mamba-2, rows of 256, packed, with a pool", {"headdim": 80, "checkpoints": Index.I32}, {"parts": 2, "ends": True}),
     ("chunk_delta_rule", "Gated DeltaNet, packed, with a pool", {}, {"tile": 128}),
     ("chunk_delta_rule", "Gated DeltaNet, a batch from zeros", {}, {"tile": 128}),
     ("chunk_delta_rule", "Gated DeltaNet of few heads, packed, in segments", {"checkpoints": Index.I32}, {}),
@@ -41,7 +43,7 @@ MORE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
 class Case:
     """A call's kernels, and how many tokens its longest sequence has at least; None: a decode step's.
 
-    call: what poses it, in words. edit: of `edits.EDITS`.
+    call: the call in words. edit: one of `edits.EDITS`.
     """
 
     spec: KernelSpec
@@ -58,7 +60,7 @@ class Case:
 
 
 def _specs(arch: Arch) -> Iterator[tuple[str, KernelSpec]]:
-    """(call, variant) of the defaults, and of prompts those of sm_80 too, whose products are each warp's own."""
+    """(call, variant) of the defaults. For prompts also the variants of sm_80, whose warps compute their own products."""
     for family, name, default in named():
         yield from ((f"{family}: {name}", spec) for spec in default.specs(arch))
         if family in PROMPTS:

@@ -1,8 +1,9 @@
-"""Controls: texts of kernels by warpgroups that differ in how a warp says that it is done, and texts with a wait forgotten.
+"""Control experiments: texts of kernels by warpgroups that change how a warp signals completion, and texts that lack a wait.
 
-A warp's lanes meet by __syncwarp, and one of them arrives at the mbarrier for all. Where racecheck reports what such an arrival orders,
-`each lane arrives` decides: there every lane arrives for itself, the counts of all barriers are 32 times as high, and nothing else is
-another. What is still reported then is an error of the kernel; what is not was none. The others are errors, which must be reported.
+A warp's lanes meet by __syncwarp, and one of them arrives at the mbarrier for all. If racecheck reports accesses that such an arrival
+orders,
+`each lane arrives` decides: every lane arrives separately, and the counts of all barriers are 32 times as high, with no other change.
+A report that remains is an error of the kernel; a report that disappears was false. The other edits are errors, which must be reported.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ EXPECT = '  asm volatile("mbarrier.{}.shared::cta.b64 {}[%0], %1;" ::"r"(barrier
 BY_COPIES = "barrier_arrive_with_copies("  # where it is called and not only defined, counts are not of warps
 BY_ONE = "  __syncwarp();\n  if (lane == 0) barrier_arrive(barriers, i);"
 
-# Barriers count lanes: what one arrives for a warp counts for 32.
+# Barriers count lanes: one arrival for a warp counts as 32.
 COUNTED_BY_LANES = (
     ('"r"(barrier_at(barriers, i)), "r"(count)', '"r"(barrier_at(barriers, i)), "r"(32 * count)'),
     (ARRIVE.format("", ""), ARRIVE.format(", 32", "")),
@@ -27,7 +28,7 @@ COUNTED_BY_LANES = (
 
 @dataclass(frozen=True)
 class Edit:
-    """Pairs of what stands in a text once and what stands there instead. planted: whether it is an error."""
+    """Pairs of a string that occurs once in a text and its replacement. planted: whether the edit plants an error."""
 
     pairs: tuple[tuple[str, str], ...]
     planted: bool = True

@@ -1,4 +1,4 @@
-"""A case as files: what a process without torch needs to launch its kernels."""
+"""A case as files, so that a process without torch can launch its kernels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ssmgen.spec.arguments import Tiles
 from .cases import Case
 from .edits import EDITS
 
-ALIGNED = 16  # what kernels may know of addresses: an operand begins as far behind a multiple of it as its view does
+ALIGNED = 16  # kernels may assume this alignment: an operand has the same offset from a multiple of it as its view
 LINES = "--generate-line-info"  # so that reports name lines of the text; the code is the same
-BLOCKS = 2  # of those that stay: fewer than there is work for
+BLOCKS = 2  # for persistent kernels: fewer blocks than there is work for
 
 
 def write(case: Case, folder: Path) -> None:
-    """Operands from the first byte that a view has to the last, so that what is touched beyond is noticed; texts and cubins; launches.
+    """Writes operands, from the first to the last byte of each view, so that accesses beyond are noticed; texts and cubins; launches.
 
-    Raises CompileError, SpecError and what making a trial raises.
+    Raises CompileError, SpecError and the errors of making a trial.
     """
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def write(case: Case, folder: Path) -> None:
 
 
 def _operand(tensor: Tensor, path: Path) -> dict[str, int]:
-    """{skipped: bytes ahead of the first element, to where it is aligned; bytes: those and all from there to the last element}."""
+    """{skipped: bytes before the first element, from the aligned address on; bytes: these and all up to the last element}."""
     size = tensor.element_size()
     extent = (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) * size if tensor.numel() else 0
     begin, skipped = tensor.storage_offset() * size, tensor.data_ptr() % ALIGNED if tensor.numel() else 0

@@ -1,6 +1,6 @@
 """Launches the kernels of images: `python -m tools.sanitize.replay FOLDER …`. By ctypes: torch takes long to start under the sanitizer.
 
-Each operand is an allocation of its own. A line per image says a digest of what was written: of one image it is the same in every run.
+Each operand is a separate allocation. A line per image has a digest of its output, which is equal in every run of an image.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def place(path: Path, count: int) -> int:
 
 
 def run(folder: Path) -> str:
-    """A digest of what its kernels write."""
+    """A digest of its kernels' output."""
     image = json.loads((folder / "image.json").read_text())
     placed = {name: place(folder / f"{name}.bin", o["bytes"]) for name, o in image["operands"].items()}
     begins = {name: placed[name] + o["skipped"] for name, o in image["operands"].items()}

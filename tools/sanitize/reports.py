@@ -1,4 +1,4 @@
-"""What compute-sanitizer said of one run, in a line."""
+"""The result of one run of compute-sanitizer, in a line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAIRS = re.compile(r"\[(\d+) hazards?\]")
 
 @dataclass(frozen=True)
 class Row:
-    """One case under one tool. digest: of what was written, empty where it did not end; log: all that was printed."""
+    """One case under one tool. digest: of its output, empty if it did not end; log: all printed text."""
 
     case: str
     tool: str

@@ -59,7 +59,7 @@ def serving(models, answered, batches, file, folder, **given) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         try:
             run(pairs, options, folder or Path(temporary), lambda text: click.echo(text, err=True))
-        finally:  # what there is, of a run that was interrupted
+        finally:  # partial results of an interrupted run
             if file:
                 file.write_text(json.dumps(as_dict(pairs, vllm=metadata.version("vllm"), options=str(options)), indent=1), encoding="utf-8")
             click.echo(answers(pairs))

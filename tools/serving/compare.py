@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-TIE = 0.05  # two tokens whose log-probabilities are no further apart may change places by roundings of 16 bits
+TIE = 0.05  # tokens whose log-probabilities differ by at most this may swap by 16-bit rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """equal: answers with the same tokens, of `count`   within: what log-probabilities of best tokens differ by at most while these are
-    the same   gaps: of each other answer, how far apart the two best tokens are at the first that differs
+    """equal: answers with the same tokens, out of `count`   within: the largest difference of the best tokens' log-probabilities before
+    tokens differ   gaps: for each other answer, the gap between the two best tokens at the first difference
     """
 
     count: int
@@ -21,7 +21,7 @@ class Compared:
 
     @property
     def parted(self) -> int:
-        """Answers that differ at a place which is no tie."""
+        """Answers whose first difference is not a tie."""
         return sum(gap > TIE for gap in self.gaps)
 
     def as_dict(self) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class Compared:
 
 
 def compared(own: dict[str, Any], ours: dict[str, Any]) -> Compared:
-    """What differs between two results of Server.answers."""
+    """The differences between two results of Server.answers."""
     equal, gaps, within = 0, [], 0.0
     for a, b, best_a, best_b in zip(own["tokens"], ours["tokens"], own["best"], ours["best"], strict=True):
         n = next((j for j, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

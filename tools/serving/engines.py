@@ -1,4 +1,4 @@
-"""Processes with an engine each, which wait for requests: tools.serving.worker."""
+"""Processes with one engine each, which wait for requests: tools.serving.worker."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ROOT = Path(__file__).parents[2]
 WORKER = "tools.serving.worker"
 OFFLINE = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that asks, so that its weights can be filled
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the requesting process, so that its weights can be filled
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }  # fmt: skip
 
 
 class EngineError(RuntimeError):
-    """An engine failed, ended or took too long; says what it wrote last."""
+    """An engine failed, ended or took too long; the message includes its last output."""
 
 
 class Engine:
-    """One process. with_ssmgen: whether vLLM loads the plugin there   folder: gets one for its files, of which `log` is its output
+    """One process. with_ssmgen: whether vLLM loads the plugin there   folder: a subfolder in it gets its files; `log` is its output
 
-    variables: of its environment, beside this process's   module: what runs there
+    variables: added to this process's environment   module: the module to run
     """
 
     def __init__(self, name: str, with_ssmgen: bool, folder: Path, variables: Mapping[str, str], module: str = WORKER):
@@ -51,7 +51,7 @@ class Engine:
         self._read = b""
 
     def say(self, do: str, **more: Any) -> None:
-        """Asks without waiting. Raises EngineError where nobody listens any more."""
+        """Sends a request without waiting. Raises EngineError if the process has ended."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
@@ -60,13 +60,13 @@ class Engine:
             raise self._failed("has ended") from e
 
     def hear(self, seconds: float) -> dict[str, Any]:
-        """The next answer. Raises EngineError for an error, an end, and where none comes in so many seconds."""
+        """The next answer. Raises EngineError for an error, an end, and if none comes within `seconds`."""
         until = time.monotonic() + seconds
         while b"\n" not in self._read:
             if not select.select([self._answers], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise self._failed(f"has not answered in {seconds:.1f} s")
             if not (more := os.read(self._answers, 1 << 16)):
-                self.process.wait(seconds)  # it may still be writing why
+                self.process.wait(seconds)  # it may still be writing the reason
                 raise self._failed("has ended")
             self._read += more
         line, _, self._read = self._read.partition(b"\n")
@@ -80,7 +80,7 @@ class Engine:
         return self.hear(seconds)
 
     def end(self) -> None:
-        """Ends the process, whatever it does; its memory on the GPU is free then."""
+        """Ends the process in any state, which frees its memory on the GPU."""
         self.process.kill()
         self.process.wait()
         if self._answers >= 0:

@@ -1,4 +1,4 @@
-"""The models that are served: those of tools.demo, as wide as a public model, with fewer layers and a vocabulary in proportion to these."""
+"""The served models: models of tools.demo, as wide as a public model, with fewer layers and a vocabulary in proportion to the layers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tools.demo.presets import presets
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """architecture: vLLM's class   whole, vocabulary: layers and tokens of the public model   layers: how many are served in timed engines
+    """architecture: vLLM's class   whole, vocabulary: layers and tokens of the public model   layers: number of layers in timed engines
 
-    page: bytes of one layer's state of a sequence, its convolution's included, where the model is of 16 bits; in hybrids an attention layer
-    has pages as large   more: what the public model's configuration says beyond tools.demo's
+    page: bytes of one layer's state for a sequence, including its convolution's, for a model with 16 bits; in hybrids an attention layer
+    has pages of the same size   more: fields of the public model's configuration that tools.demo's lacks
 
-    The head takes the part of a step that it takes in the public model. Layers are as many as leave six engines room for the states of 256
-    sequences each on a GPU of 140 GiB.
+    The head takes the same share of a step as in the public model. The number of layers leaves six engines enough memory for the states of
+    256
+    sequences each on a GPU with 140 GiB.
     """
 
     architecture: str
@@ -37,11 +38,11 @@ MODELS = {
     "olmo_hybrid": Served("OlmoHybridForCausalLM", 32, 100352, 12, 1_180_000),
 }
 TIMED = ("mamba2", "nemotron_h", "qwen3_5")
-FEW = 4  # layers where only answers are compared; more where a model's kinds of layers are more
+FEW = 4  # layers if only answers are compared; more if the model has more kinds of layers
 
 
 def config_of(model: str, layers: int, longest: int) -> Any:
-    """transformers' configuration, for sequences of so many tokens. Raises DemoError where transformers does not have the family."""
+    """transformers' configuration, for sequences of up to `longest` tokens. Raises DemoError if transformers lacks the family."""
     served, preset = MODELS[model], presets()[model].for_prompts
     layers = len(preset.kinds(layers))
     own = {
@@ -53,6 +54,6 @@ def config_of(model: str, layers: int, longest: int) -> Any:
 
 
 def pool_bytes(model: str, layers: int, sequences: int, wide: bool) -> int:
-    """Bytes of states and keys of so many sequences whose keys take a page a layer at most, a tenth more. wide: f32, not 16 bits."""
+    """Bytes for states and keys of `sequences` sequences, at one page per layer, plus a tenth. wide: f32 instead of 16 bits."""
     kinds = presets()[model].kinds(layers)
     return round(1.1 * (sequences + 8) * sum(kind not in ("mlp", "moe") for kind in kinds)) * MODELS[model].page * (2 if wide else 1)

@@ -1,4 +1,4 @@
-"""What was measured, as a table and as JSON."""
+"""The measurements as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = """| model | sequences | | a step, ms | the shortest | the GPU works | i
 
 
 def table(pairs: list[Pair]) -> str:
-    """In Markdown: medians of rounds, their ratio, and the least and greatest ratio of a round. What was not measured is a dash."""
+    """In Markdown: medians of rounds, their ratio, and the least and greatest ratio of a round. A missing measurement is a dash."""
     lines = [HEAD]
     for pair in pairs:
         for case in dict.fromkeys(case for case, _ in pair.rates):
@@ -29,9 +29,9 @@ def table(pairs: list[Pair]) -> str:
 
 
 def steps(pairs: list[Pair]) -> str:
-    """Where decode steps' time goes, in Markdown, ms: medians of rounds and the shortest, what the GPU works in it, and what the CPU does.
+    """The time of decode steps, in Markdown, in ms: median and minimum over rounds, busy time of the GPU, and time of the CPU.
 
-    A step that is longer while the GPU works as long is the host's. A GPU that worked less than the step waited for the host.
+    If a step gets longer with equal busy time of the GPU, the host is the cause. A GPU busy for less than the step waited for the host.
     """
     lines = [STEPS]
     for pair in pairs:
@@ -55,7 +55,7 @@ def _rate(rates: list[float]) -> str:
 
 
 def answers(pairs: list[Pair]) -> str:
-    """A line a pair: whether both gave the same tokens, and what ssmgen left to vLLM."""
+    """One line per pair: whether both engines gave the same tokens; then the functions that ssmgen left to vLLM."""
     lines = []
     for pair in pairs:
         lines.append(f"{pair.model} {pair.dtype}, {pair.layers} layers: {pair.compared or 'not compared'}")
@@ -65,7 +65,7 @@ def answers(pairs: list[Pair]) -> str:
 
 
 def as_dict(pairs: list[Pair], **about: Any) -> dict[str, Any]:
-    """All of it, rates of every round included; what `about` says beside."""
+    """All results, with the rates of every round, and the fields of `about`."""
     return about | {
         "models": [
             {

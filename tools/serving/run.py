@@ -1,4 +1,4 @@
-"""What is asked of the engines, and when: all are built at once, and one at a time has the GPU while anything is timed."""
+"""The requests to the engines, and their order: all engines are built at once, and one at a time uses the GPU during timing."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .compare import Compared, compared
 from .engines import Engine, EngineError
 from .models import FEW, MODELS
 
-TOGETHER = 16384  # tokens of prompts that are timed together, at most
-SHORT = 16  # tokens of the prompts ahead of timed decode steps
+TOGETHER = 16384  # most tokens of prompts that are timed together
+SHORT = 16  # tokens of the prompts before timed decode steps
 COMPARED = 16, 48  # prompts and tokens
-STEP = 8192  # tokens of an engine's step at most: half of vLLM's default for so large a GPU, for room
-WATCHED = 16  # decode steps whose time on the GPU is looked at, behind all rounds
-SMALL_STEP = 1024  # where nothing is timed: prompts are cut, and less memory is taken
+STEP = 8192  # most tokens of an engine's step: half of vLLM's default for such a large GPU, to save memory
+WATCHED = 16  # decode steps with profiled GPU time, after all rounds
+SMALL_STEP = 1024  # for engines that are not timed: prompts are split, and less memory is used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """timed: models   answered: (model, dtype) whose answers are compared, and nothing timed   batches: ascending   prompt: its tokens
+    """timed: models   answered: (model, dtype) with compared answers and no timing   batches: ascending   prompt: its tokens
 
-    steps: of decode that are timed   rounds: of timing, each with all cases of all engines   layers: 0 for each model's own number
-    seconds: after which no further round begins   patience: seconds until all engines must be ready, and for any answer from there on
-    compiled: with torch.compile   apart: timed engines take memory when the others have ended
+    steps: timed decode steps   rounds: of timing, each with all cases of all engines   layers: 0 for each model's own number
+    seconds: no further round begins after this time   patience: seconds until all engines must be ready, and for any later answer
+    compiled: with torch.compile   apart: timed engines allocate memory after the others have ended
     """
 
     timed: tuple[str, ...]
@@ -45,7 +45,7 @@ class Options:
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most; answers that are compared have prompts of 700."""
+        """The longest sequence in tokens; compared answers have prompts of up to 700."""
         return max(self.prompt, 1024) + self.steps + 1
 
     @property
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """what: "prompts" or "decode"   prompt: tokens of each of the prompts   steps: of decode behind them"""
+    """what: "prompts" or "decode"   prompt: tokens of each prompt   steps: decode steps after the prompts"""
 
     what: str
     batch: int
@@ -64,9 +64,9 @@ class Case:
     steps: int
 
     def rate(self, engine: Engine, patience: float) -> tuple[float, float]:
-        """Tokens a second, and seconds of the CPU: of all prompts, or of a decode step.
+        """Tokens per second, and seconds of the CPU: of all prompts, or of a decode step.
 
-        Of decode, the time to the first token is taken off: steps behind prompts, less the prompts.
+        For decode, the time to the first token is subtracted: steps with prompts, minus the prompts.
         """
         first = engine.ask("generate", patience, batch=self.batch, prompt=self.prompt, tokens=1)
         if self.what == "prompts":
@@ -76,7 +76,7 @@ class Case:
         return self.batch * self.steps / seconds, cpu / self.steps
 
     def busy(self, engine: Engine, patience: float) -> tuple[float, float] | None:
-        """Seconds of a decode step in which the GPU does anything, and its kernels and copies. None without a GPU."""
+        """Seconds of a decode step in which the GPU is busy, and its kernels and copies. None without a GPU."""
         few, many = (engine.ask("busy", patience, batch=self.batch, prompt=self.prompt, tokens=n) for n in (1, 1 + WATCHED))
         if few["seconds"] is None or many["seconds"] is None:
             return None
@@ -85,10 +85,10 @@ class Case:
 
 @dataclass(slots=True)
 class Pair:
-    """A model without and with ssmgen. rates: of (case, with ssmgen), tokens a second of each round; outcome: of the plugin's functions
+    """A model without and with ssmgen. rates: {(case, with ssmgen): tokens per second in each round}; outcome: of the plugin's functions
 
-    cpu: of the same, seconds of the CPU for all prompts, or a decode step   busy: of decode, seconds of a step in which the GPU does
-    anything, and its kernels and copies
+    cpu: seconds of the CPU, by the same keys, for all prompts or a decode step   busy: for decode, seconds of a step in which the GPU is
+    busy, and its kernels and copies
     """
 
     model: str
@@ -109,7 +109,7 @@ class Pair:
         return compared(self.answers[False], self.answers[True]) if len(self.answers) == 2 else None
 
     def attempt(self, with_ssmgen: bool, work: Callable[..., Any], *more: Any) -> Any:
-        """What work(engine, *more) returns, or None where the engine is gone; one that fails is ended, and stops no other."""
+        """The result of work(engine, *more); None if the engine has ended. A failure ends this engine only."""
         engine = self.engines.get(with_ssmgen)
         if engine is None:
             return None
@@ -133,9 +133,9 @@ def pairs_of(options: Options) -> list[Pair]:
 
 
 def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str], None], start: Callable[..., Engine] = Engine) -> None:
-    """Measures and compares; what is known is in the pairs at any time.
+    """Measures and compares; the pairs hold the results so far at any time.
 
-    folder: for the engines' files   note: is told what is going on   start: makes engines, as Engine does
+    folder: for the engines' files   note: receives progress messages   start: makes engines, like Engine
     """
     begin = time.monotonic()
 
@@ -145,7 +145,7 @@ def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str],
 
     try:
         for pair, with_ssmgen in _sides(pairs):
-            # where nothing is timed, Triton's first configurations: sooner, and the same sums in every run
+            # without timing, Triton's first configurations: faster, and equal sums in every run
             variables = {} if pair.timed else {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}
             pair.engines[with_ssmgen] = start(f"{pair.model}-{pair.dtype}", with_ssmgen, folder, variables)
         timed, answered = ([pair for pair in pairs if pair.timed is which] for which in (True, False))
@@ -178,7 +178,7 @@ def _sides(pairs: list[Pair]) -> list[tuple[Pair, bool]]:
 
 
 def _prepare(engine: Engine, pair: Pair, options: Options) -> None:
-    """All that an engine does beside the others, asked for at once: it is built, answers, and runs every case."""
+    """All requests that engines can serve concurrently, sent at once: an engine is built, answers, and runs every case."""
     engine.say(
         "build", model=pair.model, layers=pair.layers, dtype=pair.dtype, longest=options.longest, compiled=options.compiled,
         graphs=sorted({*options.batches, COMPARED[0]}) if pair.timed else [1, COMPARED[0]], step=STEP if pair.timed else SMALL_STEP,
@@ -191,7 +191,7 @@ def _prepare(engine: Engine, pair: Pair, options: Options) -> None:
 
 
 def _prepared(engine: Engine, pair: Pair, options: Options, until: float) -> str:
-    """Hears what _prepare asked for, until a time that is the same for all engines."""
+    """Waits for the answers to _prepare, up to a deadline that all engines share."""
 
     def hear() -> dict[str, Any]:
         return engine.hear(max(0.0, until - time.monotonic()))
@@ -212,7 +212,7 @@ def _tuned(engine: Engine, options: Options) -> str:
 
 
 def _round(pair: Pair, options: Options, number: int) -> None:
-    """Every case once, with and without ssmgen in turns; who is first changes from round to round."""
+    """Runs every case once, with and without ssmgen in turn; the first one alternates from round to round."""
     for case in options.cases:
         for with_ssmgen in (number % 2 == 1, number % 2 == 0):
             measured = pair.attempt(with_ssmgen, case.rate, options.patience)
@@ -222,7 +222,7 @@ def _round(pair: Pair, options: Options, number: int) -> None:
 
 
 def _watch(pair: Pair, options: Options) -> None:
-    """What the GPU does in decode steps, behind all rounds, as the profiler costs time."""
+    """Profiles the GPU in decode steps, after all rounds, because the profiler costs time."""
     for case in options.cases:
         for with_ssmgen in (False, True):
             if case.what == "decode" and (busy := pair.attempt(with_ssmgen, case.busy, options.patience)) is not None:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LENGTHS = (1, 3, 17, 64, 130, 257, 400, 700)  # of prompts whose answers are compared: both sides of chunks
+LENGTHS = (1, 3, 17, 64, 130, 257, 400, 700)  # of prompts whose answers are compared: on both sides of chunk boundaries
 
 
 def weights_as_trained(model: Any) -> None:
-    """Random weights of ordinary sizes, the same in every process: vLLM's dummies of 1e-3 make all tokens nearly as likely."""
+    """Random weights of ordinary sizes, equal in every process: with vLLM's dummy weights of 1e-3 all tokens are nearly equally likely."""
     import torch
 
     with torch.no_grad():
@@ -42,13 +42,13 @@ def weights_as_trained(model: Any) -> None:
 
 
 def forget_tuning() -> int:
-    """Triton's autotuners choose again: what they chose while other engines were built beside them counts for nothing.
+    """Makes Triton's autotuners choose again: their choices while other engines were being built are not valid.
 
-    Returns how many had chosen.
+    Returns the number of autotuners that had chosen.
     """
     from triton.runtime.autotuner import Autotuner
 
-    gc.unfreeze()  # vLLM freezes all that there is when it is built, and what is frozen is not listed
+    gc.unfreeze()  # vLLM freezes all objects when it is built, and frozen objects are not listed
     tuned = [kernel for kernel in gc.get_objects() if type(kernel) is Autotuner and kernel.cache]
     gc.freeze()
     for kernel in tuned:
@@ -60,7 +60,8 @@ def forget_tuning() -> int:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """How long at least one of the spans (begin, end) lasts. Kernels of dependent launches overlap, so that a sum would count twice."""
+    """The total time covered by at least one of the spans (begin, end). Kernels of dependent launches overlap; a sum would count them
+    twice."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))
@@ -69,7 +70,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 class Warnings(logging.Filter):
-    """Keeps what a logger warns of. A filter, as building an engine configures logging anew, which takes handlers away."""
+    """Keeps the warnings of a logger. A filter, because building an engine configures logging again, which removes handlers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,10 +96,10 @@ class Server:
     def build(
         self, model: str, layers: int, dtype: str, graphs: list[int], longest: int, step: int, folder: str, compiled: bool
     ) -> dict[str, Any]:  # fmt: skip
-        """Builds the engine. dtype: of weights   graphs: batches that decode steps are captured for, of which the last is the largest batch
+        """Builds the engine. dtype: of weights   graphs: batch sizes with captured decode steps; the last one is the largest batch
 
-        longest, step: tokens of a sequence, and of the engine's step, at most   folder: for the model's configuration
-        compiled: by torch.compile, as vLLM does unless told otherwise
+        longest, step: most tokens of a sequence, and of the engine's step   folder: for the model's configuration
+        compiled: by torch.compile, vLLM's default
         """
         from .models import config_of, pool_bytes
 
@@ -111,7 +112,7 @@ class Server:
             folder, skip_tokenizer_init=True, load_format="dummy", dtype=dtype, seed=0, max_model_len=longest, max_num_seqs=sequences,
             max_num_batched_tokens=step, enable_prefix_caching=False, disable_log_stats=True,
             compilation_config=sizes if compiled else {**sizes, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-            # the pool's size is given, and nothing measured: other engines are beside this one
+            # the pool's size is given, not measured: other engines share the GPU
             gpu_memory_utilization=0.02, kv_cache_memory_bytes=pool_bytes(model, layers, sequences, dtype == "float32"),
             additional_config={"gdn_prefill_backend": "triton"},  # FlashInfer, Hopper's default, needs packages and nvcc
         )  # fmt: skip
@@ -119,7 +120,7 @@ class Server:
         return {"seconds": time.perf_counter() - begin}
 
     def answers(self, prompts: int, tokens: int) -> dict[str, Any]:
-        """Greedy tokens of so many prompts, and the log-probabilities of the two best at each."""
+        """Greedy tokens of `prompts` prompts, and the log-probabilities of the two best tokens at each place."""
         asked = [
             [(7 * i + 11 * n + (j % 37) * (5 + i)) % (self.vocabulary - 16) + 8 for j in range(n)]
             for i in range(prompts)
@@ -130,7 +131,7 @@ class Server:
         return {"tokens": [list(a.token_ids) for a in said], "best": best}
 
     def generate(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
-        """Seconds that `batch` prompts of `prompt` tokens each take to so many tokens each, all being there at once.
+        """Seconds to generate `tokens` tokens for each of `batch` prompts of `prompt` tokens, all submitted at once.
 
         cpu: seconds of the CPU, of all threads of this process
         """
@@ -141,7 +142,7 @@ class Server:
         return {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu}
 
     def busy(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
-        """Seconds in which the GPU does anything for what `generate` does, and its kernels and copies; None for both without a GPU."""
+        """Seconds in which the GPU is busy during `generate`, and its kernels and copies; None for both without a GPU."""
         import torch
 
         if not torch.cuda.is_available():
@@ -153,14 +154,14 @@ class Server:
         return {"seconds": 1e-6 * covered([(each.start, each.end) for each in ranges]), "kernels": len(ranges)}
 
     def tune(self, prompt: int) -> dict[str, Any]:
-        """Autotuned kernels are tuned again, with a prompt of so many tokens; nobody else is to use the GPU. kernels: how many these are"""
+        """Tunes autotuned kernels again, with a prompt of `prompt` tokens; no other process may use the GPU. kernels: their number"""
         begin = time.perf_counter()
         kernels = forget_tuning()
         self.generate(1, prompt, 2)
         return {"seconds": time.perf_counter() - begin, "kernels": kernels}
 
     def state(self) -> dict[str, Any]:
-        """What became of the plugin here: {function: outcome}, and its warnings; memory in bytes."""
+        """The plugin's result here: {function: outcome}, and its warnings."""
         if "ssmgen" not in os.environ.get("VLLM_PLUGINS", "").split(","):
             return {"outcome": {}, "warnings": []}
         from ssmgen.compat import vllm as plugin
@@ -186,7 +187,7 @@ def _synchronize() -> None:
 
 
 def serve(server: Any, lines: Any, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Does what each line asks for until there are no more. An error is an answer too, and the last one."""
+    """Serves the request on each line until the input ends. An error is an answer too, and the last one."""
     for line in lines:
         asked = json.loads(line)
         try:

@@ -1,1 +1,1 @@
-"""Prompts in chunks of tokens: what families share whose kernels walk a sequence chunk by chunk."""
+"""Prompts in chunks of tokens: shared code of families whose kernels process a sequence chunk by chunk."""

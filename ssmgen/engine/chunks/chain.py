@@ -1,7 +1,7 @@
-"""The kernels of a call that walk chunks with the state, by their role in the call and by what computes their products.
+"""Specs of the kernels that scan chunks with the state, by their role in a call and by their backend for matrix products.
 
-A family derives its spec, and adds what its images are made of: operands, shared memory, needs of the library. No choice here changes a bit
-of the result, but the backend, whose products sum in another order.
+A family derives its spec, and adds the properties of its chunk images: operands, shared memory, library needs. No choice here changes a bit
+of the result, except the backend, whose products sum in another order.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from .kernels import ChunkKernel, Counts, released
 from .problem import Divided, Stated
 from .warpgroups import ROWS
 
-# Rows of a state in a block of the chain: powers of two, by which rows of v are turned in shared memory. With 128, ptxas
-# leaves a thread 168 registers of the 217 that it wants.
+# State rows per block of the chain: powers of two, by which rows of v are swizzled in shared memory. With 128 rows, ptxas gives a thread
+# 168 of the 217 registers that it needs.
 TILES = (16, 32, 64)
-# Blocks of 32 rows of one sequence: up to so many have an SM each, whose shared memory then serves two warps. Four would wait for it.
+# Up to this number of blocks of 32 rows of one sequence, each block has an SM alone, and its shared memory serves two warps. Four would
+# wait for it.
 FEW = 128
-# What texts of chains by warpgroups need not say, and those by warps must, where it is not their default.
+# Fields with other defaults for warpgroups. Texts of chains by warpgroups may leave these values out, texts of chains by warps may not.
 ON_WARPGROUPS = {"stages": 3, "fetchers": 1}
 C = TypeVar("C", bound="Chain")
 
 
 class Role(Enum):
-    """What a kernel that walks chunks does of a call."""
+    """The role of a chunk kernel in a call."""
 
-    CHAIN = "chain"  # outputs and states: of whole sequences, or where they are cut of all segments but the first
-    LEAD = "lead"  # those of first segments, and of sequences that are not cut; it also leaves states for the others
-    SUMS = "sums"  # N and M of segments: over one, the state goes from S to S M + N
+    CHAIN = "chain"  # outputs and states: of whole sequences, or of all segments except the first if sequences are split
+    LEAD = "lead"  # outputs and states of first segments and of sequences that are not split; also leaves states for the other segments
+    SUMS = "sums"  # N and M of segments: a segment takes the state S to S M + N
     ENDS = "ends"  # N and M of whole sequences, into [sequences, HV, V + K, K] f32, M below N
 
 
 class Backend(Enum):
-    """What computes products."""
+    """The unit that computes products."""
 
-    WARPS = "warps"  # each warp its own: some hold 16 rows of the state each, the others fetch
-    WARPGROUPS = "warpgroups"  # the tensor cores of sm_90a: one fetches, one writes o, each of the others holds 64 rows
+    WARPS = "warps"  # each warp computes its own: some warps hold 16 rows of the state each, the others load
+    WARPGROUPS = "warpgroups"  # the tensor cores of sm_90a: one warpgroup loads, one writes o, each of the others holds 64 rows
 
 
 class Chain(ChunkKernel, Stated, Divided):
-    """A kernel that walks chunks with the state, in f32 in registers. What is declared here, the family's spec has as fields."""
+    """A kernel that scans chunks with the state, in f32 in registers. The family's spec has the attributes declared here as fields."""
 
     __slots__ = ()
     terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
@@ -61,7 +62,7 @@ class Chain(ChunkKernel, Stated, Divided):
     fetchers: int
     min_blocks: int
     ahead_pdl: Pdl
-    transitions: bool  # of ends: M too
+    transitions: bool  # for ends: whether M is computed too
 
     @classmethod
     def kinds(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -103,28 +104,28 @@ class Chain(ChunkKernel, Stated, Divided):
 
     @property
     def sums(self) -> bool:
-        """Whether it makes N and M, and no outputs."""
+        """Whether it computes N and M, and no outputs."""
         return self.role in (Role.SUMS, Role.ENDS)
 
     @property
     def beside(self) -> bool:
-        """Whether it runs beside the kernel ahead of it, and waits for that when it is done itself."""
+        """Whether it runs concurrently with the previous kernel, and waits for that kernel only at its own end."""
         return self.role is Role.SUMS
 
     @property
     def behind(self) -> bool:
-        """Whether a block has a segment that is not a sequence's first one, and whose state comes from the workspace."""
+        """Whether some blocks process later segments of a sequence, whose initial state is in the workspace."""
         return self.divided and not self.leads
 
     # The kernels of a call
 
     @abstractmethod
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
-        """The kernel that makes images, and the one that joins segments."""
+        """The kernel that makes chunk images, and the kernel that joins segments."""
 
     @abstractmethod
     def unread(self) -> dict[str, Any]:
-        """The fields of what N and M do not hang on, as they are where there is nothing of it."""
+        """Values for the fields that N and M do not depend on, as if the call had none of these operands."""
 
     @property
     def ahead(self) -> tuple[KernelSpec, ...]:
@@ -134,15 +135,15 @@ class Chain(ChunkKernel, Stated, Divided):
         return (prepare, self.leading(), self.summing(), join) if self.divided else (prepare,)
 
     def leading(self: C) -> C:
-        """The kernel that walks first segments: the one behind it need not wait for it."""
+        """The kernel for first segments; the next kernel need not wait for it."""
         return changed(self, role=Role.LEAD, pdl=released(self.pdl), ahead_pdl=Pdl.OFF)
 
     def summing(self: C) -> C:
-        """The kernel that makes N and M of segments."""
+        """The kernel that computes N and M of segments."""
         return changed(self, role=Role.SUMS, tile=self._tile_of_sums(True), **self._stateless())
 
     def ending(self: C, transitions: bool) -> C:
-        """The kernel that makes N of whole sequences, with `transitions` M too, from the images of this one."""
+        """The kernel that computes N of whole sequences from this call's images, and M too with `transitions`."""
         whole = {"pool": False, "index": Index.NONE, "segments": 1, "segment_chunks": 1, "transitions": transitions}
         return changed(self, role=Role.ENDS, tile=self._tile_of_sums(transitions), **self._stateless() | whole)
 
@@ -153,7 +154,7 @@ class Chain(ChunkKernel, Stated, Divided):
         return max(t for t in TILES if t <= self.tile and self.head_k % t == 0)
 
     def _stateless(self) -> dict[str, Any]:
-        """The fields of a kernel that reads and writes no operand's states; a pool's slots say which sequences are padded."""
+        """The fields of a kernel without states as operands. A pool's slots still mark padded sequences."""
         nothing = {"initial": False, "final": False, "started": False, "pool": self.index is not Index.NONE, "checkpoints": Index.NONE}
         plain = {"state": DType.F32, "layout": Layout.VK, "state_loads": Loads.VECTOR, "pdl": released(self.pdl), "ahead_pdl": Pdl.OFF}
         return self.unread() | nothing | plain
@@ -170,7 +171,7 @@ class Chain(ChunkKernel, Stated, Divided):
 
     @property
     def tiles(self) -> int:
-        """Blocks per head, or per head of a segment: `tile` rows of the state, or of N or M."""
+        """Blocks per head, or per head of a segment: each has `tile` rows of the state, or of N or M."""
         rows = {Role.SUMS: self.head_k, Role.ENDS: self.head_k * self.transitions}.get(self.role, 0)
         return (self.head_v + rows) // self.tile
 
@@ -188,7 +189,7 @@ class Chain(ChunkKernel, Stated, Divided):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that a launch asks for; of warpgroups also barriers, and what it takes to begin at a multiple of 1024."""
+        """Bytes of dynamic shared memory; warpgroups also need barriers, and space to align to a multiple of 1024."""
         return self.dynamic_bytes + (1024 if self.grouped else 0)
 
     @property
@@ -197,7 +198,7 @@ class Chain(ChunkKernel, Stated, Divided):
 
     @property
     def early(self) -> bool:
-        """Whether what the kernel ahead does not write is read before the wait for it."""
+        """Whether operands that the previous kernel does not write are read before the wait for it."""
         return self.pdl not in (Pdl.OFF, Pdl.TRIGGER_TOP)
 
     def early_operands(self) -> list[str]:
@@ -215,7 +216,7 @@ class Chain(ChunkKernel, Stated, Divided):
 
     @abstractmethod
     def shape(self) -> list[str]:
-        """What of the problem is in its name."""
+        """The parts of its name that describe the problem."""
 
     @property
     def needs(self) -> Needs:
@@ -234,19 +235,19 @@ class Chain(ChunkKernel, Stated, Divided):
         return super().constants() | {
             "vector_state": self.state_loads is Loads.VECTOR,
             "pooled": self.index is not Index.NONE,
-            "past": past,  # what holds the state before the first token
+            "past": past,  # holds the state before the first token
             "past_slot": "sequence" if self.pool and self.initial else "slot",
-            "kept": "" if self.sums else "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+            "kept": "" if self.sums else "state" if self.pool else "final_states" if self.final else "",  # receives the final state
             **({"registers": warpgroups.registers(self.tile, self.head_k, self.sums)} if self.grouped else {}),
         }
 
-    # What is legal
+    # Constraints
 
     def violations(self, arch: Arch) -> list[str]:
         return self.faults() or self.violations_of_shape(arch) or self._violations_of_role()
 
     def violations_of_shape(self, arch: Arch) -> list[str]:
-        """Broken constraints of tiles, stages and threads, whatever the role."""
+        """Violated constraints of tiles, stages and threads, for any role."""
         return self._of_warpgroups(arch) if self.grouped else self._of_warps(arch)
 
     def _of_warps(self, arch: Arch) -> list[str]:
@@ -293,7 +294,7 @@ def _kind(family: str, role: Role, backend: Backend) -> str:
 
 
 def space(make: Callable[..., C], fetchers: tuple[int, ...], arch: Arch) -> Iterator[C]:
-    """Every legal variant by each warp's own products, within the axes worth trying. make: (its choices) -> spec."""
+    """Every legal variant whose warps compute their own products, within the axes worth trying. make: (its choices) -> spec."""
     inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
     for tile, stages, count, ahead in product(TILES, (1, 2, 3), fetchers, Pdl):
         spec = make(tile=tile, stages=stages, fetchers=count, pdl=inner, ahead_pdl=ahead)
@@ -302,12 +303,12 @@ def space(make: Callable[..., C], fetchers: tuple[int, ...], arch: Arch) -> Iter
 
 
 def by_warps(make: Callable[..., C], head_v: int, heads: int) -> Iterator[tuple[str, C | None, str]]:
-    """(rule, spec, ""), best first, of chains by each warp's own products. make: (tile=, stages=) -> spec. The last one needs the least
-    shared memory."""
+    """(rule, spec, ""), best first, for chains whose warps compute their own products. make: (tile=, stages=) -> spec. The last one needs
+    the least shared memory."""
     tiles = [t for t in TILES if head_v % t == 0]
     few = [t for t in tiles if t <= 32]
     tile = few[-1] if heads * head_v // 32 <= FEW else tiles[-1]
-    # With three stages a chunk has the time of two to come, with two that of one; with one, nothing overlaps.
+    # Loads of a chunk may take the time of two chunks with three stages, of one with two stages. With one stage nothing overlaps.
     yield "three stages", make(tile=tile, stages=3), ""
     yield "two stages", make(tile=tile, stages=2), ""
     yield "narrow", make(tile=few[-1], stages=2), ""

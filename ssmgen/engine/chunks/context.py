@@ -1,8 +1,10 @@
-"""How sequences go on from one rank's tokens to the next one's, of delta rules: M is [K, K] of each head, what rows of the
-identity become where v is zero.
+"""Context parallelism for delta rules. M is [K, K] per head: the final state of rows of the identity, with v = 0.
 
-On a card a batch of one sequence, or what goes on of packed ones, is cut into parts, as segments are: kernels make N and M of all parts at
-once, from images that stay; and when the state before them is known, outputs of all parts at once, each from its own state.
+On a GPU, a batch of one sequence, or the packed sequence that continues on the next rank, is split into parts, like segments. Kernels
+compute
+N and M of all parts at once, from chunk images that are kept. Once the initial state is known, they compute the outputs of all parts at
+once,
+each part from its own initial state.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from .parts import Parts
 
 
 def parted(rows: Iterable[str], function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
-    """N and M by the kernels that make them, where these can."""
+    """N and M by dedicated kernels if these support the call, else by the function itself."""
     return Parts(function, given).ends(start, asked) if cheap(given) else whole(rows, function, given, start, asked)
 
 
 def whole(rows: Iterable[str], function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
-    """N and M by the function itself. rows: its parameters that are v, or are multiplied with it."""
+    """N and M by the function itself. rows: parameters that are v, or are multiplied with it."""
     _, N = function(**given, initial_states=start, return_final_states=True)
     return Ends(N, transitions(rows, function, given) if asked.M else None)
 
 
 def transitions(rows: Iterable[str], function: Any, given: dict[str, Any]) -> Tensor:
-    """M by the function itself: the final state of rows of the identity, where zeros take the place of v."""
+    """M by the function itself: the final state of rows of the identity, with zeros for v."""
     v = given["v"]
     sequences = 1 if given.get("cu_seqlens") is not None else len(v)
     _, identity = blank(given)
@@ -55,7 +57,7 @@ def passed(S: Tensor, N: Tensor, M: Tensor, given: Arguments) -> Tensor:
 
 
 def cheap(given: Arguments) -> bool:
-    """Whether there are kernels that make N and M: of one sequence, on a card."""
+    """Whether kernels for N and M support the call: one sequence, on a GPU."""
     v = given["v"]
     return v.is_cuda and (v.dim() == 3 or len(v) == 1)
 
@@ -66,6 +68,6 @@ REFUSED = (
 
 
 def rule(*rows: str, parts: bool) -> Context:
-    """parts: whether there are kernels that make N and M."""
+    """parts: whether the family has kernels for N and M."""
     made = parted if parts else whole
     return Context("cu_seqlens", ("v", -3), blank, partial(made, rows), passed, cheap if parts else lambda given: False, REFUSED)

@@ -1,6 +1,6 @@
-"""What kernels over chunks of prompts have in common.
+"""Base of all kernels over chunks of prompts.
 
-A first kernel leaves an image of each chunk and head in the workspace; the chain, behind it, walks a sequence's chunks with the state.
+A first kernel writes an image of each chunk and head to the workspace; then the chain scans a sequence's chunks with the state.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from .problem import Chunked
 
 
 class Counts(NamedTuple):
-    """What a launch's blocks are counted by."""
+    """The sizes that determine the number of blocks of a launch."""
 
-    chunks: int  # numbers of chunks: see problem.chunks_of
+    chunks: int  # chunk numbers: see problem.chunks_of
     sequences: int
     heads: int  # of v
     group_heads: int  # heads of v that share one of q and k
-    tokens: int = 0  # of all sequences, where these may be cut into segments
+    tokens: int = 0  # of all sequences, if these may be split into segments
 
 
 class ChunkKernel(KernelSpec, Chunked):
-    """One of a call's kernels. A class has its roles, its template and its choices."""
+    """One kernel of a call. A class defines its roles, its template and its choices."""
 
     __slots__ = ()
     word: ClassVar[str]  # for the family, in names of kernels
@@ -48,7 +48,7 @@ class ChunkKernel(KernelSpec, Chunked):
         raise NotImplementedError
 
     def counted(self, counts: Counts) -> dict[str, int]:
-        """Arguments that say which part of a launch is a block's, where a kernel has such beside those that all have."""
+        """Further arguments that locate a block's work, for kernels that have some."""
         return {}
 
     def operands(self) -> list[str]:
@@ -56,7 +56,7 @@ class ChunkKernel(KernelSpec, Chunked):
         return sorted(self.table.of(self), key=lambda name: self.prepares or name != "workspace")
 
     def roles(self) -> list[str]:
-        """The same, as kernels name them."""
+        """The same operands by their names in kernels."""
         return [self.table[name].parameter for name in self.operands()]
 
     @property
@@ -80,7 +80,7 @@ class ChunkKernel(KernelSpec, Chunked):
         return [*pointers, *maps, *slots, *wide, *map(Param.u32, counts), *narrow, *map(Param.f32, self.numbers)]
 
     def common_violations(self, arch: Arch, shared_bytes: int) -> list[str]:
-        """What every kernel asks for, of a legal problem."""
+        """Constraints of every kernel on a legal problem."""
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
             *must(shared_bytes <= most, f"{shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
@@ -90,15 +90,15 @@ class ChunkKernel(KernelSpec, Chunked):
 
 
 def of_problem(problem: Problem, kind: type[Problem]) -> dict[str, Any]:
-    """The fields of a spec that are those of a kind of problem."""
+    """The fields of a spec that belong to a kind of problem."""
     return {f.name: getattr(problem, f.name) for f in fields(kind)}
 
 
 def released(pdl: Pdl) -> Pdl:
-    """How a kernel waits, that lets the one behind it start, or that starts, as soon as there is what both take."""
+    """The wait of two kernels around an early start: the second one may start as soon as the inputs of both are ready."""
     return pdl if pdl is Pdl.OFF else Pdl.TRIGGER_LOADED
 
 
 def edge_of(arch: Arch, pdl: bool) -> dict[str, Any]:
-    """How the kernels of a call wait for the one ahead of them."""
+    """How each kernel of a call waits for the previous one."""
     return {"pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF, "ahead_pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}

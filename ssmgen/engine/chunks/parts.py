@@ -1,8 +1,8 @@
-"""A rank's tokens of one sequence, in parts that kernels go over side by side: first to make N and M of them, then for outputs.
+"""A rank's tokens of one sequence, split into parts that kernels process concurrently: first to compute N and M of each, then for outputs.
 
-Parts are packed sequences of a call of their own, each with a state of its own, which need not be known when N and M are made: its first
-kernel makes images, one of `ending` N and M; later its last kernel goes on from there. How many parts there are hangs on the heads of v and
-on how many tokens the rank has.
+The parts are the packed sequences of a separate call, each with its own initial state. N and M do not need these states: the call's first
+kernel makes chunk images, and the kernel from `ending` computes N and M. The call's last kernel later continues from the images. The number
+of parts depends on the heads of v and on the number of tokens on the rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .warpgroups import ROWS, SMS
 
 
 def parts_of(tokens: int, heads: int, head_v: int, asked: int | None) -> int:
-    """Parts of so many tokens: as many as fill the card, of LEAST chunks at least; asked: what a call's `segments` says."""
+    """The number of parts that fill the card, with at least LEAST chunks each; asked: the call's `segments`, which overrides the rule."""
     chunks = -(-tokens // CHUNK)
     most, least = (SMS // (heads * -(-head_v // ROWS)), LEAST) if asked is None else (asked, 1)
     return max(1, min(most, chunks // least))
@@ -34,7 +34,7 @@ class Parts:
     launcher = Kernels
 
     def __init__(self, function: Any, given: dict[str, Any]):
-        """given: a call's arguments, of a batch of one sequence, or with two starts, of the sequence that its last tokens are of."""
+        """given: a call's arguments, for a batch of one sequence; or with two starts, for the sequence of the last tokens."""
         v, cut = given["v"], given.get("cu_seqlens")
         (tokens, heads, self.head_v), self.head_k = v.shape[-3:], given["k"].shape[-1]
         self.count = parts_of(tokens, heads, self.head_v, given.get("segments"))
@@ -55,7 +55,7 @@ class Parts:
             self.call.before()
 
     def ends(self, start: Tensor | None, asked: Asked) -> Ends:
-        """N and M of all tokens, and what goes on from there."""
+        """N and M of all tokens, and a function that continues from there."""
         several = self.count > 1
         transitions = several or asked.M or (asked.N and start is not None)
         chain = self.kernels.chosen()
@@ -67,7 +67,7 @@ class Parts:
         for part in range(self.count if several or asked.N else 0):
             N, M = self.made[part].double().split((self.head_v, self.head_k), 1)
             to.append(torch.baddbmm(N, to[-1], M) if part else N)
-            by.append(by[-1] @ M if part else M)  # without transitions it is nothing, and not used
+            by.append(by[-1] @ M if part else M)  # without transitions it has no meaning and is not used
         ahead = (torch.stack(by[:-1]), torch.stack(to[:-1])) if several else None
 
         def finish(S: Tensor | None, final: bool) -> Tensor | None:
@@ -77,7 +77,7 @@ class Parts:
             if ahead is not None:
                 later = torch.matmul(self._rows(S).double(), ahead[0]) + ahead[1]
                 self.states[1:] = self._rows(later)
-            self.kernels.launch(replace(chain, pdl=Pdl.OFF))  # ahead of it is what is not ours: nothing may be read early
+            self.kernels.launch(replace(chain, pdl=Pdl.OFF))  # the kernels before it are not ssmgen's: nothing may be read early
             states: Tensor = self.call.operands["final_states"]
             return states[-1:] if final else None
 
@@ -88,5 +88,5 @@ class Parts:
         return Ends(self._rows(N).float()[None], M, finish)
 
     def _rows(self, states: Tensor) -> Tensor:
-        """States as N and M are, or these as states are."""
+        """Converts states to the layout of N and M, or back."""
         return states.mT if self.turned else states

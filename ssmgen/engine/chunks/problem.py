@@ -1,14 +1,14 @@
-"""What a prompt that goes chunk by chunk can ask for, whatever its recurrence: states, packed sequences, and segments of them."""
+"""Problems of chunked prompts, for any recurrence: states, packed sequences, and their segments."""
 
 from __future__ import annotations
 
 from ...spec.kernel import DType, Index, must
 
-CHUNK = 64  # tokens, of sequences that are cut into segments; part of the result's bits
+CHUNK = 64  # tokens, for sequences that are split into segments; the result's bits depend on it
 
 
 class Chunked:
-    """What a problem whose sequences go chunk by chunk can be asked."""
+    """Part of a problem whose sequences are processed chunk by chunk."""
 
     __slots__ = ()
     cu_seqlens: Index
@@ -18,12 +18,12 @@ class Chunked:
         return self.cu_seqlens is not Index.NONE
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Constraints that no variant can meet."""
         raise NotImplementedError
 
 
 class Stated:
-    """What a problem with states can be asked of them."""
+    """Part of a problem with states."""
 
     __slots__ = ()
     head_v: int
@@ -38,11 +38,11 @@ class Stated:
 
     @property
     def marked(self) -> bool:
-        """Whether states are asked for at positions."""
+        """Whether checkpoints, the states at given positions, are requested."""
         return self.checkpoints is not Index.NONE
 
     def state_faults(self) -> list[str]:
-        """What no variant could serve of v and of states."""
+        """Constraints on v and on states that no variant can meet."""
         return [
             *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V {self.head_v} is not 16 … 256 in steps of 16"),
             *must(not (self.pool and self.final), "a pool takes the place of final_states"),
@@ -51,18 +51,19 @@ class Stated:
         ]
 
 
-# The first segment of a sequence, which is walked while others are summed, has so many chunks for so many of each of these: to sum a chunk
-# takes longer than to walk it.
+# (chunks of the first segment, chunks of each other segment), as a ratio. The first segment is scanned while the others are summed, and
+# summing a chunk takes longer than scanning it.
 LEAD = (9, 8)
 
 
 def cut_from(least: int) -> int:
-    """Chunks from which on a sequence is cut into segments of at least so many: three of them, or of single chunks two."""
+    """The least number of chunks of a sequence that is split into segments of at least `least` chunks: three segments, or two of single
+    chunks."""
     return 3 * least if least > 1 else 2
 
 
 class Divided:
-    """How sequences are cut into segments: by their own lengths, and by fields of a problem or of a kernel's spec."""
+    """The split of sequences into segments, from their lengths and from fields of a problem or of a kernel's spec."""
 
     __slots__ = ()
     head_k: int
@@ -72,21 +73,21 @@ class Divided:
 
     @property
     def divided(self) -> bool:
-        """Whether sequences may be cut."""
+        """Whether sequences may be split."""
         return self.segments > 1
 
     @property
     def span(self) -> int:
-        """Tokens of the shortest sequence that is cut."""
+        """Tokens of the shortest sequence that is split."""
         return (cut_from(self.segment_chunks) - 1) * CHUNK + 1
 
     @property
     def lead(self) -> tuple[int, int]:
-        """Chunks of a first segment, for so many of each other."""
+        """The ratio of a first segment's chunks to the chunks of each other one."""
         return LEAD
 
     def cut(self, chunks: int) -> tuple[int, int, int]:
-        """(segments, chunks of the first, of each other but the last) of a sequence of so many chunks."""
+        """(segments, chunks of the first one, chunks of each later one except the last) for a sequence with `chunks` chunks."""
         if not self.divided or chunks < cut_from(self.segment_chunks):
             return 1, chunks, 0
         ahead, behind = self.lead
@@ -96,11 +97,11 @@ class Divided:
         return 1 - (first - chunks) // each, first, each
 
     def candidates(self, tokens: int, sequences: int) -> int:
-        """Sequences that may be cut, of so many of so many tokens in all. Where fewer than all may be, a sequence that is cut is the one
-        with the candidate's number ceil(begin / span), where begin is its first token: no two have the same."""
+        """The number of candidates: sequences that may be split, given their number and their total tokens. If not all may be, the
+        candidate of a split sequence is ceil(begin / span), where begin is its first token: these numbers are distinct."""
         return min(sequences, -(-tokens // self.span)) if self.divided else 0
 
     @property
     def room(self) -> int:
-        """f32 numbers of a segment and head in the workspace: N, then M; of a first segment, the state that it leaves."""
+        """f32 numbers per segment and head in the workspace: N, then M. For a first segment: its final state."""
         return (self.head_v + self.head_k) * self.head_k

@@ -1,12 +1,15 @@
-"""Segments: where heads are few and a prompt is long, its parts are walked side by side.
+"""Segments: if there are few heads and a long prompt, its segments are processed concurrently.
 
-Over a segment of whole chunks the state goes from S to S M + N, V x K, rows first: N is what zeros become, M [K, K] what rows of the
-identity do, with v = 0. One kernel walks the first segment, with outputs; beside it another makes N and M of all others but the last; a
-third one joins them, S <- S M + N in f32, one segment after the other; then the chain walks all but the first at once, each from its own
-state, and writes outputs.
+A segment of whole chunks takes the state S to S M + N, V x K, rows first. N [V, K] is the final state of zeros, M [K, K] of rows of the
+identity
+with v = 0. One kernel scans the first segment and writes its outputs. A second kernel concurrently computes N and M of all other segments
+except
+the last. A third kernel joins them, S <- S M + N in f32, one segment after the other. Finally the chain scans all segments except the first
+at
+once, each from its own state, and writes outputs.
 
-The two that run beside each other are launches one after the other, of which the first lets the second start as soon as there are images.
-That one reads and writes nothing that the first one writes, and waits for it when it is done: so who waits for the second has both.
+The two concurrent kernels are consecutive launches: the first one lets the second start as soon as there are chunk images. The second one
+reads and writes nothing that the first one writes, and waits for the first one at its own end. A wait for the second one thus covers both.
 """
 
 from __future__ import annotations
@@ -19,35 +22,35 @@ from .kernels import ChunkKernel, Counts
 from .problem import CHUNK, Divided, cut_from
 from .warpgroups import ROWS, SMS
 
-MOST = 1024  # that a call may ask for
+MOST = 1024  # the largest number that a call may request
 SEGMENTS = integer(f"an integer from 1 to {MOST}", 1, MOST)
-LEAST = 16  # chunks of a segment, as the rule has it: below, starts of blocks and the join take what the segments save
-FEWEST = 2  # segments behind the first, as the rule has it
+LEAST = 16  # chunks of a segment, by the rule: shorter segments save less than block starts and the join cost
+FEWEST = 2  # segments after the first, by the rule
 
 
 def by_rule(heads: int, head_v: int, fewest: int = FEWEST) -> int:
-    """Segments of a sequence behind its first one at most, by the heads of v and their sizes: as many as fill the card, if that is
-    `fewest`."""
+    """The largest number of segments after the first one of a sequence, from the heads of v and their size: as many as fill the card, or 1
+    if that is less than `fewest`."""
     most = SMS // (heads * -(-head_v // ROWS)) if heads and head_v else 1
     return most if most >= fewest else 1
 
 
 def asked(segments: int | None, heads: int, head_v: int, longest: int, fewest: int = FEWEST) -> dict[str, Any]:
-    """The fields of a problem that say it: of what a call asks for (None: the rule), where no sequence has more tokens than `longest`."""
+    """The fields of a problem for segments. `segments` is the call's request (None: the rule); no sequence is longer than `longest`."""
     most, least = (by_rule(heads, head_v, fewest), LEAST) if segments is None else (segments, 1)
     cut = most > 1 and longest > (cut_from(least) - 1) * CHUNK
     return {"segments": most, "segment_chunks": least} if cut else {}
 
 
 def why_not(head_v: int, heads: int, fewest: int = FEWEST) -> str:
-    """Why a call's sequences are not cut."""
+    """Why a call's sequences are not split."""
     if by_rule(heads, head_v, fewest) == 1:
         return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than {fewest} segments: sequences are not cut"
     return f"not asked for, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: none is cut"
 
 
 class Join(ChunkKernel, Divided):
-    """States between segments, S <- S M + N in f32. A block has some rows of one head's state, and walks the segments."""
+    """States between segments, S <- S M + N in f32. A block has some rows of one head's state, and loops over the segments."""
 
     __slots__ = ()
     template: ClassVar[str] = "engine/chunks/join.cu.j2"
@@ -95,5 +98,5 @@ class Join(ChunkKernel, Divided):
 
 
 def joining(spec: Any) -> dict[str, Any]:
-    """The fields of the kernel that joins a call's segments, which its last kernel has too."""
+    """The fields of the kernel that joins a call's segments; the call's last kernel has them too."""
     return {name: getattr(spec, name) for name in ("head_k", "head_v", "cu_seqlens", "segments", "segment_chunks", "pdl")}

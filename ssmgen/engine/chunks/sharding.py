@@ -9,7 +9,7 @@ from ...calls.naming import WRITTEN_WORDS
 from ...calls.sharding import Rule
 from ...spec.operands import Table
 
-OWN = ("workspace",)  # each rank has its own, and nobody reads it later
+OWN = ("workspace",)  # each rank has its own workspace, which is not read after the call
 
 
 def rule_of(table: Table, like: str, words: Mapping[str, str] = {}, **more: Any) -> Rule:

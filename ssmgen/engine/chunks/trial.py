@@ -19,7 +19,7 @@ def tokens_of(spec: Any, batch: int, longest: int, chunk: int) -> tuple[tuple[in
 
 
 def rows(spec: Any, lead: tuple[int, ...], heads: int, channels: int, g: Generator, divisor: float = 1.0) -> Tensor:
-    """A slice of a wider tensor, whose tokens begin at multiples of so many bytes as are copied at once."""
+    """A slice of a wider tensor. Its tokens begin at multiples of the bytes that kernels copy at once."""
     gap = spec.copy // TORCH_DTYPES[spec.x].itemsize
     wide = torch.randn(*lead, heads, channels + gap, generator=g) / divisor
     return wide.to(TORCH_DTYPES[spec.x])[..., gap:]
@@ -34,7 +34,7 @@ def sequences(
         made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
     slots = batch if spec.index is Index.NONE else 3 * batch
     counted = {"initial_states": batch, "final_states": batch, "state": slots}
-    if spec.marked:  # before, at and behind each row's first chunk's end, and nowhere
+    if spec.marked:  # before, at and after the end of each row's first chunk, and out of range
         total = lead[0] * lead[1]
         near = [s + t for s in range(0, total, lead[1]) for t in (1, chunk - 1, chunk, chunk + 1) if s + t <= total]
         made["checkpoint_positions"] = torch.tensor(sorted({0, *near, total, total + 1})).to(INTEGERS[spec.checkpoints])
@@ -46,7 +46,7 @@ def sequences(
 
 
 def _states(spec: Any, count: int, shape: tuple[int, ...], g: Generator) -> Tensor:
-    """Pairs of numbers lie at multiples of two, or at odd places."""
+    """Pairs of numbers are aligned to pairs, or begin at odd places."""
     odd, inner = spec.state_loads is Loads.ELEMENT, torch.Size(shape).numel()
     wide = torch.randn(count, inner + (1 if odd else 2), generator=g).to(TORCH_DTYPES[spec.state])
     return wide[:, 1 if odd else 0 :][:, :inner].view(count, *shape)

@@ -14,8 +14,8 @@ from ...spec.arguments import Value
 from ...spec.operands import LEAD, Table
 
 Views = Mapping[str, Tensor]
-Own = Callable[[Mapping[str, int]], Mapping[str, checks.Shapes]]  # of a call's sizes by the table's words
-ALIGNMENT = 16  # of the workspace, whose images are copied so many bytes at once
+Own = Callable[[Mapping[str, int]], Mapping[str, checks.Shapes]]  # from a call's sizes by the table's words
+ALIGNMENT = 16  # of the workspace: images are copied 16 bytes at once
 
 
 def token_views(
@@ -26,7 +26,7 @@ def token_views(
     nothing.
 
     like: an operand with an axis of heads; key: an operand with an axis of groups, which messages call `groups`; own: shapes that the table
-    does not have; what: the name of the call in messages.
+    does not have; `what` is the name of the call in messages.
     """
     if not checks.check_tensors(named, problems):
         return {}
@@ -68,7 +68,7 @@ def v_sizes(views: Views) -> tuple[int, int, int]:
 
 
 def check_workspace(views: Views, wanted: int, said: str, problems: list[str]) -> None:
-    """Whether the workspace can hold what a call leaves there. wanted: bytes; said: the call that tells how many."""
+    """Checks that the workspace has the type and size that a call needs. wanted: bytes; said: the function that returns the size."""
     workspace, v = views["workspace"], views["v"]
     if workspace.device != v.device:
         problems.append(f"workspace is on {workspace.device}, v is on {v.device}")
@@ -79,7 +79,7 @@ def check_workspace(views: Views, wanted: int, said: str, problems: list[str]) -
 
 
 def check_alignment(operator: str, pointers: Mapping[str, int]) -> None:
-    """Raises ArgumentError where the workspace cannot lie there."""
+    """Raises ArgumentError if the address of the workspace is not aligned."""
     if pointers["workspace"] % ALIGNMENT:
         raise ArgumentError(operator, [f"workspace does not begin at a multiple of {ALIGNMENT} bytes"])
 
@@ -92,5 +92,5 @@ def attention_values(views: Views, scale: float, pad_slot_id: int) -> dict[str, 
 
 
 def writes(views: Views) -> bool:
-    """Whether there is anything to be written."""
+    """Whether there is anything to write."""
     return prompts.sequences_of(views, "v") > 0 and bool(views["v"].numel() or any(n in views for n in ("final_states", "state")))

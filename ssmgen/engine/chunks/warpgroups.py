@@ -1,6 +1,6 @@
-"""What chains by warpgroups have in common, on the tensor cores of sm_90a.
+"""Registers, tiles and rules of chains by warpgroups, on the tensor cores of sm_90a.
 
-A warpgroup fetches, one writes o, and each of the others holds 64 rows of the state in f32, in the registers in which products are summed.
+One warpgroup loads, one writes o, and each of the others holds 64 rows of the state in f32, in the accumulator registers of products.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import TypeVar
 
 from ...spec.kernel import Arch, KernelSpec, Pdl
 
-ROWS = 64  # of a state, that a warpgroup holds
+ROWS = 64  # state rows per warpgroup
 SMS = 132  # of an H100 or H200
 TILES = (64, 128)
-# {(tile, K): those of threads that fetch, that write, and that hold the state}. A warpgroup of the last has 64 rows.
+# {(tile, K): registers of threads that load, that write, and that hold the state}. Each warpgroup with state has 64 rows.
 SUMMING = (40, 0, 232)
 REGISTERS = {(64, 64): (56, 88, 240), (64, 128): (56, 88, 240), (128, 64): (56, 56, 200), (128, 128): (48, 32, 216)}
 
 
 def registers(tile: int, head_k: int, sums: bool) -> tuple[int, int, int]:
-    """Registers of a thread that fetches, that writes o, and that holds the state; where a kernel sums, nobody writes."""
+    """Registers of a thread that loads, that writes o, and that holds the state; kernels with sums have no writers."""
     return SUMMING if sums else REGISTERS[tile, head_k]
 
 
@@ -37,7 +37,7 @@ def variants(make: Callable[..., W], arch: Arch) -> Iterator[W]:
 
 
 def rules(make: Callable[..., W], head_v: int, heads: int, wide: tuple[int, ...] = (3, 2)) -> Iterator[tuple[str, W | None, str]]:
-    """(rule, spec, ""), best first: 128 rows of a block, with `wide` stages, where 64 make more blocks than there are SMs."""
+    """(rule, spec, ""), best first: 128 rows per block, with `wide` stages, if 64 rows would make more blocks than there are SMs."""
     tiles = (128, 64) if heads * head_v > SMS * ROWS else (64,)
     for tile in tiles:
         for stages in (3, 2) if tile == ROWS else wide:

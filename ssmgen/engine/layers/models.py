@@ -1,4 +1,4 @@
-"""What models ask of a decode layer, whatever its recurrence."""
+"""The problems that models have for a decode layer, for any recurrence."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .problem import Layer
 
 @dataclass(frozen=True)
 class LayerAsk(Ask):
-    """A decode step in every layout of its window that is in use: windows as runs, with and without the input that has left the
-    convolution, and inputs as rows of channels. A norm whose groups are several ranks' is not of it.
+    """A decode step for every window layout in use: windows as runs, with and without the input that has left the
+    convolution, and inputs as rows of channels. Norms whose groups span several ranks are left out.
 
-    problem: what a call of such models poses.
+    problem: the problem of such models' calls.
     """
 
     operator: str
@@ -37,7 +37,7 @@ class LayerAsk(Ask):
         return f"{model.name} has no layers that {asked} is for"
 
     def serves(self, wanted: Wanted) -> bool:
-        return wanted.count <= MAX_TOKENS  # of more, models take the separate operators
+        return wanted.count <= MAX_TOKENS  # for more tokens, models use the separate operators
 
     def problems(self, model: Model, wanted: Wanted) -> list[Problem]:
         found = self.one_token(model, wanted)
@@ -46,7 +46,7 @@ class LayerAsk(Ask):
         return [p for one in found for p in one.of_tokens(wanted.count, wanted.intermediates, wanted.update_state)]
 
     def one_token(self, model: Model, wanted: Wanted) -> list[Any]:
-        """What calls with one token ask for."""
+        """The problems of calls with one token."""
         width, io = model.conv_width, wanted.io
         windows = [(StateLayout.RUNS, width - 1), (StateLayout.RUNS, width), (StateLayout.CHANNELS, width - 1)]
         if wanted.caller is Client.TRANSFORMERS:

@@ -1,4 +1,4 @@
-"""The gated norm at a decode layer's end: its second kernel, behind the one that does the recurrence, and the layers that have it."""
+"""The gated norm at the end of a decode layer: a second kernel after the recurrence's, and the base of layers with this norm."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _NAMES = {"gate": "z", "weight": "norm_weight", "out": "out"}  # of the norm's o
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGatedNormSpec(NormKernel, LayerNormSpec):
-    """The gated norm in place, of what the kernel ahead leaves in `out`. Rows without a slot, which are zero, stay so."""
+    """The gated norm in place, on the previous kernel's `out`. Rows without a slot are zero and stay zero."""
 
     family: ClassVar[str] = "layer_gated_norm"
     template: ClassVar[str] = "engine/layer_gated_norm.cu.j2"
 
     index: Index = Index.NONE
-    tokens: int = field(default=1, metadata=LATER)  # of a sequence: rows are those of all sequences
-    accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which picks the column of state_indices
+    tokens: int = field(default=1, metadata=LATER)  # per sequence; rows count the tokens of all sequences
+    accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which selects the column of state_indices
 
     @property
     def stem(self) -> str:
@@ -71,7 +71,7 @@ class LayerGatedNormSpec(NormKernel, LayerNormSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class NormedLayer(Layer):
-    """Base of a layer's problem whose norm, where it has one, is the gated norm."""
+    """Base of a layer's problem whose norm, if any, is the gated norm."""
 
     def norm_problem(self) -> NormProblem:
         norm, out = self.norm, self.out

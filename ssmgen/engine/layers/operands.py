@@ -1,18 +1,18 @@
-"""The tensors that all decode layers have: of the short convolution, and of the slots that states come from and go to.
+"""The tensors that all decode layers have: for the short convolution, and for the slots that states are read from and written to.
 
-`channels` are what is convolved. A rule for DTensors replaces that word by the kinds of channels that a call has (`layer_sharding.py`).
+`channels` is the axis that is convolved. A rule for DTensors replaces that word by the kinds of channels in a call (`sharding.py`).
 """
 
 from __future__ import annotations
 
 from ...spec.operands import Operand, Types
 
-TOKEN = "batch token?several"  # strides of an operand of tokens
+TOKEN = "batch token?several"  # strides of an operand with tokens
 WIDE = "row:64 token:64"
 
 
 def convolution(inputs: str) -> tuple[Operand, ...]:
-    """What the convolution takes, in the order of a kernel's parameters; inputs: what is convolved."""
+    """The convolution's operands, in the order of a kernel's parameters; inputs: the operand that is convolved."""
     return (
         Operand(
             "conv_state", "slot channels tap", written=True, field="conv_dtype", view="slot dim tap",
@@ -29,8 +29,8 @@ def convolution(inputs: str) -> tuple[Operand, ...]:
 
 
 def control(kept: str, axes: str, *behind: Operand) -> tuple[Operand, ...]:
-    """Where states come from and go to. kept: the spec's field with the type of intermediate states, which have these axes; behind: what
-    comes between these and the counts of arrivals."""
+    """Operands that locate states to read and to write. kept: the spec's field with the type of intermediate states, whose axes are `axes`;
+    behind: operands between these and the arrival counts."""
     return (
         Operand("state_indices", "batch | batch column", Types.INDEX, optional=True, field="index", strides="batch column?conv_rolls"),
         Operand("dst_state_indices", "batch token", Types.INDEX, optional=True, field="index", there="each", strides="batch token"),

@@ -1,4 +1,4 @@
-"""A decode layer's problem and kernels: what there is around the recurrence, whatever that is, of one token per sequence or several."""
+"""A decode layer's problem and kernels: the parts around any recurrence, for one or several tokens per sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ L = TypeVar("L", bound="Layer")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Base of a layer's problem, beside that of its recurrence: a short convolution ahead of it, and a gated norm behind.
+    """Base of a layer's problem, combined with its recurrence's: a short convolution before the recurrence, and a gated norm after it.
 
     The recurrence's problem has `several`, `update`, `accepted`, `intermediates`, `index` and `out`.
     """
@@ -24,7 +24,7 @@ class Layer:
     conv: ShortConv = field(default=ShortConv())
     norm: LayerNorm = field(default=LayerNorm())
 
-    if TYPE_CHECKING:  # what it has
+    if TYPE_CHECKING:  # fields of the recurrence
         several: bool
         update: Update
         accepted: Index
@@ -46,17 +46,17 @@ class Layer:
 
     @property
     def shared_channels(self) -> int:
-        """Channels of a block that others of its group convolve as well."""
+        """Channels of a block that other blocks of its group convolve as well."""
         raise NotImplementedError
 
     @property
     def norm_groups(self) -> int:
-        """Groups of a row that are normed by themselves; 0 without a norm."""
+        """Groups of a row that are normalised separately; 0 without a norm."""
         raise NotImplementedError
 
     @property
     def conv_rolls(self) -> bool:
-        """Whether the window's history begins where the accepted tokens of the last call end, and tokens are put behind it."""
+        """Whether the window's history begins after the accepted tokens of the last call, and new tokens are appended to it."""
         return self.accepted is not Index.NONE
 
     @property
@@ -66,11 +66,11 @@ class Layer:
 
     @property
     def rows_index(self) -> Index:
-        """Type of intermediate_state_indices, of states, windows or both."""
+        """Type of intermediate_state_indices, for states, windows or both."""
         return self.conv.rows if self.intermediate_indices is Index.NONE else self.intermediate_indices
 
     def layer_faults(self, heads: int, rows: int) -> list[str]:
-        """What no variant could serve, of a recurrence with so many heads of so many rows."""
+        """Constraints that no variant can meet, for a recurrence with `heads` heads of `rows` rows."""
         shared, kept = self.shared_channels, self.conv.saves and self.intermediates
         return [
             *self.conv.faults(self.conv_rolls),
@@ -96,7 +96,7 @@ class Layer:
         return must(tile % CHANNELS == 0, f"tile {tile} is not a multiple of the {CHANNELS} channels that a thread convolves")
 
     def layer_parameters(self, operands: Table) -> list[Param]:
-        """Kernel arguments but for what the recurrence adds at their end."""
+        """Kernel arguments, without the last ones, which the recurrence adds."""
         pooled = self.index is not Index.NONE
         counts = {
             "slots": pooled,
@@ -129,16 +129,17 @@ class Layer:
         }
 
     def norm_kernels(self, threads: int) -> tuple[KernelSpec, ...]:
-        """The kernel behind the recurrence's, in blocks of about so many threads; none where there is no norm."""
+        """The norm's kernel, launched after the recurrence's, with about `threads` threads per block; empty without a norm."""
         raise NotImplementedError
 
     def norm_faults(self) -> list[str]:
-        """Why no such kernel could norm what the recurrence leaves; nothing where there is no norm."""
+        """Constraints of the norm that no kernel can meet; empty without a norm."""
         raise NotImplementedError
 
     def of_tokens(self: L, tokens: int, intermediates: bool = False, update_state: bool = True) -> list[L]:
-        """What a call of so many tokens asks for, where one of a single token asks for this: for the states that a call leaves behind, and,
-        with slots, for one per token, whose windows roll; or with intermediates, and windows beside them."""
+        """The problems of calls with `tokens` tokens, for models whose calls with one token have this problem. One problem keeps the final
+        state. With slots, a second one writes a state per token, and its windows roll. With intermediates, states and windows after each
+        token are kept."""
         many = changed(self, conv_tokens=tokens, **self.fields_of_tokens(intermediates))
         kept = {"conv_windows": Saved.RUNS} if intermediates else {}
         found = [changed(many, update=Update.FINAL if update_state else Update.NONE, **kept)]
@@ -148,13 +149,13 @@ class Layer:
         return found
 
     def fields_of_tokens(self, intermediates: bool) -> dict[str, Any]:
-        """Fields of the recurrence's problem with several tokens, and perhaps with the state after each."""
+        """Fields of the recurrence's problem for several tokens; with `intermediates`, the state after each token is kept."""
         raise NotImplementedError
 
 
 def with_registers(how: dict[str, Any], arch: Arch) -> dict[str, Any]:
-    """How a variant walks its rows, with all the registers that it needs; on sm_90 ptxas chooses, as measured there.
+    """The choices of a variant, with permission for all the registers that it needs. On sm_90 ptxas chooses, as measured there.
 
-    Elsewhere that spills a few bytes, to stay below 80, 96 or 128 registers.
+    On other architectures ptxas would spill a few bytes, to stay below 80, 96 or 128 registers.
     """
     return how if arch.number == SM90.number else how | {"min_blocks": 1}

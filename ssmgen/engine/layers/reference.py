@@ -1,4 +1,4 @@
-"""What decode layers do around their recurrence, in plain PyTorch."""
+"""The convolution and the norm of decode layers in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..short_conv_reference import step
 
 
 def convolved(views: Mapping[str, Tensor], name: str, slots: Tensor, dtype: torch.dtype, update: bool = True) -> Tensor:
-    """The short convolution of views[name] [batch(, tokens), channels]: rounded to its dtype, as `dtype`.
+    """The short convolution of views[name] [batch(, tokens), channels]: rounded to its dtype, returned as `dtype`.
 
-    Moves the windows of these slots, unless `update` is False; keeps those after each token where there is a buffer for them.
+    Updates the windows of these slots, unless `update` is False. If there is a buffer for windows after each token, it is written.
     """
     x = views[name]
     x = x.unsqueeze(2) if x.dim() == 2 else x.transpose(1, 2)
@@ -30,7 +30,7 @@ def convolved(views: Mapping[str, Tensor], name: str, slots: Tensor, dtype: torc
 
 
 def slots_of(views: Mapping[str, Tensor], pad_slot_id: int) -> Tensor:
-    """[batch] int64: the slot of each row's window, -1 for padding. That of its state is the same, unless accepted tokens pick it."""
+    """[batch] int64: the slot of each row's window, -1 for padding. Its state has the same slot, unless accepted tokens select it."""
     batch = views["out"].shape[0]
     if "state_indices" not in views:
         return torch.arange(batch)
@@ -44,13 +44,13 @@ def slots_of(views: Mapping[str, Tensor], pad_slot_id: int) -> Tensor:
 
 
 def valid_slots(views: Mapping[str, Tensor], slots: Tensor, pad_slot_id: int) -> Tensor:
-    """int64: -1 for what is no slot."""
+    """The slots as int64, with -1 for invalid ones."""
     found = slots.long()
     return torch.where((found < 0) | (found >= views["state"].shape[0]) | (found == pad_slot_id), -1, found)
 
 
 def normed(views: Mapping[str, Tensor], slots: Tensor, **how: Any) -> None:
-    """The gated norm of `out`, in place, by groups as norm_weight [groups, size] has them. Of padding, no gate is read."""
+    """The gated norm of `out`, in place, with the groups of norm_weight [groups, size]. The gate of padded rows is not read."""
     for b in (slots >= 0).nonzero().flatten().tolist():
         y, gate = (views[n][b].reshape(-1, *views["norm_weight"].shape) for n in ("out", "z"))  # a row per token
         normal = torch.empty_like(y)

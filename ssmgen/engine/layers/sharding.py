@@ -1,4 +1,4 @@
-"""What the axes of decode layers' tensors are, whatever the recurrence."""
+"""Sharding rules of decode layers, for any recurrence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ...spec.operands import Table
 
 
 def rule_of(operands: Table, inputs: str, kinds: Callable[[Mapping[str, Any]], Mapping[str, str]]) -> Rule:
-    """The rule of a layer whose operand `inputs` is convolved. kinds: what a call's arguments say of its channels, and of other axes."""
+    """The rule of a layer whose operand `inputs` is convolved. kinds: from a call's arguments to the kinds of its channels, and other
+    axes."""
     axes = operands.axes()
 
     def variant(given: Mapping[str, Any]) -> Mapping[str, str]:
@@ -19,13 +20,13 @@ def rule_of(operands: Table, inputs: str, kinds: Callable[[Mapping[str, Any]], M
         of_channels = {name: words.replace("channels", channels) for name, words in axes.items() if "channels" in words.split()}
         return of_channels | {name: axis for name, axis in named.items() if name != "channels"}
 
-    # Arrivals are zeros before a call and after it: each rank counts in its own.
+    # Arrivals are zero before and after a call: each rank counts in its own tensor.
     written = tuple([name for name in operands.written if name != "arrivals"])
     return Rule({**axes, **variant({})}, written, inputs, inner=1, variant=variant)
 
 
 def sizes(given: Mapping[str, Any]) -> tuple[int, int, int, int] | None:
-    """(heads, the two axes behind them, groups) of a call, whose checks will say what is wrong where that is None."""
+    """(heads, the next two axes, groups) of a call. None for wrong shapes, which the call's checks will report."""
     state: Any = given.get("state")
     arrivals: Any = given.get("arrivals")
     if getattr(state, "ndim", 0) != 4 or getattr(arrivals, "ndim", 0) != 2:

@@ -1,4 +1,4 @@
-"""What decode layers check of calls with several tokens per sequence, whatever recurrence lies between."""
+"""Checks of decode layers for calls with several tokens per sequence, for any recurrence."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ...calls import checks
 from ...select.models import Role, operators_of
 from ..short_conv import MAX_COLUMNS, MAX_TOKENS
 
-# Operands of such calls alone, where they are given.
+# Optional operands of such calls only.
 OPTIONAL = (
     "dst_state_indices", "num_accepted_tokens", "intermediate_states", "intermediate_conv_window", "intermediate_state_indices",
 )  # fmt: skip
 
 
 def asked_for(named: Mapping[str, Tensor], inputs: str, update_state: bool) -> bool:
-    """Whether a call is one of several tokens: its inputs have a tokens axis of more than one, or it has what belongs to such calls."""
+    """Whether a call has several tokens: its inputs have a token axis longer than one, or it has an argument of such calls."""
     given = named[inputs]
     return (given.dim() == 3 and given.shape[1] != 1) or not update_state or any(name in named for name in OPTIONAL)
 
 
 def check_axis(named: Mapping[str, Tensor], inputs: str, update_state: bool, problems: list[str]) -> bool:
-    """Whether named[inputs] is [batch, tokens, channels], as a call that asks for what belongs to several tokens must have it."""
+    """Whether named[inputs] is [batch, tokens, channels], which a call with arguments for several tokens needs."""
     if named[inputs].dim() == 3:
         return True
     asked = [f"{name} is given" for name in OPTIONAL if name in named]
@@ -35,7 +35,7 @@ def check_axis(named: Mapping[str, Tensor], inputs: str, update_state: bool, pro
 
 
 def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update_state: bool, problems: list[str]) -> bool:
-    """Whether what belongs to several tokens fits. named[inputs] is [batch, tokens, channels]; `separate`: the recurrence's operator."""
+    """Checks the arguments for several tokens. named[inputs] is [batch, tokens, channels]; `separate`: the recurrence's operator."""
     given = named[inputs]
     batch, T, channels = given.shape
     row = named["state"].shape[1:]
@@ -64,7 +64,7 @@ def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update
 
 
 def _kept(named: Mapping[str, Tensor], name: str, words: str, sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The shapes that a buffer of what is kept after each token may have: it may have more rows and columns than are needed."""
+    """The shapes allowed for a buffer with an entry after each token: it may have more rows and columns than needed."""
     by_index = "intermediate_state_indices" in named
     batch, T = named["out"].shape[:2]
     have = tuple(named[name].shape[:2]) if name in named and named[name].dim() == 2 + len(sizes) else (0, 0)

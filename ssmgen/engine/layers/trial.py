@@ -1,4 +1,4 @@
-"""Trials of decode layers: what their operands have in common, whatever recurrence lies between convolution and norm."""
+"""Trials of decode layers: the operands that all of them share, for any recurrence."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .problem import Layer
 
 
 def lead_of(spec: Layer, batch: int) -> tuple[int, ...]:
-    """Axes ahead of the channels."""
+    """The axes before the channels."""
     return (batch, spec.conv.tokens) if spec.several else (batch,)
 
 
 class Maker:
-    """Makes the tensors of a layer, drawing from one generator: the order of calls says what they hold."""
+    """Makes the tensors of a layer from one random generator: their contents depend on the order of the calls."""
 
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
@@ -35,7 +35,7 @@ class Maker:
         return found
 
     def convolution(self, spec: Layer, slots: int, batch: int, channels: int) -> dict[str, Tensor | None]:
-        """What the short convolution reads and moves on."""
+        """The operands of the short convolution."""
         element = spec.conv.taps is Loads.ELEMENT
         weight = self.randn(spec.conv.weight, channels, spec.conv.width, odd=True)
         x = TORCH_DTYPES[spec.conv_dtype]
@@ -53,7 +53,7 @@ class Maker:
         }
 
     def windows(self, spec: Layer, rows: int, channels: int) -> Tensor | None:
-        """A buffer for the windows after each token, with one column too many."""
+        """A buffer for the windows after each token, with one spare column."""
         lies = spec.conv_constants()
         if not lies["conv_saves"]:
             return None
@@ -64,14 +64,14 @@ class Maker:
         return found
 
     def states(self, dtype: DType | Narrow, rows: int, tokens: int, shape: tuple[int, ...], odd: bool) -> Tensor:
-        """A buffer for the states after each token, with one column too many."""
+        """A buffer for the states after each token, with one spare column."""
         size = torch.Size(shape).numel()
         wide = torch.full((rows, tokens + 1, size + (1 if odd else 16)), 7.0, dtype=STORED_DTYPES[dtype])
         found: Tensor = wide[..., :size].unflatten(-1, shape)
         return found
 
     def rows(self, index: Index, rows: int, batch: int) -> Tensor | None:
-        """The rows of those buffers that sequences have; the third sequence's is none of them."""
+        """The buffers' row for each sequence; the third sequence has no valid row."""
         if index is Index.NONE:
             return None
         chosen = torch.randperm(rows, generator=self.generator)[:batch].to(INTEGERS[index])
@@ -90,7 +90,7 @@ class Maker:
     def several(
         self, spec: Any, slots: int, batch: int, kept: DType | Narrow | None, shape: tuple[int, ...], channels: int
     ) -> tuple[int, dict[str, Any]]:
-        """(size of the pool, what calls of several tokens have beside), with states of this type and shape after each token."""
+        """(size of the pool, further operands of calls with several tokens), with states of this type and shape after each token."""
         found: dict[str, Any] = {}
         if spec.conv_rolls:
             slots, found = self.accepted(spec.index, spec.accepted, spec.conv.tokens, batch)
@@ -113,8 +113,9 @@ class Maker:
 def layer_trial(caller: Caller, spec: Any, named: dict[str, Tensor], options: Any, without_noise: Any = None) -> Trial:
     """The trial of a layer's call, as `trial` makes it.
 
-    What passes from one operator to the next is rounded: what is normed, once more; what is convolved, as in the reference, unless
-    float64 lies at the other side of a tie.
+    Intermediate results are rounded. The norm's input is rounded once more than in the reference. The convolution's result is rounded as in
+    the
+    reference, unless float64 falls on the other side of a tie.
     """
     convolved = TOLERANCE[spec.conv_dtype]
     return trial(

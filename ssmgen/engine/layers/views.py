@@ -1,4 +1,4 @@
-"""What decode layers check and tell their kernels of their convolution and their norm, whatever recurrence lies between."""
+"""Checks and kernel arguments of decode layers, for their convolution and their norm, with any recurrence."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..window import MAX_WIDTH, Saved, StateLayout
 
 
 def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, problems: list[str]) -> bool:
-    """Whether the operands around the recurrence fit. named[inputs] is [batch, channels], or [batch, tokens, channels] (then see
-    layer_tokens.py, too); `groups` of heads share convolved channels."""
+    """Checks the operands around the recurrence. named[inputs] is [batch, channels], or [batch, tokens, channels] (see also tokens.py).
+    groups: the number of groups of heads; the heads of a group share convolved channels."""
     (batch, *tokens, channels), slots = named[inputs].shape, named["state"].shape[0]
     weight, window = named["conv_weight"], named["conv_state"]
     width = weight.shape[1] if weight.dim() == 2 and 2 <= weight.shape[1] <= MAX_WIDTH else 2
@@ -39,7 +39,7 @@ def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, proble
 
 
 def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -> None:
-    """Strides and slots: of states, of what is written, and of what kernels take 32-bit strides of."""
+    """Checks strides and slots of states, of written operands, and of operands whose strides are 32-bit in kernels."""
     state, window = named["state"], named["conv_state"]
     slots, dense = state.shape[0], torch.empty(state.shape[1:], device="meta").stride()
     if any(n > 1 and have != want for n, have, want in zip(state.shape[1:], state.stride()[1:], dense, strict=True)):
@@ -59,14 +59,14 @@ def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -
 
 
 def conv_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: str) -> ShortConv:
-    """What the convolution of a layer is asked for: of several tokens where views[inputs] has an axis of them."""
+    """The convolution in a layer's problem; it has several tokens if views[inputs] has an axis of tokens."""
     window, weight, bias, given = views["conv_state"], views["conv_weight"], views.get("conv_bias"), views[inputs]
     length, (channels, width) = window.shape[2], weight.shape
     whole = channels % CHANNELS == 0
     step = 16 // window.element_size()
     runs = window.stride(2) == 1 and window.stride(1) == length and pointers["conv_state"] % 16 == 0
     runs = runs and (window.shape[0] == 1 or window.stride(0) % step == 0)
-    if "num_accepted_tokens" in views:  # all of a run is rewritten
+    if "num_accepted_tokens" in views:  # a run is rewritten as a whole
         runs = runs and length == width - 2 + given.shape[1]
     by_channels = checks.aligned(window, pointers["conv_state"], CHANNELS, 1)
     by_index = views.get("intermediate_state_indices") if "intermediate_conv_window" in views else None
@@ -85,7 +85,7 @@ def conv_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], inputs: st
 
 
 def _saved(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> Saved:
-    """How the windows after each token lie."""
+    """The layout of the windows after each token."""
     windows = views.get("intermediate_conv_window")
     if windows is None:
         return Saved.NO
@@ -113,15 +113,15 @@ def control_fields(views: Mapping[str, Tensor], update_state: bool) -> dict[str,
 
 
 def _taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> bool:
-    """Whether the taps of neighbouring channels are one run, and vectors of them are aligned."""
+    """Whether the taps of neighbouring channels form one run that can be loaded as aligned vectors."""
     weight, bias = views["conv_weight"], views.get("conv_bias")
     dense = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1] and pointers["conv_weight"] % 16 == 0
     return dense and (bias is None or checks.aligned(bias, pointers["conv_bias"], CHANNELS))
 
 
 def norm_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int, first: bool, activation: str) -> LayerNorm:
-    """What the norm of a layer is asked for, of out and z [batch(, tokens), heads, channels] and norm_weight [groups, size]; of none, if
-    there is no such weight."""
+    """The norm in a layer's problem, from out and z [batch(, tokens), heads, channels] and norm_weight [groups, size]. No norm if there is
+    no norm_weight."""
     if "norm_weight" not in views:
         return LayerNorm()
     grouped = {name: groups_of(views[name], size) for name in ("out", "z")} | {"norm_weight": views["norm_weight"]}
@@ -138,14 +138,15 @@ def norm_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int,
 
 
 def groups_of(t: Tensor, size: int) -> Tensor:
-    """[…, groups, size] of […, heads, channels]: its channels are dense, and its heads too, unless they are the groups."""
+    """[…, groups, size] from […, heads, channels]: the channels are dense, and so are the heads, unless heads are the groups."""
     return t if t.shape[-1] == size else t.flatten(-2).unflatten(-1, (-1, size))
 
 
 def kernel_values(
     spec: KernelSpec, views: Mapping[str, Tensor], operands: Table, given: Mapping[str, int | float]
 ) -> dict[str, int | float]:
-    """Every argument of one of a layer's kernels that is not a pointer. given: eps, pad_slot_id and what else is no stride."""
+    """Every argument of one of a layer's kernels that is not a pointer. given: eps, pad_slot_id and other arguments that are not
+    strides."""
     values = {"slots": views["state"].shape[0], **_counts(views), **given}
     values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else operands.stride_values(spec, views)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
@@ -153,7 +154,7 @@ def kernel_values(
 
 def _counts(views: Mapping[str, Tensor]) -> dict[str, int]:
     found = {}
-    if "num_accepted_tokens" in views:  # a count is in range where both the column and the window's history are there
+    if "num_accepted_tokens" in views:  # a count is in range if both the column and the window's history exist
         length, width = views["conv_state"].shape[2], views["conv_weight"].shape[1]
         found["columns"] = min(views["state_indices"].shape[1], length - width + 2)
     buffers = {"kept_rows": "intermediate_states", "window_rows": "intermediate_conv_window"}
@@ -181,7 +182,7 @@ def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
 
 
 def check_dense(named: Mapping[str, Tensor], names: tuple[str, ...], problems: list[str]) -> None:
-    """Whether the channels of a row are next to each other. Adds to `problems` the operands whose are not."""
+    """Whether the channels of a row are contiguous. Adds to `problems` the operands whose channels are not."""
     for name in names:
         if name in named and named[name].stride(-1) != 1 and named[name].shape[-1] > 1:
             problems.append(f"{name} has strides {list(named[name].stride())}; the channels of a row must be dense")

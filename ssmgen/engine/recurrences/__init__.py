@@ -1,1 +1,1 @@
-"""What a recurrence is: its problem, its kernel, its reference and its models. Decode steps, layers and prompts build on it."""
+"""Recurrences: problem, kernel, reference and models of each. Decode steps, layers and prompts build on them."""

@@ -1,4 +1,4 @@
-"""What references of recurrences share."""
+"""Functions that the references of all recurrences use."""
 
 from __future__ import annotations
 

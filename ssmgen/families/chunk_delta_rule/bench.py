@@ -5,7 +5,8 @@ and the states that are read and written, but not the workspace. The ceiling is 
 moves as many bytes.
 
 Forms. batch: sequences of equal lengths, [batch, T], from zeros, which leave their final states. pool: the same tokens packed as sequences
-of different lengths, which go on from slots of a pool, and leave their states there. delta_rule: as batch, without decays.
+of different lengths, which go on from slots of a pool, and leave their states there. delta_rule: as batch, without decays. Packed: as
+batch, with sequences of equal lengths end to end, as cu_seqlens says.
 
 Peers, of batches: flash-linear-attention's chunk_gated_delta_rule, or chunk_delta_rule; q and k are repeated for its heads of v outside of
 the timing. FlashInfer's chunk_gated_delta_rule; linear decays and f32 betas are made outside of the timing. FlashQLA's. What they return is
@@ -14,7 +15,7 @@ kept until the set's next turn, so that their outputs rotate too. Host times are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -27,9 +28,22 @@ import ssmgen
 from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
-from ...bench.case import Case, Launch, keeping
+from ...bench.case import Call, Case, Launch, keeping
 from ...bench.engine import Bench
-from ...bench.prompts import HEADS, HOST_TOKENS, PROMPT, ends, moving, prompt_sets, sequences_of, some_heads
+from ...bench.prompts import (
+    HEADS,
+    HOST_TOKENS,
+    PACKED,
+    PROMPT,
+    ends,
+    even_cuts,
+    moving,
+    packed_words,
+    pool_mistakes,
+    prompt_sets,
+    sequences_of,
+    some_heads,
+)  # fmt: skip
 from ...select.models import Model
 from .segments import workspace_for
 
@@ -52,15 +66,17 @@ def inputs(at: At, device: torch.device) -> Case:
     state, gates = 4 * HV * V * K * (2 if pool else 1), HV * (6 if gated else 2)
     moved = count * (length * (4 * HK * K + 4 * HV * V + gates) + state)
     sets = prompt_sets(moved)
-    lead = (count * length,) if pool else (count, length)
+    flat = pool or at.packed
+    lead = (count * length,) if flat else (count, length)
 
     def made(*inner: int) -> Tensor:
         return torch.randn(sets, *lead, *inner, device=device, dtype=torch.bfloat16)
 
     rotating, shared, outputs = ends(torch.zeros(sets, count, HV, V, K, device=device), count * length if pool else 0)
+    shared |= {"cu_seqlens": even_cuts(count, length, device)} if at.packed else {}
     rotating |= {"q": made(HK, K), "k": made(HK, K), "v": made(HV, V), "beta": made(HV).sigmoid(), "out": made(HV, V)}
     rotating |= {"g": -0.1 * torch.rand(sets, *lead, HV, device=device)} if gated else {}
-    size = workspace_for(count * length, count, HV, K, V, None, count * length if pool else length)
+    size = workspace_for(count * length, count, HV, K, V, None, count * length if flat else length)
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
     heads, by_head = min(HEADS, HV // HK), ("v", "g", "beta", "out")
     return Case(
@@ -69,7 +85,7 @@ def inputs(at: At, device: torch.device) -> Case:
         bytes=moved,
         rotating=rotating,
         shared=shared | {"workspace": workspace, "use_qk_l2norm": True},
-        part=lambda call: some_heads(call, heads, 1, by_head, ("q", "k"), pool),
+        part=lambda call: some_heads(call, heads, 1, by_head, ("q", "k"), flat),
         limits=dict.fromkeys(("out", "state", "final_states"), LIMIT),
         outputs=outputs,
         beside={"mul": moving(moved, sets, device)},
@@ -86,8 +102,18 @@ def fla(case: Case) -> Launch | None:
         return None
     each = case.at.shape[1] // case.at.shape[0]
     names, how = ("v", "beta", "g") if gated else ("v", "beta"), {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    calls = [{n: call[n].repeat_interleave(each, 2) for n in ("q", "k")} | {n: call[n] for n in names} | how for call in case.calls]
-    return keeping(function, calls)
+    calls = [_rows(case, call, ("q", "k", *names)) for call in case.calls]
+    return keeping(function, [call | {n: call[n].repeat_interleave(each, 2) for n in ("q", "k")} | _starts(case) | how for call in calls])
+
+
+def _rows(case: Case, call: Call, names: Sequence[str]) -> dict[str, Tensor]:
+    """Operands [batch, T, …], as peers take them."""
+    return {n: call[n][None] if case.at.packed else call[n] for n in names}
+
+
+def _starts(case: Case) -> dict[str, Tensor]:
+    """cu_seqlens of packed sequences."""
+    return {"cu_seqlens": case.shared["cu_seqlens"]} if case.at.packed else {}
 
 
 def flashinfer(case: Case) -> Launch | None:
@@ -98,8 +124,8 @@ def flashinfer(case: Case) -> Launch | None:
     shared = {"cu_seqlens": torch.arange(count + 1, device=case.device) * length, "max_seqlen": length, "output_final_state": True}
     calls = []
     for call in case.calls:
-        flat = {n: call[n].flatten(0, 1) for n in ("q", "k", "v")}
-        gates = {"g": call["g"].exp().flatten(0, 1), "beta": call["beta"].float().flatten(0, 1)}
+        rows = {n: t.flatten(0, 1) for n, t in _rows(case, call, ("q", "k", "v", "g", "beta")).items()}
+        flat, gates = {n: rows[n] for n in ("q", "k", "v")}, {"g": rows["g"].exp(), "beta": rows["beta"].float()}
         left = {"output": torch.empty_like(flat["v"]), "output_state": torch.empty_like(call["final_states_out"])}
         calls.append(flat | gates | left | shared | {"use_qk_l2norm_in_kernel": True})
     return keeping(function, calls)
@@ -110,7 +136,7 @@ def flash_qla(case: Case) -> Launch | None:
     if function is None or case.at.form is not Form.BATCH:
         return None
     names, how = ("q", "k", "v", "g", "beta"), {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "state_v_first": True}
-    return keeping(function, [{n: call[n] for n in names} | how for call in case.calls])
+    return keeping(function, [_rows(case, call, names) | _starts(case) | how for call in case.calls])
 
 
 def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
@@ -131,12 +157,14 @@ BENCH = Bench(
         ),
         axes.one("--head-k", click.IntRange(16, 256), 128),
         axes.one("--head-v", click.IntRange(16, 256), 128),
+        PACKED,
     ),
     inputs=inputs,
-    words=lambda row: "{form}, {shape[0]} and {shape[1]} heads, {head_k} x {head_v}".format(**row),
+    words=lambda row: "{form}, {shape[0]} and {shape[1]} heads, {head_k} x {head_v}".format(**row) + packed_words(row),
     size_of="sequences x tokens",
     size=lambda row: "{2} x {3}".format(*row["shape"]),
     peers={"fla": fla, "flashinfer": flashinfer, "flash_qla": flash_qla},
     quick={"shapes": ((16, 32, 1, 2048), (4, 16, 1, 8192))},
     of_model=of_model,
+    mistakes=pool_mistakes,
 )  # fmt: skip

@@ -6,7 +6,8 @@ states that are written, but not the workspace. The ceiling is torch's multiplic
 bytes.
 
 Forms, all of batches of sequences of equal lengths, from zeros, which leave their final states. kda, gla: log decays between 0 and -0.2.
-kda_slow: between 0 and -0.0002, so that what is old is there at the end. rwkv7: log decays between 0 and -0.6.
+kda_slow: between 0 and -0.0002, so that what is old is there at the end. rwkv7: log decays between 0 and -0.6. Packed: sequences of equal
+lengths end to end, as cu_seqlens says.
 
 Peer: flash-linear-attention's chunk_kda, chunk_gla or chunk_rwkv7. It returns new tensors; those are kept until the set's next turn, so
 that its outputs rotate too. Host times are eager calls, arguments at hand.
@@ -30,7 +31,18 @@ from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import Case, Launch, keeping
 from ...bench.engine import Bench
-from ...bench.prompts import HEADS, HOST_TOKENS, PROMPT, moving, prompt_sets, sequences_of, some_heads
+from ...bench.prompts import (
+    HEADS,
+    HOST_TOKENS,
+    PACKED,
+    PROMPT,
+    even_cuts,
+    moving,
+    packed_words,
+    prompt_sets,
+    sequences_of,
+    some_heads,
+)  # fmt: skip
 from ...select.models import Model
 from .problem import Rule
 from .segments import workspace_for
@@ -59,10 +71,10 @@ CASES = [  # (form, shape) where neither is given
 
 def settle(at: At) -> Iterator[At]:
     """Fills in key and value channels of a head. Without any option, yields the forms and shapes of CASES."""
-    given = at.form or at.shape or at.head_k or at.head_v
+    given = at.form or at.shape or at.head_k or at.head_v or at.packed
     for form, shape in [(at.form or Form.KDA, at.shape or (32, 32, 1, 8192))] if given else CASES:
         head_k = at.head_k or (64 if form is Form.RWKV7 else 128)
-        yield At(form=form, shape=shape, head_k=head_k, head_v=at.head_v or head_k)
+        yield At(form=form, shape=shape, head_k=head_k, head_v=at.head_v or head_k, packed=at.packed)
 
 
 def inputs(at: At, device: torch.device) -> Case:
@@ -71,15 +83,16 @@ def inputs(at: At, device: torch.device) -> Case:
     keys, log, beta = {Form.RWKV7: (4, 2, 0), Form.GLA: (2, 4, 0)}.get(form, (2, 4, 2))
     moved = count * (length * (2 * keys * HK * K + HV * (4 * V + log * K + beta)) + 4 * HV * V * K)
     sets = prompt_sets(moved)
+    lead = (count * length,) if at.packed else (count, length)
 
     def made(*inner: int) -> Tensor:
-        return torch.randn(sets, count, length, *inner, device=device, dtype=torch.bfloat16)
+        return torch.randn(sets, *lead, *inner, device=device, dtype=torch.bfloat16)
 
     def logs(least: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.rand(sets, count, length, HV, K, device=device, dtype=dtype).mul_(least)
+        return torch.rand(sets, *lead, HV, K, device=device, dtype=dtype).mul_(least)
 
     rotating = {"v": made(HV, V), "k": made(HK, K), "r" if form is Form.RWKV7 else "q": made(HK, K), "out": made(HV, V)}
-    shared: dict[str, Any] = {"return_final_states": True}
+    shared: dict[str, Any] = {"return_final_states": True} | ({"cu_seqlens": even_cuts(count, length, device)} if at.packed else {})
     if form is Form.RWKV7:
         rotating |= {"w": logs(-0.6, torch.bfloat16), "kk": normalize(made(HK, K), dim=-1), "a": made(HK, K).sigmoid_()}
     elif form is Form.GLA:
@@ -89,7 +102,7 @@ def inputs(at: At, device: torch.device) -> Case:
         shared |= {"use_qk_l2norm": True}
     if "use_qk_l2norm" not in shared:
         rotating["k"] /= K**0.5
-    size = workspace_for(count * length, count, HV, K, V, RULES.get(form, Rule.DELTA), None, length)
+    size = workspace_for(count * length, count, HV, K, V, RULES.get(form, Rule.DELTA), None, lead[-1])
     groups = min(HK, max(1, HEADS * HK // HV))
     by_group = ("q", "k", "r", "kk", "a")
     return Case(
@@ -98,7 +111,7 @@ def inputs(at: At, device: torch.device) -> Case:
         bytes=moved,
         rotating=rotating | {"final_states_out": torch.zeros(sets, count, HV, V, K, device=device)},
         shared=shared | {"workspace": torch.empty(size, dtype=torch.uint8, device=device)},
-        part=lambda call: some_heads(call, groups * HV // HK, groups, ("v", "w", "g", "gk", "beta", "out"), by_group, False),
+        part=lambda call: some_heads(call, groups * HV // HK, groups, ("v", "w", "g", "gk", "beta", "out"), by_group, at.packed),
         limits=dict.fromkeys(("out", "final_states"), LIMIT),
         outputs=("out", "final_states_out"),
         beside={"mul": moving(moved, sets, device)},
@@ -116,6 +129,7 @@ def fla(case: Case) -> Launch | None:
     how = {"output_final_state": True} | ({"use_qk_l2norm_in_kernel": True} if "use_qk_l2norm" in case.shared else {})
     for call in case.calls:
         given = {n: t for n, t in call.items() if n not in ours}
+        given |= {n: t[None] for n, t in given.items() if n != "cu_seqlens"} if case.at.packed else {}
         if case.at.form is Form.RWKV7:
             given |= {"a": -given["kk"], "b": given.pop("kk") * given["a"]}
         elif case.at.form is Form.GLA:
@@ -142,9 +156,10 @@ BENCH = Bench(
         ),
         axes.one("--head-k", click.IntRange(16, 256), help="Default: 128; 64 of rwkv7."),
         axes.one("--head-v", click.IntRange(16, 256), help="Default: as --head-k."),
+        PACKED,
     ),
     inputs=inputs,
-    words=lambda row: "{form}, {shape[0]} and {shape[1]} heads, {head_k} x {head_v}".format(**row),
+    words=lambda row: "{form}, {shape[0]} and {shape[1]} heads, {head_k} x {head_v}".format(**row) + packed_words(row),
     size_of="sequences x tokens",
     size=lambda row: "{2} x {3}".format(*row["shape"]),
     peers={"fla": fla},

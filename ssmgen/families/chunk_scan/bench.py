@@ -6,7 +6,7 @@ the states that are read and written. The ceiling is torch's multiplication of d
 Forms. batch: sequences of equal lengths, [batch, T], from zeros, which leave their final states. pool: the same tokens packed as sequences
 of different lengths, which go on from slots of a pool, and leave their states there. simple_gla, lightning: as batch, of chunk_simple_gla
 with a log decay per token, bf16, and of chunk_lightning_attn with a slope per head; heads, groups, headdim and d_state are those of v, of q
-and k, V and K.
+and k, V and K. Packed: as batch, with sequences of equal lengths end to end, as cu_seqlens says.
 
 Peers: mamba-ssm's mamba_chunk_scan_combined with chunks of 256, of batches; of simple_gla and lightning flash-linear-attention's
 chunk_simple_gla, with g or g_gamma. They return new tensors; those are kept until the set's next turn, so that their outputs rotate too.
@@ -30,7 +30,20 @@ from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import GATE, Case, Launch, keeping
 from ...bench.engine import Bench
-from ...bench.prompts import HEADS, HOST_TOKENS, PROMPT, ends, moving, prompt_sets, sequences_of, some_heads
+from ...bench.prompts import (
+    HEADS,
+    HOST_TOKENS,
+    PACKED,
+    PROMPT,
+    ends,
+    even_cuts,
+    moving,
+    packed_words,
+    pool_mistakes,
+    prompt_sets,
+    sequences_of,
+    some_heads,
+)  # fmt: skip
 from ...select.models import Model
 
 SHAPES = [(128, 8, 1, 2048), (128, 8, 1, 8192), (128, 8, 16, 2048), (16, 1, 1, 8192), (24, 1, 1, 8192)]
@@ -53,7 +66,8 @@ def inputs(at: At, device: torch.device) -> Case:
     state, steps = 4 * H * P * N * (2 if pool else 1), 0 if at.form is Form.LIGHTNING else 2 * H
     moved = count * (length * (4 * H * P + 4 * G * N + steps) + state)
     sets = prompt_sets(moved)
-    lead = (count * length,) if pool else (count, length)
+    flat = pool or at.packed
+    lead = (count * length,) if flat else (count, length)
 
     def made(*inner: int) -> Tensor:
         return torch.randn(sets, *lead, *inner, device=device, dtype=torch.bfloat16)
@@ -61,6 +75,7 @@ def inputs(at: At, device: torch.device) -> Case:
     x, B, C, dt = made(H, P), made(G, N), made(G, N), made(H)
     A, D, bias = -torch.rand(H, device=device), torch.rand(H, device=device).exp(), torch.rand(H, device=device) - 2
     rotating, shared, outputs = ends(torch.zeros(sets, count, H, P, N, device=device), count * length if pool else 0)
+    shared |= {"cu_seqlens": even_cuts(count, length, device)} if at.packed else {}
     if at.form in (Form.BATCH, Form.POOL):
         function: Any = ssmgen.chunk_scan
         rotating |= {"x": x, "dt": dt, "B": B, "C": C}
@@ -76,7 +91,7 @@ def inputs(at: At, device: torch.device) -> Case:
         bytes=moved,
         rotating=rotating | {"out": torch.empty_like(x)},
         shared=shared,
-        part=lambda call: some_heads(call, heads, 1, by_head, ("B", "C", "q", "k"), pool),
+        part=lambda call: some_heads(call, heads, 1, by_head, ("B", "C", "q", "k"), flat),
         limits=dict.fromkeys(("out", "state", "final_states"), GATE[torch.bfloat16]),
         outputs=outputs,
         beside={"mul": moving(moved, sets, device)},
@@ -89,8 +104,14 @@ def mamba_ssm(case: Case) -> Launch | None:
     function = reports.imported("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
     if function is None or case.at.form is not Form.BATCH:
         return None
-    names = ("x", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "return_final_states")
-    return keeping(function, [{n: call[n] for n in names} | {"chunk_size": PEER_CHUNK} for call in case.calls])
+    shared = {n: case.shared[n] for n in ("A", "D", "dt_bias", "dt_softplus")} | {"chunk_size": PEER_CHUNK}
+    if not case.at.packed:
+        shared["return_final_states"] = True
+        return keeping(function, [{n: call[n] for n in ("x", "dt", "B", "C")} | shared for call in case.calls])
+    starts, (*_, count, length) = case.shared["cu_seqlens"], case.at.shape
+    ids = torch.arange(count, device=case.device, dtype=torch.int32).repeat_interleave(length)[None]
+    shared |= {"seq_idx": ids, "cu_seqlens": starts, "return_varlen_states": True}
+    return keeping(function, [{n: call[n][None] for n in ("x", "dt", "B", "C")} | shared for call in case.calls])
 
 
 def fla(case: Case) -> Launch | None:
@@ -99,7 +120,9 @@ def fla(case: Case) -> Launch | None:
     if function is None or case.at.form not in (Form.SIMPLE_GLA, Form.LIGHTNING) or case.at.shape[0] != case.at.shape[1]:
         return None
     how: dict[str, Any] = {"output_final_state": True} | ({"g_gamma": -case.shared["slope"]} if case.at.form is Form.LIGHTNING else {})
-    return keeping(function, [{**how, **{n: call[n] for n in ("q", "k", "v", "g") if n in call}} for call in case.calls])
+    how |= {"cu_seqlens": case.shared["cu_seqlens"]} if case.at.packed else {}
+    given = [{n: call[n][None] if case.at.packed else call[n] for n in ("q", "k", "v", "g") if n in call} for call in case.calls]
+    return keeping(function, [how | call for call in given])
 
 
 def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
@@ -121,12 +144,14 @@ BENCH = Bench(
         ),
         axes.one("--headdim", click.IntRange(16, 256), 64),
         axes.one("--d-state", click.IntRange(16, 256), 128),
+        PACKED,
     ),
     inputs=inputs,
-    words=lambda row: "{form}, {shape[0]} x {headdim} x {d_state}, groups {shape[1]}".format(**row),
+    words=lambda row: "{form}, {shape[0]} x {headdim} x {d_state}, groups {shape[1]}".format(**row) + packed_words(row),
     size_of="sequences x tokens",
     size=lambda row: "{2} x {3}".format(*row["shape"]),
     peers={"mamba_ssm.mamba_chunk_scan_combined": mamba_ssm, "fla": fla},
     quick={"shapes": ((128, 8, 1, 2048), (16, 1, 1, 8192))},
     of_model=of_model,
+    mistakes=pool_mistakes,
 )  # fmt: skip

@@ -74,7 +74,8 @@ def chunk_scan(
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens].
     Products are of x's 16-bit dtype, or of three bf16 terms per f32, summed in f32; decays and the state between chunks of 64 tokens are
     f32. The bits do not depend on the batch or on packing. A sequence cut at multiples of 64 tokens, with f32 states, gives those of the
-    whole; but on sm_90a with H P / 64 up to 36, where blocks divide a sequence by its length, only with segments=1.
+    whole; but on sm_90a with H P / 64 up to 36 (up to 66 with N = 256, or P no multiple of 64), where blocks divide a sequence by its
+    length, only with segments=1.
     With x of f16, the state, and dt x and C B with their decays, must stay within f16's range.
 
     x, z, out: […, H, P] bf16, f16 or f32, one dtype with B and C          dt: […, H]

@@ -41,4 +41,8 @@ class EndsSpec(WarpgroupScanSpec):
         return 2 * CHUNK * (self.stages * (self.d_state + self.tile) + 2 * self.tile)
 
     def violations(self, arch: Arch) -> list[str]:
-        return super().violations(arch) + must(self.ragged, "sequences are packed: a rank's tokens are several")
+        return (
+            super().violations(arch)
+            + must(self.ragged, "sequences are packed: a rank's tokens are several")
+            + must(self.halves == 1 and self.headdim % self.tile == 0, f"states of {self.headdim} x {self.d_state} are added up by warps")
+        )

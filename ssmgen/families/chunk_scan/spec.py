@@ -186,7 +186,17 @@ class ScanSpec(KernelSpec, ScanProblem):
     @property
     def tiles(self) -> int:
         """Blocks per head."""
-        return self.headdim // self.tile
+        return -(-self.headdim // self.tile)
+
+    @property
+    def walked(self) -> int:
+        """Columns of a state that a warp holds, or by warpgroups one of them."""
+        return self.d_state
+
+    @property
+    def halves(self) -> int:
+        """Warpgroups that hold a state's columns."""
+        return self.d_state // self.walked
 
     @property
     def stem(self) -> str:
@@ -306,4 +316,6 @@ class ScanSpec(KernelSpec, ScanProblem):
             "passing": PASSING,
             "dwindling": math.log2(1 - PASSING),
             "own": "",  # ahead of the names of operands that begin with a block's sequence
+            "own_columns": "kState" if self.halves == 1 else "kOwn",  # of a state, of one warpgroup
+            "guarded": self.headdim % self.tile != 0,  # a head's last block has fewer rows
         }

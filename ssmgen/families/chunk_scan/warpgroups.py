@@ -6,6 +6,10 @@ state in f32, in the registers in which products are summed, from the first chun
 there as the first operand, and nothing of the state goes through shared memory. States at listed positions are copies of it that a product
 of their own goes on from.
 
+A state of 256 columns takes two warpgroups of 128 each, and one prepares every chunk. Each sums its part of y over its own columns; they
+exchange halves of these sums through shared memory, and each stores y of half of the tokens. A headdim that is no multiple of 64 takes
+another block for its last rows, whose tensor map gives zeros for the rows that are missing.
+
 With `stays`, where sequences are many and short, there are as many blocks as SMs, and each goes on from one sequence to the next, without a
 bit that is another: fetchers and preparers are ahead of the walkers there too, so that neither the beginning of a sequence nor its end is
 waited for. The fourth warp that fetches lists what the block does, of 32 sequences the longest first.
@@ -30,13 +34,19 @@ from .spec import CHUNK, SMS, ScanProblem, ScanSpec
 
 ROWS = 64  # of a state, that a warpgroup holds
 THREADS = 512
+COLUMNS = 128  # of a state, that a warpgroup holds at most
 REGISTERS = (64, 120, 208)  # of threads that fetch, prepare and walk: of the second there are twice as many, and all begin with 128
+REGISTERS_BY_HALVES = (40, 120, 176)  # the same where those that walk are twice as many
 # (blocks of a sequence, parts): so many clusters of so many blocks are on a card of 132 SMs at once. More wait for others to end.
 PARTS = ((8, 8), (16, 6), (30, 4), (36, 3))
 MOST = 8  # parts: the blocks of a cluster
 LISTED = 8  # items that a block that stays knows of at once: with sequences of one chunk each, its roles are at most 6 of them apart
 LEAD = (1, 2)  # chunks that the first block walks, and that others sum meanwhile. With 16 and 24 heads 3 : 7 and 1 : 3 are slower
 LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
+UNDIVIDED = LEAST + LEAST * LEAD[0] // LEAD[1]  # chunks of the longest sequence that no blocks divide
+# Blocks of a sequence that two parts divide, if states have 256 columns or the headdim is no multiple of 64. An H200 takes 0.69 of the time
+# for 4096 tokens of 24 x 128 x 256, and 0.72 for 48 x 32 x 128. Other sizes keep the bits that they have.
+HALVED = 66
 SHORT, SHORT_PACKED = 2048, 1024  # tokens of a call's sequences, on average with which blocks stay. Packed ones of 2048 gain 1 % or lose 4
 
 
@@ -56,10 +66,12 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def needs(self) -> Needs:
-        columns = tuple(sorted({CHUNK, self.d_state}))
+        columns = tuple(sorted({CHUNK, self.walked, *([CHUNK // 2] if self.halves > 1 else [])}))
         return Needs(
-            math=True, matrices=True, copies=self.ragged, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT,
-            bytes=self.started, meetings=self.parts > 1, warpgroups=columns, mma=self.x.value,
+            math=True, matrices=True, copies=self.ragged, barriers=True, maps=True,
+            box_prefetches=self.halves > 1, uneven=self.headdim % ROWS != 0,
+            elements=self.state_loads is Loads.ELEMENT,
+            bytes=self.started, meetings=self.parts > 1 or self.halves > 1, warpgroups=columns, mma=self.x.value,
         )  # fmt: skip
 
     @property
@@ -78,6 +90,10 @@ class WarpgroupScanSpec(ScanSpec):
     def divided_by(self) -> str:
         return "stay" if self.stays else "k1" if self.parts == 1 else ""
 
+    @property
+    def walked(self) -> int:
+        return min(self.d_state, COLUMNS)
+
     # Rows of shared memory are 128 bytes.
 
     @property
@@ -94,8 +110,8 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def dynamic_bytes(self) -> int:
-        """Stages, two M, and two of y and of x with its weights."""
-        return super().dynamic_bytes + 4 * CHUNK * self.tile * 2
+        """Stages, two M, two of x with its weights, and two of y; or, where two warpgroups hold the state, what they exchange for two."""
+        return super().dynamic_bytes + 2 * CHUNK * self.tile * (2 + (2 if self.halves == 1 else 4))
 
     @property
     def shared_bytes(self) -> int:
@@ -109,10 +125,12 @@ class WarpgroupScanSpec(ScanSpec):
         most = LIMITS[90].shared - SHARED_RESERVED
         return [
             *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
-            *must(self.tile == ROWS and self.headdim % ROWS == 0, f"headdim {self.headdim} is no multiple of a warpgroup's {ROWS} rows"),
+            *must(self.tile == ROWS, f"tile {self.tile} is not a warpgroup's {ROWS} rows"),
             *must(self.terms == 1, f"products of warpgroups are of bf16 or f16, not {self.x.value}"),
             *must(not self.D_rows, "D is one number of a head, which M takes on its diagonal"),
-            *must(self.d_state in (64, 128), f"d_state {self.d_state} is not 64 or 128"),
+            *must(self.d_state in (64, 128, 256), f"d_state {self.d_state} is not 64, 128 or 256"),
+            *must(self.halves == 1 or self.stages == 2, f"beside states of {self.d_state} columns there is room for 2 stages"),
+            *must(self.halves == 1 or self.parts == 1 or self.ends, "two warpgroups with a state join parts by the ends of a sequence"),
             *must(self.copy == 16, "x, B, C, z or out do not begin at multiples of 16 bytes"),
             *must(self.stages in (2, 4, 6) and self.min_blocks == 1, f"stages {self.stages} are not 2, 4 or 6, or min_blocks is not 1"),
             *must(1 <= self.parts <= MOST, f"parts {self.parts} are not 1 … {MOST}"),
@@ -123,11 +141,22 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def mapped(self) -> dict[str, int]:
-        return {"C": self.d_state, "B": self.d_state, "x": self.tile} | ({"z": self.tile} if self.z else {})
+        rows = self.tile if self.headdim % self.tile == 0 else 0
+        return {"C": self.d_state, "B": self.d_state, "x": rows} | ({"z": rows} if self.z else {})
+
+    def _walker_out(self) -> str:
+        """Where an item's rows of y begin."""
+        if not self.stays:
+            return "out"
+        start = "item.first * out_token" if self.ragged else "i64(item.sequence) * out_batch"
+        return f"out + {start} + u64(item.head) * out_head + item.tile * kTile"
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {
-            "registers": REGISTERS,
+            "registers": REGISTERS if self.halves == 1 else REGISTERS_BY_HALVES,
+            "at_half": "" if self.halves == 1 else " + half * (kOwn / 64 * kBlock)",  # where a warpgroup's columns of B begin
+            "own_warp": "const u32 own_warp = warp - 12;" if self.halves == 1 else "const u32 own_warp = warp % 4, half = warp / 4 - 2;",
+            "walker_out": self._walker_out(),
             "least": LEAST,
             "lead": LEAD,
             "listed": LISTED,
@@ -135,21 +164,31 @@ class WarpgroupScanSpec(ScanSpec):
         }
 
 
+def tiles_of(problem: ScanProblem) -> int:
+    """Blocks per head."""
+    return -(-problem.headdim // ROWS)
+
+
 def parts_of(problem: ScanProblem, heads: int) -> int:
     """Blocks that divide a sequence: several where the heads of one leave most of the card idle, or where a call asks for them."""
-    blocks = heads * (problem.headdim // ROWS)
-    return min(problem.segments, MOST) or next((parts for most, parts in PARTS if blocks <= most), 1)
+    blocks = heads * tiles_of(problem)
+    halved = blocks <= HALVED and (problem.d_state > COLUMNS or problem.headdim % ROWS != 0)
+    return min(problem.segments, MOST) or next((parts for most, parts in PARTS if blocks <= most), 2 if halved else 1)
 
 
 @lru_cache(maxsize=1024)
 def may_stay(problem: ScanProblem, heads: int) -> bool:
-    """Whether blocks stay where a call's sequences are many and short: warpgroups serve it, and nothing divides its sequences."""
-    return parts_of(problem, heads) == 1 and not _spec(problem, stages=2, stays=True).violations(Arch(90, "a"))
+    """Whether blocks stay where a call's sequences are many and short: warpgroups serve it, and no packed sequence is divided."""
+    whole = parts_of(problem, heads) == 1 or not problem.ragged
+    return whole and not _spec(problem, stages=2, stays=True).violations(Arch(90, "a"))
 
 
 def many_short(problem: ScanProblem, heads: int, sequences: int, tokens: int) -> bool:
-    """Whether a call has more heads of sequences than there are SMs, and sequences, of so many tokens in all, that are short."""
-    blocks, most = sequences * heads * (problem.headdim // ROWS), SHORT_PACKED if problem.ragged else SHORT
+    """Whether a call has more heads of sequences than there are SMs, and its sequences, which have so many tokens in all, are short. Where
+    blocks divide longer ones, only a batch is known to have none."""
+    blocks, most = sequences * heads * tiles_of(problem), SHORT_PACKED if problem.ragged else SHORT
+    if parts_of(problem, heads) > 1:
+        most = UNDIVIDED * CHUNK
     return blocks > SMS[90] and tokens <= most * sequences and may_stay(problem, heads)
 
 
@@ -168,11 +207,11 @@ def warpgroup_space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
 
 def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[str, ScanSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first: parts where heads are few, blocks that stay where sequences are short."""
-    parts = parts_of(problem, heads)
-    stays = problem.short and parts == 1
+    stays, parts = problem.short, 1 if problem.short else parts_of(problem, heads)
     if not stays:
         most = f"a call has at most {SMS[90]} heads of sequences, or more than {SHORT} tokens of each (packed: {SHORT_PACKED} on average)"
-        yield "warpgroups, blocks that stay", None, f"{parts} blocks divide a sequence" if parts > 1 else most
+        divided = f"{parts} blocks divide a sequence of more than {UNDIVIDED} chunks"
+        yield "warpgroups, blocks that stay", None, divided if parts > 1 else most
     form = f"{parts} parts, " if parts > 1 else "blocks that stay, " if stays else ""
     for stages in (4, 2):  # an even number: each warpgroup that prepares then sees all uses of half of them
         spec = _spec(problem, parts=parts, ends=parts > 1, stays=stays, stages=stages, pdl=pdl)

@@ -4,10 +4,10 @@ Inputs and outputs rotate over as many sets as exceed 640 MB; A, D and delta_bia
 once, and the states that are written. The ceiling is torch's multiplication of dense tensors, out of place, that moves as many bytes.
 
 Forms. first: [batch, dim, T], tokens contiguous, as mamba-ssm has them. last: [batch, T, dim], channels contiguous. Sequences of equal
-lengths, from zeros, which leave their final states.
+lengths, from zeros, which leave their final states. Packed: the sequences lie end to end, as cu_seqlens says.
 
-Peer: mamba-ssm's selective_scan_fn, of channels first. It returns new tensors; those are kept until the set's next turn, so that its
-outputs rotate too. Host times are eager calls, arguments at hand.
+Peer: mamba-ssm's selective_scan_fn, of channels first that are not packed. It returns new tensors; those are kept until the set's next
+turn, so that its outputs rotate too. Host times are eager calls, arguments at hand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import GATE, Call, Case, Launch, keeping
 from ...bench.engine import Bench
-from ...bench.prompts import HOST_TOKENS, PROMPT, moving, prompt_sets, sequences_of
+from ...bench.prompts import HOST_TOKENS, PACKED, PROMPT, even_cuts, moving, packed_words, prompt_sets, sequences_of
 from ...select.models import Model
 
 SHAPES = [(8192, 1, 2048), (8192, 1, 8192), (8192, 1, 32768), (8192, 8, 2048)]
@@ -44,10 +44,12 @@ def inputs(at: At, device: torch.device) -> Case:
     dim, count, length = at.shape
     N, first = at.d_state, at.form is Form.FIRST
     moved = count * (length * (8 * dim + 4 * N) + 4 * dim * N)
-    sets = prompt_sets(moved)
+    sets, lead = prompt_sets(moved), () if at.packed else (count,)
 
     def made(inner: int) -> Tensor:
-        return torch.randn(sets, count, *((inner, length) if first else (length, inner)), device=device, dtype=torch.bfloat16)
+        tokens = count * length if at.packed else length
+        axes_of = (inner, tokens) if first else (tokens, inner)
+        return torch.randn(sets, *lead, *axes_of, device=device, dtype=torch.bfloat16)
 
     rotating = {"u": made(dim), "delta": made(dim), "z": made(dim), "B": made(N), "C": made(N), "out": made(dim)}
     # Log-uniform, as trained ones are or so; steps of 0.001 … 0.1.
@@ -56,7 +58,7 @@ def inputs(at: At, device: torch.device) -> Case:
     some = torch.arange(0, dim, max(1, dim // CHECKED), device=device)[:CHECKED]
 
     def part(call: Call) -> Call:
-        chosen = {n: call[n].index_select(1 if first else 2, some) for n in ("u", "delta", "z", "out")}
+        chosen = {n: call[n].index_select(len(lead) + (not first), some) for n in ("u", "delta", "z", "out")}
         chosen |= {n: call[n][some] for n in ("A", "D", "delta_bias")}
         return {**call, **chosen, "final_states_out": call["final_states_out"][:, some]}
 
@@ -66,7 +68,8 @@ def inputs(at: At, device: torch.device) -> Case:
         bytes=moved,
         rotating=rotating | {"final_states_out": torch.zeros(sets, count, dim, N, device=device)},
         shared={"A": A, "D": torch.ones(dim, device=device), "delta_bias": bias, "delta_softplus": True, "channels_first": first}
-        | {"return_final_states": True},
+        | {"return_final_states": True}
+        | ({"cu_seqlens": even_cuts(count, length, device)} if at.packed else {}),
         part=part,
         limits=dict.fromkeys(("out", "final_states"), GATE[torch.bfloat16]),
         outputs=("out", "final_states_out"),
@@ -78,7 +81,7 @@ def inputs(at: At, device: torch.device) -> Case:
 
 def mamba_ssm(case: Case) -> Launch | None:
     function = reports.imported("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
-    if function is None or case.at.form is not Form.FIRST:
+    if function is None or case.at.form is not Form.FIRST or case.at.packed:
         return None
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus")
     return keeping(function, [{n: call[n] for n in names} | {"return_last_state": True} for call in case.calls])
@@ -100,9 +103,10 @@ BENCH = Bench(
             "--shape", "shapes", axes.Shape("D,B,T", "8192,1,8192"), SHAPES, "Channels, sequences, tokens; may repeat. Default: four."
         ),
         axes.one("--d-state", click.IntRange(1, 256), 16),
+        PACKED,
     ),
     inputs=inputs,
-    words=lambda row: f"channels {row['form']}, {row['shape'][0]} x {row['d_state']}",
+    words=lambda row: f"channels {row['form']}, {row['shape'][0]} x {row['d_state']}{packed_words(row)}",
     size_of="sequences x tokens",
     size=lambda row: "{1} x {2}".format(*row["shape"]),
     peers={"mamba_ssm.selective_scan_fn": mamba_ssm},

@@ -1,8 +1,8 @@
-"""Measured choices of variants by GPU: a table that the package brings, and one of the user's over it. Needs no GPU.
+"""Measured choices of variants by GPU: a table shipped with the package, and the user's table, which takes precedence. Needs no GPU.
 
-A row says which variant was fastest for a problem at a size. It is only believed for the GPU, and for the generated code, that was
-measured; a row that is not is stale, and says so. Every variant of a problem gives the same bits, so a row changes times and nothing else.
-A row of the user's table that could never have been measured is left out, and the table's warning names it.
+A row names the variant that was fastest for a problem at a size. It is used only for the GPU, and for the generated code, that were
+measured; any other row is stale, and reported as stale. All variants of a problem give the same bits, so a row changes only the time.
+Rows of the user's table that cannot be measurements are left out, and a warning names them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ...spec.kernel import Arch, DType, Index, KernelSpec, Problem, entries, tex
 from ..catalog import OPERATOR_OF, OPERATORS, SERVED_BY, name_of, parse
 
 SCHEMA = 3
-BEFORE = 2  # which may have old names of operators, and whose problems say all fields: rows are read as they would be written now
-REACH = 4.0  # a row serves sizes up to this factor away, if none is nearer
+BEFORE = 2  # the previous schema, with old operator names and problems that list all fields; its rows are converted when read
+REACH = 4.0  # a row serves sizes up to this factor away, if no row is nearer
 SHIPPED = Path(__file__).parent
 SHOWN = 4  # rows that a warning names
 LARGEST = 2**62  # of sizes, and of times
@@ -52,11 +52,11 @@ class Row:
     pdl: bool  # whether the call asked for a dependent launch
     spec: str
     us: float
-    rule_us: float  # of what the rules would have served, in the same run
-    runner_up: str  # what the second best has otherwise
+    rule_us: float  # of the variant that the rules choose, in the same run
+    runner_up: str  # differences of the second fastest variant
     runner_up_us: float
-    label: str  # what was measured, for people
-    code: str  # digest of what the variant was rendered to
+    label: str  # description of the measured call, for people
+    code: str  # digest of the variant's rendered text
     arch: str
     driver: str
     compiler: str
@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A row for a problem, and the variant it names; or why it is not believed."""
+    """A row for a problem, and the variant it names; or why it is not used."""
 
     row: Row
     exact: bool
@@ -81,8 +81,9 @@ _BULK = frozenset(("state", "x", "v", "o", "out"))  # operands whose bytes count
 
 
 def bucket(problem: Any, kind: type[Problem] | None = None) -> str:
-    """The problem as text, without what choices do not depend on: the types of indices, whether slots are given by one, and the types of
-    operands that are small beside the rest. kind: its class, where a spec is given, which has a problem's fields."""
+    """The problem as text, without properties that choices do not depend on: index types, whether slots are given by an index, and the
+    dtypes of operands that are small compared with the others. kind: the class of the problem, if `problem` is a spec, which has a
+    problem's fields."""
     said = []
     for name, entry in entries(kind or type(problem)).items():
         value = entry.of(problem)
@@ -94,7 +95,7 @@ def bucket(problem: Any, kind: type[Problem] | None = None) -> str:
 
 
 def _renewed(row: Row) -> Row:
-    """A row of a table of the schema before, as it would be written now; what its variant was is for `staleness` to say."""
+    """A row of the previous schema, converted to the new form. `staleness` judges its variant."""
     operator = name_of(row.operator)
     try:
         spec = parse(row.spec)
@@ -104,7 +105,7 @@ def _renewed(row: Row) -> Row:
 
 
 def problem_of(operator: str) -> type[Problem]:
-    """The Problem that an operator's calls pose."""
+    """The Problem of an operator's calls."""
     return next(kind for kind, name in OPERATOR_OF.items() if name == operator)
 
 
@@ -119,13 +120,13 @@ def overlay_path(gpu: str) -> Path | None:
 
 
 def read(path: Path) -> dict[tuple[str, str, bool, int], Row]:
-    """{key: row} of a file; nothing if there is none. Rows that nothing measured can have left are left out, with a warning that names
-    them. Raises TableError."""
+    """{key: row} of a file; empty if there is none. Rows that cannot be measurements are left out, and a warning names them. Raises
+    TableError."""
     return _table(path)[1]
 
 
 def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, bool, int], Row]]:
-    """(GPU, {key: row}) of a file. own: it is named after its GPU, and rows whose variant is no more are wrong, not stale."""
+    """(GPU, {key: row}) of a file. own: the file is named after its GPU, and rows with unknown variants are wrong, not stale."""
     try:
         content = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -165,7 +166,7 @@ def _unlike_a_table(content: Any) -> str:
 
 
 def _fault(row: Any) -> str:
-    """Why nothing that was measured can have left such a row; empty if something can."""
+    """Why a row cannot be a measurement; empty if it can."""
     if not isinstance(row, dict) or (missing := [f.name for f in fields(Row) if f.name not in row]):
         return f"{', '.join(missing)} missing" if isinstance(row, dict) else "it is no object"
     if faults := [fault for f in fields(Row) if (fault := _unfit(f.name, row[f.name], str(f.type)))]:
@@ -192,7 +193,7 @@ def _illegal(row: dict[str, Any], schema: int) -> str:
 
 
 def _unfit(name: str, value: Any, kind: str) -> str:
-    """How a value is not of a field of Row, in words. Texts are shown on terminals."""
+    """How a value does not fit a field of Row, in words. Texts are shown on terminals."""
     shown = f"{name} is {reprlib.repr(value)}, not"
     if kind == "str":
         return "" if isinstance(value, str) and value == plain(value) else f"{shown} a text on one line"
@@ -204,7 +205,7 @@ def _unfit(name: str, value: Any, kind: str) -> str:
 
 
 def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
-    """Publishes a table at once: whoever reads meanwhile sees the old one or the new one, and so does who comes after a crash."""
+    """Replaces a table atomically: readers see the old one or the new one, also after a crash."""
     ordered = sorted(rows, key=lambda r: r.key)
     lines = ",\n".join(json.dumps(asdict(row)) for row in ordered)  # a row to a line: a review shows which changed
     text = f'{{"schema": {SCHEMA}, "gpu": {json.dumps(gpu)}, "rows": [\n{lines}\n]}}\n'
@@ -212,7 +213,7 @@ def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
         make_private(path.parent)
         fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
         with os.fdopen(fd, "w") as file:
-            os.fchmod(fd, 0o644)  # data: that it may be read is for its directory to say
+            os.fchmod(fd, 0o644)  # data: its folder decides who may read it
             file.write(text)
         os.replace(temporary, path)
     except OSError as e:
@@ -220,8 +221,8 @@ def write(path: Path, gpu: str, rows: Iterable[Row]) -> None:
 
 
 def merge(path: Path, gpu: str, rows: Iterable[Row]) -> None:
-    """Puts rows into a table beside what is there. Processes of one machine wait for each other; those of several, on a shared file
-    system, may lose each other's. Raises TableError."""
+    """Adds rows to a table. Processes of one machine wait for each other; processes on several machines with a shared file system may
+    overwrite each other's rows. Raises TableError."""
     with process_lock(hashlib.sha256(str(path.resolve()).encode()).hexdigest()):
         write(path, gpu, (read(path) | {row.key: row for row in rows}).values())
 
@@ -234,7 +235,7 @@ def rows_of(gpu: str) -> dict[tuple[str, str, bool, int], Row]:
 
 @functools.cache
 def _own(path: Path) -> tuple[str, dict[tuple[str, str, bool, int], Row]]:
-    """(GPU, {key: row}) of a user's table. One that cannot be used is left out, with a warning, and is as one that is not there."""
+    """(GPU, {key: row}) of a user's table. An unusable table is reported by a warning and treated as missing."""
     try:
         if not os.path.lexists(path):
             return "", {}
@@ -255,7 +256,7 @@ def _tables_in(place: Path | None) -> list[Path]:
 
 @functools.cache
 def gpus(arch: Arch | None = None) -> tuple[str, ...]:
-    """Names of the GPUs, of an architecture, that there are tables for."""
+    """Names of the GPUs that have tables, of one architecture if given."""
     own = settings.cache_dir()
     found = [_table(file)[0] for file in _tables_in(SHIPPED)] + [_own(file)[0] for file in _tables_in(own and own / "tuned")]
     names = dict.fromkeys(filter(None, found))
@@ -271,14 +272,14 @@ def _by_problem(gpu: str) -> dict[tuple[str, str, bool], list[Row]]:
 
 
 def forget() -> None:
-    """Tables are read once in a process; after this, again."""
+    """Makes the process read tables again; it reads each one only once."""
     gpus.cache_clear()
     _own.cache_clear()
     _by_problem.cache_clear()
 
 
 def find(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str) -> Iterator[Found]:
-    """The rows that might serve a problem, the nearest size first; those beyond REACH are not among them."""
+    """The rows that might serve a problem, nearest size first, up to a factor of REACH."""
     rows = _by_problem(gpu).get((operator, bucket(problem), pdl), [])
     apart = {row.size: abs(math.log(row.size / max(size, 1))) for row in rows}
     for row in sorted(rows, key=lambda r: (apart[r.size], r.size)):
@@ -289,7 +290,7 @@ def find(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str
 
 
 def staleness(row: Row, arch: Arch | None = None) -> str:
-    """Why a row is not believed on an architecture; empty if it is."""
+    """Why a row is not used on an architecture; empty if it is."""
     if arch is not None and Arch.parse(row.arch).number != arch.number:
         return f"it is of {row.arch}"
     try:
@@ -300,7 +301,7 @@ def staleness(row: Row, arch: Arch | None = None) -> str:
 
 
 def alike(spec: KernelSpec) -> list[KernelSpec]:
-    """The variant for each problem of its bucket that differs in its slot index: what a row of it may serve."""
+    """The variants for all problems of the spec's bucket, which differ only in their slot index: a row of it may serve any of them."""
     kinds = [field.name for field in fields(spec) if field.name == "index"]
     return [replace(spec, **dict.fromkeys(kinds, index)) for index in Index] if kinds else [spec]
 

@@ -287,8 +287,13 @@ def test_what_serves_which_heads():
     assert (parts(8), parts(16), parts(24), parts(32), parts(37), parts(128)) == (8, 6, 4, 3, 1, 1)
     assert [parts(16, replace(problem, segments=n)) for n in (1, 3, 1000)] == [1, 3, 8] and parts(128, replace(problem, segments=2)) == 2
     assert [parts(16, replace(problem, **more)) for more in ({"seq_idx": True}, {"checkpoints": Index.I32})] == [6, 6]
-    for other in ({"copy": 8}, {"headdim": 80}, {"d_state": 256}, {"x": DType.F32}):
+    for other in ({"copy": 8}, {"d_state": 96}, {"x": DType.F32}, {"d_state": 256, "z": True}):
         assert parts(32, replace(problem, **other)) is None
+    wide = replace(problem, d_state=256)
+    assert [parts(heads, wide) for heads in (8, 16, 30, 36, 48, 66, 67)] == [8, 6, 4, 3, 2, 2, 1]
+    assert [parts(heads, replace(wide, headdim=128)) for heads in (24, 32, 64)] == [2, 2, 1]
+    assert [parts(heads, replace(problem, headdim=32)) for heads in (24, 48)] == [4, 2]
+    assert [parts(heads, replace(problem, headdim=80)) for heads in (33, 96)] == [2, 1]
     assert not isinstance(select(OPERATOR, problem, 32, Arch(80), False), WarpgroupScanSpec)
     assert {s.parts for s in warpgroup_space(problem, SM90)} == {1}
 
@@ -310,8 +315,10 @@ def test_blocks_stay_where_sequences_are_many_and_short():
 
     assert [stays(66, n, 1) for n in (2, 3)] == [False, True] and [stays(133, 1, n) for n in (2048, 2049)] == [True, False]
     assert [stays(67, 2, n, True) for n in (1, 1024, 1025)] == [True, True, False]
-    assert not stays(36, 16, 1) and served(36, 16, 1).parts == 3 and stays(36, 16, 1, segments=1), "few heads: sequences are divided"
-    assert str(served(36, 16, 1)) == str(served(36, 1, 1)), "where nothing stays, a call of short sequences is one like others"
+    assert [stays(36, 16, n) for n in (1, 768, 769)] == [True, True, False], "few heads: longer sequences are divided"
+    assert not stays(36, 16, 1, True), "and any of packed ones may be long"
+    assert served(36, 16, 769).parts == 3 and stays(36, 16, 769, segments=1)
+    assert str(served(36, 16, 769)) == str(served(36, 1, 1)), "where nothing stays, a call of short sequences is one like others"
 
 
 def test_what_is_explained():
@@ -322,7 +329,8 @@ def test_what_is_explained():
 
     assert "-> warpgroups, blocks that stay, 4 stages" in said(128, short=True)
     assert "warpgroups, blocks that stay: a call has at most 132 heads" in said(128) and "-> warpgroups, 4 stages" in said(128)
-    assert "warpgroups, blocks that stay: 6 blocks divide a sequence" in said(16) and "-> warpgroups, 6 parts, 4 stages" in said(16)
+    assert "warpgroups, blocks that stay: 6 blocks divide a sequence of more than 12 chunks" in said(16)
+    assert "-> warpgroups, 6 parts, 4 stages" in said(16)
 
 
 def test_tuning_chooses_within_a_form():

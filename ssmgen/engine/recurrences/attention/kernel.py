@@ -2,13 +2,13 @@
 
 A row of the engine is one value channel v of a head: the K elements S[v, :] of the state. Per token, row by row,
 
-    p = <S or D∘S, read>          what the state holds for this key; of the state before or after its decay
+        p = <S or D∘S, read>          the value stored for this key, in the state before or after its decay
     e = beta (w v - p)            its error
     S = D∘S + e write             (low rank: S = D∘S + p write + v k)
     o = <S, q> scale
 
-and every model is a choice of what is there: DeltaNet has no decay D, gated DeltaNet one per head, KDA one per key channel; GLA and its
-simpler forms have no read; Comba reads before the decay with a key of its own; RWKV-7 is the low-rank form.
+Models differ in the terms that they have. DeltaNet has no decay D, gated DeltaNet one per head, KDA one per key channel. GLA and its
+simpler forms do not read. Comba reads before the decay with a separate key. RWKV-7 is the low-rank form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_SHARED = 48 * 1024  # bytes, of static arrays
 class AttentionKernel(RowSpec, LinearAttentionProblem):
     """A problem, and how one variant computes it. A family's spec adds its name and its template."""
 
-    chunk: int = 8  # tokens staged at a time, where a call has several; fewer where so many have no room
+    chunk: int = 8  # tokens staged at a time, in calls with several; fewer if shared memory is too small
 
     def violations(self, arch: Arch) -> list[str]:
         found = RowSpec.violations(self, arch)
@@ -96,7 +96,8 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
         return self._given(WEIGHTS)
 
     def token_vectors(self) -> list[str]:
-        """What of a token the rows need, in f32, with an element per key channel. `write` is read with too where `reads_key`."""
+        """Vectors of a token that its rows need, in f32, with an element per key channel. `write` is also the key to read with if
+        `reads_key`."""
         if self.delta is Delta.NONE:
             names = ["query", "write"]
         elif self.low_rank:
@@ -122,11 +123,11 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
         ]
 
     def row_sums(self) -> list[str]:
-        """Sums over a row that a token takes."""
+        """The sums over a row that each token needs."""
         return [*(["p_sum"] if self.delta is not Delta.NONE else []), *(["y_sum"] if not self.commit else [])]
 
     def row_values(self) -> list[str]:
-        """What all lanes of a row need of those that its owner knows."""
+        """Values that the owner of a row computes and all lanes of the row need."""
         return ["added", *(["value"] if self.low_rank else []), *(["row_decay"] if self.gv else [])]
 
     @property
@@ -137,7 +138,7 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
 
     @property
     def reads_key(self) -> bool:
-        """Whether what is read with is k itself, up to a factor."""
+        """Whether the key to read with is k itself, up to a factor."""
         own = self.read is not None or self.erase is not None
         return self.delta is not Delta.NONE and not own and not (self.gk is not None and self.delta is Delta.DECAYED)
 
@@ -180,7 +181,7 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
             "conv_rolls": False,
             "of_key_heads": OF_KEY_HEADS,
             "convolved": (),  # operands that the kernel makes itself
-            "in_place": (),  # vectors of a token that are staged as they come, ahead of their preparation
+            "in_place": (),  # vectors of a token that are staged unchanged, before they are prepared
             "rows_by_index": self.kept_index is not Index.NONE,  # of intermediate states
             "tree": self.parents is not Index.NONE,
             "scalars": self.token_scalars(),

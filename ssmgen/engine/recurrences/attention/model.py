@@ -11,7 +11,7 @@ from .problem import Gate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionModel(Model):
-    """A model whose state is [heads, dim_v, dim_k], and whose keys are those of `key_heads`."""
+    """A model with the state [heads, dim_v, dim_k] and keys of `key_heads` heads."""
 
     key_heads: int
     dim_k: int

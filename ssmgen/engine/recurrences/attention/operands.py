@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ....spec.operands import LEAD, Operand, Types, table
 
-# Views have the axes of tokens, and a commit's those of the ring, behind one of layers.
+# Views have the axes of tokens. Views of a commit have the axes of the ring, after an axis of layers.
 _VIEW = "batch token head {0} | layer slot token head {0}"
 _STRIDES = "layer:64?layers slot:64?commit batch?batched token?several head"
 _KEYS, _CHANNELS, _ROWS = "token group key", "token head key", "token head value"
@@ -26,7 +26,7 @@ def _rows(name: str, optional: bool = True, note: str = "") -> Operand:
 
 
 def _ring(name: str, axes: str) -> Operand:
-    """What the ring keeps of an operand."""
+    """The ring of an operand."""
     there, view = f"stores&{name}", "slot token head"
     return Operand(
         f"ring_{name}", axes, optional=True, written=True, field=name, there=there, view=view, strides="slot:64 token head"
@@ -82,7 +82,7 @@ OPERANDS = table(
     Operand("intermediate_state_indices", "batch", Types.INDEX, optional=True, field="kept_index", strides="batch"),
     head="heads", group="key heads", key="K", value="V", kept="batch", column="columns", starts="batch + 1", **{"head*key": "heads * K"},
 )  # fmt: skip
-ROLES = OPERANDS.names[1 : OPERANDS.names.index("out")]  # what a recurrence reads beside the state
+ROLES = OPERANDS.names[1 : OPERANDS.names.index("out")]  # operands of a recurrence, without the state
 ALWAYS = ("q", "k", "v")
 WEIGHTS = tuple([name for name in ROLES if OPERANDS[name].forms[0][0] != LEAD])
 # Operands that may come without the axes of a token, the same for every one.
@@ -96,6 +96,6 @@ def _first(axes: str) -> tuple[str, ...]:
 # Operands with an element per key channel, of one of k's heads or of v's; and per value channel.
 OF_KEY_HEADS, OF_HEADS, ROW_SCALARS = _first(_KEYS), _first(_CHANNELS), _first(_ROWS)
 KEY_VECTORS = OF_KEY_HEADS + OF_HEADS
-RING = ("k", "v", "g", "beta")  # fields of what the functions take as a ring; g holds gk where a call has that
+RING = ("k", "v", "g", "beta")  # fields of the functions' ring argument; g holds gk if the call has gk
 RINGED = ("k", "v", "g", "gk", "beta")
 RINGS = tuple([f"ring_{name}" for name in RINGED])

@@ -1,4 +1,4 @@
-"""What a decode step of linear attention can ask for: choices of its recurrence, of tokens, of states and of layouts."""
+"""The problem of a linear-attention decode step: choices of recurrence, tokens, states and layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...rows import RowProblem
 
 
 class Delta(Enum):
-    """What the update first reads from the state: nothing, the decayed state, or the state before its decay."""
+    """The first value that the update reads from the state: none, the decayed state, or the state before its decay."""
 
     NONE = "none"
     DECAYED = "decayed"
@@ -47,7 +47,7 @@ FROZEN_TOKENS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttentionProblem(RowProblem):
-    """What a call fixes. An operand's dtype is None when there is no such operand. Batch, tokens, strides and scale are not here."""
+    """The problem that a call fixes. An absent operand's dtype is None. Batch, tokens, strides and scale are not part of it."""
 
     dim_k: int
     dim_v: int
@@ -71,8 +71,8 @@ class LinearAttentionProblem(RowProblem):
     beta_form: Beta = Beta.PLAIN
     beta_rows: bool = False  # one per value channel
     read: DType | None = None  # the key that is read with, if not k
-    erase: DType | None = None  # factor per key channel of what is read
-    w: DType | None = None  # factor per value channel of what is written
+    erase: DType | None = None  # factor per key channel, on values read
+    w: DType | None = None  # factor per value channel, on values written
     write: DType | None = None  # low rank: the vector written, p times
     alpha: DType | None = None  # low rank: the vector written is -(read∘alpha)
     bonus: DType | None = field(default=None, metadata=LATER)  # of the token itself: the output is of the state before it
@@ -82,13 +82,13 @@ class LinearAttentionProblem(RowProblem):
     cu_seqlens: Index = Index.NONE
     update: Update = Update.FINAL
     pool: PoolMode = PoolMode.SINGLE
-    ring: Ring = Ring.NONE  # COMMIT: k, v, g and beta are the ring's, accepted counts the tokens to replay, and there is no output
+    ring: Ring = Ring.NONE  # COMMIT: k, v, g and beta come from the ring, accepted counts the tokens to replay, and nothing is output
     layers: bool = False  # a commit of several layers: pools, rings and weights have a layer axis in front
     frozen: bool = False  # a call of up to FROZEN_TOKENS that writes no state, and leaves it as it is: tensor cores do the products
     intermediates: bool = False  # the state after each token also goes to a buffer [batch, tokens, …]
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of the operands with an element per key channel
-    heads_apart: bool = field(default=False, metadata=LATER)  # heads of the state do not lie behind each other: a distance is given
+    heads_apart: bool = field(default=False, metadata=LATER)  # the state's heads are not consecutive: their stride is an argument
     zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
     kept_index: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in the buffer of intermediate states
@@ -136,7 +136,7 @@ class LinearAttentionProblem(RowProblem):
 
     @property
     def split(self) -> bool:
-        """Whether states go to slots of their own."""
+        """Whether states go to separate slots."""
         return self.pool is PoolMode.SPLIT
 
     @property
@@ -165,9 +165,9 @@ class LinearAttentionProblem(RowProblem):
 
     @property
     def may_freeze(self) -> bool:
-        """Whether the outputs can be had from the state as it is, and few products of 16-bit numbers.
+        """Whether a call can compute its outputs from the unchanged state, with a few products of 16-bit numbers.
 
-        Not with an f32 state, where a call computes, bit for bit, what single tokens would; a shorter one is rounded at every step.
+        Not for an f32 state: such a call gives the same bits as calls with single tokens. A shorter state is rounded at every step.
         """
         plain = self.delta is Delta.DECAYED and not (self.gk or self.gv or self.read or self.erase or self.w or self.beta_rows)
         output_only = self.tokens is Tokens.MANY and self.update is Update.NONE and not self.intermediates
@@ -190,7 +190,7 @@ class LinearAttentionProblem(RowProblem):
         return self.several and not self.frozen
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Constraints that no variant can meet."""
         read = self.delta is not Delta.NONE
         return [
             *must(self.dim_k >= 1, f"dim_k {self.dim_k} is not positive"),

@@ -1,4 +1,4 @@
-"""What a call's gate, step and scale are, by the arguments that say it: of decode steps and of prompts."""
+"""The forms of gate, step size and scale, from a call's arguments, for decode steps and prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Form(NamedTuple):
-    """Which recurrence, in the words of problem.py."""
+    """The recurrence, in the words of problem.py."""
 
     delta: str = "decayed"
     gate: str = "log"
@@ -35,7 +35,7 @@ def beta_objections(beta_sigmoid: bool, allow_neg_eigval: bool) -> tuple[str, ..
 
 
 def scale_of(scale: float | None, keys: Tensor) -> float:
-    """The factor of the output: K^-0.5 if none is given. keys: […, K]; of anything else the checks object."""
+    """The factor of the output: K^-0.5 if none is given. keys: […, K]; the checks report other shapes."""
     if scale is not None:
         return scale
     return keys.shape[-1] ** -0.5 if isinstance(keys, Tensor) and keys.dim() and keys.shape[-1] else 1.0

@@ -1,4 +1,4 @@
-"""What calls that step a state of Mamba's check alike."""
+"""Checks shared by all calls that update a state of Mamba."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROUNDED = (torch.float16, torch.bfloat16, *checks.NARROW)
 
 
 def check_seed(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> None:
-    """Whether a state is written that noise is for. Adds to `problems` if not."""
+    """Whether a written state has a type that is rounded with noise. Adds to `problems` if not."""
     stored = [named.get("intermediate_states"), *([named["state"]] if update_state else [])]
     if "rand_seed" in named and not any(isinstance(t, Tensor) and t.dtype in _ROUNDED for t in stored):
         problems.append("rand_seed is given, and no state is written in float16 or bfloat16, or in fewer bits with scales")

@@ -3,8 +3,8 @@
 A row of the engine is one of headdim, d_state long.
 Mamba-1 is one head of `dim` rows; its A and dt differ per row ("untied"). Mamba-2 ties A, dt and dt_bias per head.
 
-Of several tokens, which Mamba-2 has, a block stages some in shared memory and walks them with its rows in registers: a state is read once,
-and written as often as the call asks for. Token by token the arithmetic is that of the single-token kernels.
+For several tokens, which only Mamba-2 takes, a block stages some tokens in shared memory and loops over them with its rows in registers. A
+state is read once, and written as often as the call requests. The arithmetic per token is the same as in the kernels for a single token.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def row_scalars_of(problem: SsuProblem) -> list[str]:
 
 
 def constants_of(spec: Any) -> dict[str, Any]:
-    """What templates of the recurrence name, by itself or in a layer."""
+    """Constants for templates of the recurrence, as a separate operator or in a layer."""
     return {
         "pooled": spec.index is not Index.NONE,
         "split": spec.split,
@@ -113,7 +113,7 @@ def constants_of(spec: Any) -> dict[str, Any]:
 
 
 def staged_violations(spec: Any) -> list[str]:
-    """What stages several tokens cannot do, if it does."""
+    """Constraints on kernels that stage several tokens; empty for other kernels."""
     if not spec.several:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Mamba models: their shapes, and what decoding them asks for."""
+"""Mamba models: their shapes, and the problems of their decode steps."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class MambaModel(Model):
 
     @property
     def conv_channels(self) -> int:
-        """Channels of the short convolution: Mamba-1's are those of x, Mamba-2's those of x, B and C."""
+        """Channels of the short convolution: x in Mamba-1; x, B and C in Mamba-2."""
         return self.headdim if self.kind == "mamba1" else self.nheads * self.headdim + 2 * self.ngroups * self.d_state
 
     @property
     def norm_shape(self) -> tuple[int, int] | None:
-        """(groups, elements of each) of the gated norm of Mamba-2, whose groups are those of B and C; else None."""
+        """(groups, elements of each) of the gated norm of Mamba-2, whose groups are the groups of B and C; else None."""
         if self.kind == "mamba1" or self.gate or not self.whole_groups:
             return None
         return self.ngroups, self.nheads * self.headdim // self.ngroups

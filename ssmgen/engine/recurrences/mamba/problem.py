@@ -1,4 +1,4 @@
-"""What a decode step of Mamba can ask for: shapes and dtypes, one token or several, and which states are kept."""
+"""The problem of a Mamba decode step: shapes and dtypes, one token or several, and the states that are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...rows import RowProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsuProblem(RowProblem):
-    """What a call fixes: shapes, dtypes and which operands there are. The numbers of sequences and of tokens are not among it."""
+    """The problem that a call fixes: shapes, dtypes and the operands it has. The numbers of sequences and of tokens are not part of it."""
 
     d_state: int
     headdim: int
@@ -33,7 +33,7 @@ class SsuProblem(RowProblem):
     pool: PoolMode = PoolMode.SINGLE
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of A, B and C; the other operands are one scalar per row
-    philox_rounds: int = field(default=0, metadata=LATER)  # of the noise that states are rounded with, but f32; 0 = to nearest
+    philox_rounds: int = field(default=0, metadata=LATER)  # of the noise for rounding states, except f32; 0 = round to nearest
     several: bool = field(default=False, metadata=LATER)  # operands have a tokens axis; all that follows needs it
     cu_seqlens: Index = field(default=Index.NONE, metadata=LATER)  # sequences of different lengths, packed
     accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which picks the column of state_indices
@@ -65,7 +65,7 @@ class SsuProblem(RowProblem):
 
     @property
     def guarded(self) -> bool:
-        """Also a row of 2 is a whole number of them in a single token's kernel, but where 4 elements make a word."""
+        """Also, rows of 2 need no guard in the kernel for a single token, unless 4 elements make a word."""
         return self.d_state % 4 != 0 and (self.d_state != 2 or self.several or bool(self.narrow))
 
     @property
@@ -78,7 +78,7 @@ class SsuProblem(RowProblem):
 
     @property
     def split(self) -> bool:
-        """Whether states go to slots of their own."""
+        """Whether states go to separate slots."""
         return self.pool is PoolMode.SPLIT
 
     @property
@@ -98,17 +98,17 @@ class SsuProblem(RowProblem):
 
     @property
     def narrow(self) -> set[Narrow]:
-        """Types of the states in fewer bits."""
+        """Types of the states with scales."""
         return {t for t in (self.state, self.intermediate_states) if isinstance(t, Narrow)}
 
     @property
     def rounded(self) -> set[str]:
-        """Types that noise is rounded to."""
+        """Types that states are rounded to with noise."""
         stored = [self.intermediate_states, *([] if self.update is Update.NONE else [self.state])]
         return {t.value for t in stored if t not in (None, DType.F32)} if self.philox_rounds else set()
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Constraints that no variant can meet."""
         return [
             *must(self.d_state >= 1, f"d_state {self.d_state} is not positive"),
             *must(self.d_state <= 1024, f"d_state {self.d_state} is above 1024"),

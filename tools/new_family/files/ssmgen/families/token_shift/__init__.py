@@ -1,4 +1,4 @@
-"""token_shift: each channel of a token mixed with that of the token before."""
+"""token_shift: mixes each channel of a token with the same channel of the previous token."""
 
 from ...spec.family import Family, Kernels
 

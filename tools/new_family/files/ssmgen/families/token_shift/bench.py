@@ -1,8 +1,8 @@
 """The benchmark of token_shift, all of one dtype.
 
-State, x and output rotate over as many sets as exceed 640 MB, each set on random slots of its own; mix does not rotate. TB/s counts state
-and x, read once, state and output, written once. The ceiling is torch's multiplication out of place, which moves as many bytes. The peer is
-torch itself: a gather, lerp and a scatter. Host times are eager calls, arguments at hand.
+State, x and output rotate over enough sets to exceed 640 MB, each set on different random slots; mix does not rotate. TB/s counts state and
+x, read once, state and output, written once. The ceiling is torch's multiplication out of place, which moves the same number of bytes. The
+peer is torch itself: a gather, lerp and a scatter. Host times are eager calls with prepared arguments.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from .spec import OPERANDS, OPERATOR, TokenShiftProblem, TokenShiftSpec
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """Arguments of a call that are not tensors."""
 
     pad_slot_id: int = -1
 

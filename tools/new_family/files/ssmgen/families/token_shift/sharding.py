@@ -1,4 +1,4 @@
-"""What the axes of token_shift's tensors are."""
+"""The sharding rule of token_shift."""
 
 from __future__ import annotations
 

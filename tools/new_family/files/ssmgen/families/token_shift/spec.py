@@ -1,4 +1,4 @@
-"""token_shift: each channel of a token mixed with that of the token before, as RWKV does ahead of its projections.
+"""token_shift: mixes each channel of a token with the same channel of the previous token, as RWKV does before its projections.
 
 A thread owns `vec` neighbouring channels of one row. Bytes per row: 4 * dim * sizeof(x); mix stays in L2.
 """
@@ -25,7 +25,7 @@ OPERANDS = table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShiftProblem(Problem):
-    """What a call fixes."""
+    """The problem that a call fixes."""
 
     dim: int
     x: DType  # of state and out too
@@ -34,7 +34,7 @@ class TokenShiftProblem(Problem):
     loads: Loads  # of all operands: vectors where they are aligned
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Constraints that no variant can meet."""
         return must(1 <= self.dim < 2**24, f"dim {self.dim} is not 1 … 2^24")
 
 

@@ -1,4 +1,4 @@
-"""Trials of token_shift: operands from a spec alone, and what becomes of them."""
+"""Trials of token_shift: operands from a spec alone, and their expected results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is tuned of token_shift: the benchmark's shapes."""
+"""The calls of token_shift that are tuned: the benchmark's shapes."""
 
 from __future__ import annotations
 

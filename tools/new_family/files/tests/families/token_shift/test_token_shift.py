@@ -18,7 +18,7 @@ NAN = float("nan")
 
 
 def operands(dtype: torch.dtype, dim: int, offset: int = 0) -> dict[str, torch.Tensor]:
-    """6 slots for 3 rows, of which one is padded; what no row uses is poisoned. `offset`: elements by which rows are shifted in memory."""
+    """6 slots for 3 rows, one of them padding; unused memory is poisoned. `offset`: elements by which rows are shifted in memory."""
     torch.manual_seed(0)
     state = torch.full((6, dim), NAN, dtype=dtype)
     state[4], state[1] = torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)

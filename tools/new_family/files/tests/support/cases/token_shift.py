@@ -1,4 +1,4 @@
-"""What tests of all families ask of each, of token_shift."""
+"""The cases of token_shift for the tests of all families."""
 
 from __future__ import annotations
 

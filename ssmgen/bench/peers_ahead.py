@@ -1,0 +1,64 @@
+"""Peers' kernels, compiled ahead of `ssmgen bench models` by processes beside it, which it starts.
+
+Triton compiles one kernel after the other in a process, so that the first run on a machine would mostly wait for it. The processes leave
+compiled kernels in the peers' caches. Their autotuners measure beside each other, so no choice of theirs is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from . import case
+from .models import cells
+
+LIMIT_S = 150.0  # of waiting: what is not compiled then, the measurement compiles itself
+SMALL = 1e6  # bytes that inputs rotate over: nothing is timed
+ALONE = {"TRITON_CACHE_AUTOTUNING": "0", "FLA_CACHE_RESULTS": "0"}  # choices are not kept
+
+
+@contextlib.contextmanager
+def compiling(names: Sequence[str], jobs: int, limit_s: float = LIMIT_S, module: str = __name__) -> Iterator[None]:
+    """Starts so many processes, and waits for them at the end, up to so many seconds; those left are ended. names: models, none for all."""
+    command = [sys.executable, "-m", module]
+    none, env, began = subprocess.DEVNULL, os.environ | ALONE, time.monotonic()
+    started = [subprocess.Popen([*command, f"{i}/{jobs}", *names], env=env, stdout=none, stderr=none) for i in range(jobs)]
+    try:
+        yield
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, began + limit_s - time.monotonic()))
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def call_peers(share: str, names: Sequence[str] = (), device: torch.device | str = "cuda") -> int:
+    """Calls each peer once at every n-th cell, from the i-th on, as "i/n" says; the number of calls that did not raise."""
+    first, _, step = share.partition("/")
+    case.MOST = SMALL
+    done = 0
+    for cell in cells(names)[int(first) :: int(step)]:
+        with contextlib.suppress(Exception):  # whatever it is, the measurement says it
+            made = cell.bench.made(cell.at, device)
+            for peer in cell.bench.peers.values():
+                with contextlib.suppress(Exception):
+                    launch = peer(made)
+                    if launch is not None:
+                        launch(0)
+                        done += 1
+    return done
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    call_peers(sys.argv[1], sys.argv[2:])

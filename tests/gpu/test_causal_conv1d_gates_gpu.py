@@ -1,0 +1,47 @@
+"""causal_conv1d_update with gates on a card: the bits of the kernel without gates and of two multiplications."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conv_laws import Draw, equal
+from test_causal_conv1d_gates import FORMS, GATES, make
+
+import ssmgen
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("gates", GATES, ids="-".join)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "last", "dim"), [(torch.bfloat16, True, 1024), (torch.float16, False, 24), (torch.float32, True, 17)])
+def test_gates_are_multiplications_around_the_call(gates, form, dtype, last, dim):
+    call = make(FORMS[form], Draw("cuda", dtype, last, dim, width=3), gates)
+    plain = {n: t.clone(memory_format=torch.preserve_format) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
+    around = {name: plain.pop(name) for name in gates}
+    if "input_gate" in around:
+        plain["x"] = plain["x"] * around["input_gate"]
+    want = ssmgen.causal_conv1d_update(**plain, activation=None)
+    got = ssmgen.causal_conv1d_update(**call, activation=None)
+    if "output_gate" in around:
+        want = torch.where(want == 0, want, want * around["output_gate"])  # padding is 0, also of a negative gate
+    assert equal(got, want)
+    for name in ("conv_state", "intermediate_conv_window"):
+        assert name not in call or equal(call[name], plain[name])
+
+
+def test_a_graph_with_gates():
+    draw = Draw("cuda", torch.bfloat16, True, 2048, width=3)
+    call = make(FORMS["one"], draw, ("input_gate", "output_gate"))
+    out = torch.empty_like(call["x"])
+    before = call["conv_state"].clone(memory_format=torch.preserve_format)
+    ssmgen.causal_conv1d_update(**call, out=out)
+    want, kept = out.clone(), call["conv_state"].clone(memory_format=torch.preserve_format)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ssmgen.causal_conv1d_update(**call, out=out)
+    call["conv_state"].copy_(before)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert equal(out, want) and equal(call["conv_state"], kept)
