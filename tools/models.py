@@ -1,4 +1,4 @@
-"""The page of every model beside its peers, `docs/models.md`, from the files of `bench models` in docs/data: `python -m tools.models`."""
+"""Compares every model with its peers in `docs/models.md`, from the files of `bench models` in docs/data: `python -m tools.models`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NONE = "docs/data has no card's data yet: `python -m tools.measure CARD-models` 
 
 
 def reports(data: Path = DATA) -> dict[str, dict[str, Any]]:
-    """{card: what was measured on it}, by name. Raises BenchFileError."""
+    """{card: its measurements}, by name. Raises BenchFileError."""
     return {path.name.removesuffix(SUFFIX).upper(): load(path) for path in sorted(data.glob(f"*{SUFFIX}"))}
 
 
@@ -64,7 +64,7 @@ def _table(report: Mapping[str, Any]) -> list[str]:
 
 
 def refresh() -> list[Path]:
-    """Writes the page and the plots of what there is; their paths."""
+    """Writes the page and the plots from the existing data; returns their paths."""
     texts = pages(reports())
     for path, text in texts.items():
         path.write_text(text)
