@@ -34,7 +34,7 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 
 
 class NotReplaced(Exception):  # noqa: N818
-    """A replacement, before it has written anything: calls of this kind are the engine's own. No warning says so."""
+    """A replacement raises it before it writes anything: calls of this kind stay the engine's own, without a warning."""
 
 
 # What SSMGEN_ENGINE_KEEP can name, of all engines.

@@ -21,5 +21,12 @@ DEFAULTS = {
     "packed, each token's window": Default(UpdateProblem(width=4, layout=StateLayout.CHANNELS, **SAVED, **ROLL, **PACKED), 1),
     "a draft tree by parents, each token's window": Default(UpdateProblem(width=4, state_len=3, parents=Index.I32, **VERIFIED), 1),
     "a draft tree by children, each token's window": Default(UpdateProblem(width=4, state_len=3, children=Index.I64, **VERIFIED), 1),
+    "gates, as LFM2 has them": Default(
+        UpdateProblem(width=3, state_len=2, bias=None, silu=False, index=Index.I32, taps=Loads.VECTOR, input_gate=True, output_gate=True),
+        1,
+    ),
+    "gates of packed drafts": Default(
+        UpdateProblem(width=3, bias=None, silu=False, layout=StateLayout.CHANNELS, input_gate=True, output_gate=True, **ROLL, **PACKED), 1
+    ),
     "a ring, not aligned": Default(UpdateProblem(width=4, advance=Advance.RING, position=Index.I32, **ANYWHERE), 1),
 }

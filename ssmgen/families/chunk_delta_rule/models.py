@@ -61,7 +61,10 @@ class DeltaAsk(Ask):
                     packed = same | {"cu_seqlens": Index.I32}
                     found += [DeltaProblem(**packed | kind, index=index) for kind in ((OWN, SGLANG) if wanted.by() else (SGLANG,))]
                     found += [DeltaProblem(**packed | VLLM | {"l2norm": norm}) for norm in (False, True)]
+                    pooled = [] if model.allow_neg_eigval else [packed | _of_vllm(wanted.io)]
+                    found += [DeltaProblem(**kind, index=index) for kind in pooled]
                     if wanted.intermediates and wanted.update_state:
+                        found += [DeltaProblem(**kind, index=index, checkpoints=Index.I64) for kind in pooled if state is DType.F32]
                         found.append(DeltaProblem(**packed | SGLANG, index=index, checkpoints=Index.I32))
                         found.append(DeltaProblem(**packed | VLLM | {"l2norm": False}, checkpoints=Index.I64))
         few: dict[str, Any] = {"segments": by_rule(model.nheads, model.dim_v), "segment_chunks": LEAST}
@@ -70,6 +73,12 @@ class DeltaAsk(Ask):
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         return model.nheads * batch
+
+
+def _of_vllm(io: DType) -> dict[str, Any]:
+    """A pool and raw gates, as vLLM's layers of Qwen give them; dt_bias has the activations' dtype there. OLMo-Hybrid's do not."""
+    raw = {"g": io, "gate": Gate.RAW, "A_log": DType.F32, "dt_bias": io, "beta": io, "beta_form": Beta.SIGMOID}
+    return OWN | raw | {"layout": Layout.VK}
 
 
 def _raw(model: AttentionModel, wanted: Wanted) -> list[dict[str, Any]]:
