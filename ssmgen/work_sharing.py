@@ -45,7 +45,7 @@ LEASE_HELP = "Of several processes: how many seconds of silence count as death."
 
 
 class CrewError(SsmgenError):
-    """Processes that share work cannot go on as they were started."""
+    """Processes that share work were started in a way that does not allow them to continue."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""Measures what the documentation shows, again: `python -m tools.measure NAME …`. Needs a GPU, and the peers that a table names.
+"""Repeats the measurements shown in the documentation: `python -m tools.measure NAME …`. Needs a GPU, and the peers that a table names.
 
-Writes docs/data/NAME.json.gz, which `ssmgen bench render` shows; `transformers` and `prompts` write the tables of
-docs/lab/transformers.md, of decode steps and of prompts; with mamba-ssm, causal-conv1d and flash-linear-attention installed these
-have transformers with them, too. docs/data/peers.json is filled from such results by hand: each entry has its command. A NAME is a
-card and what is measured on it, h200-all or h100-all; each report has the ceilings of its card. A file of all operators also makes
-docs/cards.md anew, one of all models (CARD-models) docs/models.md and its plots. With --from FILE, which `ssmgen bench … --json` wrote on
-such a card, nothing is measured, and no GPU is needed.
+Writes docs/data/NAME.json.gz, which `ssmgen bench render` shows. `transformers` and `prompts` write the tables of
+docs/lab/transformers.md, for decode steps and for prompts. With mamba-ssm, causal-conv1d and flash-linear-attention installed, the tables
+also show transformers with these packages. docs/data/peers.json is filled from such results by hand: each entry has its command. A NAME is
+a card and a suite, h200-all or h100-all; each report has the ceilings of its card. A file of all operators also updates docs/cards.md. A
+file of all models (CARD-models) updates docs/models.md and its plots. With --from FILE, an output of `ssmgen bench … --json` on such a
+card, nothing is measured, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TABLES = {  # their names -> the options of tools.demo
 }
 
 LAYER = "--state bf16 --state f32"
-COMMANDS = {  # what is measured -> the commands of `ssmgen` whose reports are in its file
+COMMANDS = {  # measurement -> the commands of `ssmgen` whose reports are in its file
     "all": ["bench all --quick"],
     "flashinfer": [
         "bench replay_selective_state_update --state bf16",
@@ -52,7 +52,7 @@ COMMANDS = {  # what is measured -> the commands of `ssmgen` whose reports are i
 }
 
 
-MODELS = "bench models"  # whose file, CARD-models, has a form of its own
+MODELS = "bench models"  # whose file, CARD-models, has a separate form
 
 
 def commands_of(name: str) -> list[str]:
@@ -64,7 +64,7 @@ def commands_of(name: str) -> list[str]:
 
 
 def output(module: str, *words: str) -> str:
-    """What `python -m MODULE …` prints. Raises CalledProcessError if it fails, as a benchmark with a wrong result does."""
+    """The output of `python -m MODULE …`. Raises CalledProcessError if it fails, as a benchmark with a wrong result does."""
     return subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
@@ -82,7 +82,7 @@ def refresh(name: str, data: Path = DATA, run: Callable[..., str] = output) -> P
 
 
 def keep(name: str, paths: Sequence[Path], data: Path = DATA) -> Path:
-    """Makes a data file of what `ssmgen bench … --json` wrote; its path. Raises BenchFileError, and ValueError as `refresh`."""
+    """Makes a data file from output of `ssmgen bench … --json`; returns its path. Raises BenchFileError, and ValueError as `refresh`."""
     card, _, what = name.partition("-")
     if what == "models":
         reports = [models_page.load(path) for path in paths]
@@ -98,7 +98,7 @@ def keep(name: str, paths: Sequence[Path], data: Path = DATA) -> Path:
 
 
 def begin(name: str) -> str:
-    """The line ahead of a table of the page."""
+    """The line before a table of the page."""
     return f"<!-- python -m tools.measure {name} -->\n"
 
 

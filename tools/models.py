@@ -1,4 +1,4 @@
-"""The page of every model beside its peers, `docs/models.md`, from the files of `bench models` in docs/data: `python -m tools.models`."""
+"""Compares every model with its peers in `docs/models.md`, from the files of `bench models` in docs/data: `python -m tools.models`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "models.md"
 SUFFIX = "-models.json.gz"
 
-HEAD = """# Every model, beside its peers
+HEAD = """# Every model and its peers
 
 <!-- python -m tools.models -->
 
 `ssmgen bench models` times four cases of each model of `ssmgen models`: the decode step of 1 and of 64 sequences, a prompt of 4096 tokens,
-and 16 packed prompts of 256. Each stands beside every package that can be imported and serves it. Times are microseconds of device time
-among cold inputs; [how they are taken](guides/benchmarks.md#method). A ratio is of ssmgen's time to that of the fastest peer: below 1,
-ssmgen is faster. The model with the worst ratio comes first. A test fails if a saved ratio is above 1.
+and 16 packed prompts of 256. It times every other package that is installed and serves the case, in the same run. Times are microseconds
+on the device, with cold inputs ([method](guides/benchmarks.md#method)). A ratio is ssmgen's time over the fastest peer's: below 1, ssmgen
+is faster. The model with the worst ratio comes first. A test fails if a saved ratio is above 1.
 """
 NONE = "docs/data has no card's data yet: `python -m tools.measure CARD-models` measures it.\n"
 
 
 def reports(data: Path = DATA) -> dict[str, dict[str, Any]]:
-    """{card: what was measured on it}, by name. Raises BenchFileError."""
+    """{card: its measurements}, by name. Raises BenchFileError."""
     return {path.name.removesuffix(SUFFIX).upper(): load(path) for path in sorted(data.glob(f"*{SUFFIX}"))}
 
 
@@ -64,7 +64,7 @@ def _table(report: Mapping[str, Any]) -> list[str]:
 
 
 def refresh() -> list[Path]:
-    """Writes the page and the plots of what there is; their paths."""
+    """Writes the page and the plots from the existing data; returns their paths."""
     texts = pages(reports())
     for path, text in texts.items():
         path.write_text(text)

@@ -1,7 +1,7 @@
-"""`ssmgen bench models`: every model's decode step and prompt, beside every peer that can be imported.
+"""`ssmgen bench models`: every model's decode step and prompt, and the same on every peer that can be imported.
 
-The cases are those of the operators' benchmarks (`Bench`), in the shapes that `of_model` gives. Models of one shape share a row. A file of
-results is checked by `faults_of`, `losses` names what a peer does faster, and `models_page.py` shows it.
+The operators' benchmarks (`Bench`) make the cases, in the shapes that their `of_model` gives. Models of one shape share a row. `faults_of`
+checks a file of results, `losses` names the cases at which a peer is faster, and `models_page.py` shows the results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOKENS = 4096  # of a prompt, and of all packed sequences
 
 
 class Column(NamedTuple):
-    """What is timed of each model."""
+    """A case that every model has."""
 
     name: str
     words: str
@@ -66,7 +66,7 @@ COLUMNS = {
 
 @dataclass
 class Cell:
-    """A case that is timed: a column of the models that have its shape."""
+    """A column of all models that have one shape: one measurement."""
 
     column: Column
     op: str
@@ -100,7 +100,7 @@ def _own(op: str, model: Model) -> Mapping[str, Any]:
 
 
 def cells(names: Sequence[str] = ()) -> list[Cell]:
-    """What is timed of these models, all if none is named, column by column. Raises ModelError for a name that is not known."""
+    """The measurements of these models, or of all if none is named, column by column. Raises ModelError for an unknown name."""
     found: dict[str, Cell] = {}
     chosen = list(dict.fromkeys(find_model(name).name for name in names)) or list(models())
     for column, name in itertools.product(COLUMNS.values(), chosen):
@@ -118,12 +118,12 @@ def run(
 ) -> dict[str, Any]:  # fmt: skip
     """The whole report, as JSON would hold it. A cell that fails is one of `failed`, with the reason. Raises SsmgenError without a GPU.
 
-    ahead: what goes on while our kernels are compiled (`peers_ahead.compiling`).
+    ahead: entered while our kernels are compiled (`peers_ahead.compiling`).
     """
     report, work = reports.begin(" ".join(str(__doc__).split())), cells(names)
     began = time.perf_counter()
     versions: dict[str, str] = {}
-    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # a later run finds what peers have tuned
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # later runs find the choices of the peers' autotuners
     with ahead or contextlib.nullcontext():
         _compile(work, device)
     report["seconds"] = {"compiling": time.perf_counter() - began}
@@ -164,7 +164,7 @@ def measured(cell: Cell, device: torch.device, rounds: int, peers: bool) -> dict
 
 
 def _copies(case: Case) -> dict[str, timing.Launch]:
-    """What moves as many bytes."""
+    """A copy of as many bytes, or a multiplication."""
     if case.copied:
         return reports.slot_copies(*case.copied, (False,))
     return {name: case.beside[name] for name in ("mul",) if name in case.beside}
@@ -175,7 +175,7 @@ def _fields(cell: Cell) -> dict[str, Any]:
 
 
 def _compile(work: Sequence[Cell], device: torch.device | str) -> None:
-    """Compiles the kernels of all cells, several at once; what fails here, fails where it is timed."""
+    """Compiles the kernels of all cells, several at once. An error here comes again where the cell is timed."""
     index = torch.device(device).index or 0
     arch, gpu = runtime.device_arch(index), runtime.device_name(index) if torch.cuda.is_available() else None
     specs = dict.fromkeys(spec for cell in work for spec in variants_of(cell, arch, gpu))
@@ -186,7 +186,7 @@ def _compile(work: Sequence[Cell], device: torch.device | str) -> None:
 
 
 def variants_of(cell: Cell, arch: Arch, gpu: str | None) -> list[Any]:
-    """The kernels of a cell's call, which is made of tensors without memory; none where no kernel serves it."""
+    """The kernels of a cell's call, on tensors without memory; none where no kernel serves it."""
     case = cell.bench.made(cell.at, "meta")
     with contextlib.suppress(SsmgenError):
         problem, size, *_ = call_of(case.function, **case.arguments(0)).problem()
@@ -196,14 +196,14 @@ def variants_of(cell: Cell, arch: Arch, gpu: str | None) -> list[Any]:
 
 @cache
 def version_of(module: str) -> str:
-    """A package's version, by the name that is imported; empty where nothing says it."""
+    """The version of an imported package; empty if its metadata are missing."""
     for name in importlib.metadata.packages_distributions().get(module, ()):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return ""
 
 
-# What a file holds.
+# The schema of a file.
 
 _NAMED = {"models": list_of(NAME), "column": NAME, "op": NAME}
 _ROW = {**_NAMED, "case": TEXT, "us": TIME, "peers": by_name(TIME), "spec?": TEXT, "rule?": TEXT}
@@ -219,7 +219,7 @@ _REPORT = object_of(
 
 
 def faults_of(value: Any) -> Iterator[str]:
-    """What is wrong with a file's value."""
+    """Every fault of a file's value."""
     yield from _REPORT.faults("", value) if isinstance(value, dict) else ["it is not an object"]
     if isinstance(value, dict) and isinstance(value.get("rows"), list):
         columns = [row.get("column") for row in value["rows"] if isinstance(row, dict)]
@@ -227,7 +227,7 @@ def faults_of(value: Any) -> Iterator[str]:
 
 
 class Result(NamedTuple):
-    """A cell of one model. ratio: of our time to that of the fastest peer, None without one; below 1, ours is less."""
+    """One model's time in one column. `ratio` is our time over the fastest peer's; None without a peer."""
 
     model: str
     column: str
@@ -245,7 +245,7 @@ class Result(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What the comparison with the fastest peer says."""
+        """The comparison with the fastest peer."""
         if self.fastest is None or self.ratio is None:
             return f"{self.model}, {COLUMNS[self.column].words}: {self.us:.1f} us"
         theirs = f"{self.fastest} {self.peers[self.fastest]:.1f} us"
@@ -253,7 +253,7 @@ class Result(NamedTuple):
 
 
 def results_of(report: Mapping[str, Any]) -> dict[str, dict[str, Result]]:
-    """{model: {column: its result}}, the model with the worst ratio first; those without any are last."""
+    """{model: {column: its result}}, the model with the worst ratio first, and models without a peer last."""
     found: dict[str, dict[str, Result]] = {}
     for row in report["rows"]:
         for name in row["models"]:
@@ -275,7 +275,7 @@ def losses(report: Mapping[str, Any], most: float = 1.0) -> list[str]:
 
 
 def stitched(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report of several, which were measured one after the other, of some models each. Raises ValueError for those of two machines."""
+    """One report of several runs, each of some models. Raises ValueError if they are of different machines."""
     first, *_ = parts
     for name in ("device", "torch", "compiler"):
         if len(found := dict.fromkeys(part[name] for part in parts)) > 1:

@@ -1,4 +1,4 @@
-"""What `ssmgen bench models` found, as a table, a page, a plot and flat rows; and how a file of it is read."""
+"""Results of `ssmgen bench models` as a table, a page, a plot and flat rows, and the reader of saved results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STYLE = "text{font:11px system-ui,sans-serif;fill:#7a808c}.rule{stroke:#7a808c;s
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What `--json` printed, plain or gzipped. Raises BenchFileError that says what is wrong."""
+    """Results that `--json` printed, plain or gzipped. Raises BenchFileError that names the faults."""
     try:
         value: dict[str, Any] = plain_values(read_json(path, regular=False))
         found = list(itertools.islice(faults_of(value), FAULTS))

@@ -1,7 +1,7 @@
-"""Peers' kernels, compiled ahead of `ssmgen bench models` by processes beside it, which it starts.
+"""Processes that compile the peers' kernels before `ssmgen bench models` times them.
 
-Triton compiles one kernel after the other in a process, so that the first run on a machine would mostly wait for it. The processes leave
-compiled kernels in the peers' caches. Their autotuners measure beside each other, so no choice of theirs is kept.
+Triton compiles one kernel at a time in a process, so the first run on a machine would mostly wait for it. These processes fill the peers'
+caches of compiled kernels. Their autotuners share the GPU, so their choices are dropped.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from . import case
 from .models import cells
 
-LIMIT_S = 150.0  # of waiting: what is not compiled then, the measurement compiles itself
+LIMIT_S = 90.0  # of waiting; the measurement compiles the rest itself
 SMALL = 1e6  # bytes that inputs rotate over: nothing is timed
 ALONE = {"TRITON_CACHE_AUTOTUNING": "0", "FLA_CACHE_RESULTS": "0"}  # choices are not kept
 
 
 @contextlib.contextmanager
 def compiling(names: Sequence[str], jobs: int, limit_s: float = LIMIT_S, module: str = __name__) -> Iterator[None]:
-    """Starts so many processes, and waits for them at the end, up to so many seconds; those left are ended. names: models, none for all."""
+    """Starts `jobs` processes, waits for them at the end, and kills them after `limit_s` seconds. names: models, none for all."""
     command = [sys.executable, "-m", module]
     none, env, began = subprocess.DEVNULL, os.environ | ALONE, time.monotonic()
     started = [subprocess.Popen([*command, f"{i}/{jobs}", *names], env=env, stdout=none, stderr=none) for i in range(jobs)]
@@ -48,7 +48,7 @@ def call_peers(share: str, names: Sequence[str] = (), device: torch.device | str
     case.MOST = SMALL
     done = 0
     for cell in cells(names)[int(first) :: int(step)]:
-        with contextlib.suppress(Exception):  # whatever it is, the measurement says it
+        with contextlib.suppress(Exception):  # the measurement reports it
             made = cell.bench.made(cell.at, device)
             for peer in cell.bench.peers.values():
                 with contextlib.suppress(Exception):

@@ -1,8 +1,8 @@
 """Keeps the emulator's compiled kernels and machine for later processes, in `emulator/` of the cache's directory.
 
 They are code, so the same checks apply as for cubins. Only this user and root may own files and directories. Files are published
-atomically.
-An entry contains its own digest, and its name is the hash of its text, flags and compiler. If nothing can be kept, each process compiles.
+atomically. An entry contains its own digest, and its name is the hash of its text, flags and compiler. If nothing can be kept, each process
+compiles.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def run(function: Callable[..., Any], rule: Context, given: dict[str, Any], grou
     first, last = ranks.rank == 0, ranks.rank + 1 == ranks.count
 
     def whole(states: Tensor | None, final: bool) -> Tensor | None:
-        """The function over all of this rank's tokens; its final states, if asked for."""
+        """The function over all of this rank's tokens; its final states, if requested."""
         if not place.tokens:
             return (place.zeros if states is None else states) if final else None
         found = function(**given, **place.all, initial_states=states, return_final_states=final)

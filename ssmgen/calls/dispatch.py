@@ -77,11 +77,9 @@ def callers(
     """Defines the operator of public functions, and returns how each of them makes its calls.
 
     tables: by public function; all have the same operands, but names and the set of required operands may differ. If several functions
-    share
-    the operator, its first argument is the function's name. options: a NamedTuple of numbers, switches, words and limits. views_of: for all
-    functions, or by function. operator: its name, if not the family's; of_options: the options that it takes, if not all. words: by
-    function,
-    as in Caller.
+    share the operator, its first argument is the function's name. options: a NamedTuple of numbers, switches, words and limits. views_of:
+    for all functions, or by function. operator: its name, if not the family's; of_options: the options that it takes, if not all. words: by
+    function, as in Caller.
     """
     name = operator or family.operator
     first, *others = tables.values()

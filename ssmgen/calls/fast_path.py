@@ -140,11 +140,9 @@ class Pattern:
     """Calls that differ only in tensor addresses.
 
     `given` is all arguments of a call. Its operands lie at `positions`; their pointers go to `resolve` in that order, followed by the
-    pointers
-    of new tensors. Tensors at `unused` are compared but are not operands. Alignment and overlap depend on the pointers: `resolve` checks
-    them
-    and makes the plan, once per set of pointers. The other methods take the given tensors and their pointers in the order of the pattern's
-    `positions`.
+    pointers of new tensors. Tensors at `unused` are compared but are not operands. Alignment and overlap depend on the pointers: `resolve`
+    checks them and makes the plan, once per set of pointers. The other methods take the given tensors and their pointers in the order of
+    the pattern's `positions`.
     """
 
     __slots__ = ("_order", "_resolve", "matches", "pick", "plans", "positions")

@@ -1,11 +1,9 @@
 """Public functions on DTensors: each rank runs the same function on its shards, and the result is a DTensor.
 
 The operand that is updated in place decides, for each axis of the mesh: a state that is sharded over its heads (or channels) splits the
-call
-over heads, and a state sharded over its slots splits it over sequences. Other operands are redistributed to match. Written operands must
-already match: an update of a copy would be lost. A sharding strategy of DTensor may redistribute every argument of an operator, so it
-cannot
-be used here.
+call over heads, and a state sharded over its slots splits it over sequences. Other operands are redistributed to match. Written operands
+must already match: an update of a copy would be lost. A sharding strategy of DTensor may redistribute every argument of an operator, so it
+cannot be used here.
 
 Heads are independent, and so are sequences: a call communicates only to redistribute operands, and the mesh changes no bit of the result.
 Tokens are not independent: for sequences that are sharded over tokens, `context` makes the call on that axis of the mesh.

@@ -179,7 +179,7 @@ class Stacks {
 struct SharedArray {
   struct Cell {
     u32 when = 0;             // it was written; 0: it was not
-    u32 readers[2] = {0, 0};  // since then: the last two readers, of two warps if possible; a later writer is not both
+    u32 readers[2] = {0, 0};  // since then: the last two readers, of two warps if possible, so that one is not the next writer
     u32 in_flight = 0;        // when a copy to here was asked for that has not landed; 0: there is none
     u32 products = 0;         // in flight that read it
   };

@@ -280,8 +280,7 @@ def layout(problem: RowProblem, ilp: int = 4) -> dict[str, int]:
     passes.
 
     For interleaved rows, a lane holds 4 neighbouring elements, in 16-byte vectors over rows. Few lanes per row give whole sectors, but a
-    lane holds
-    at most 64 elements.
+    lane holds at most 64 elements.
     """
     n, size = problem.row_elements, problem.row_dtype.size
     if problem.guarded:

@@ -1,8 +1,7 @@
 """Trials: the result of a variant on random operands, and its reference. Families build their trials from the functions here.
 
 Operands are made from a spec alone, by name: strided, and misaligned if the spec is made for that. If there are slots, the second sequence
-of a
-batch is padding. The third sequence's new state is not stored, if states are written to separate slots.
+of a batch is padding. The third sequence's new state is not stored, if states are written to separate slots.
 """
 
 from __future__ import annotations

@@ -133,8 +133,8 @@ def _tuned(case: Case, bench: Bench) -> Outcome:
 
 
 def _finalists(us: Mapping[KernelSpec, float], rule: KernelSpec) -> list[KernelSpec]:
-    """Up to FINAL variants that were faster than the rules' choice in the short timing: a slower one would have to gain more than GAIN to
-    be kept. If there are none, the best other variant, as the runner-up."""
+    """Up to FINAL variants that were faster than the rules' choice in the short timing: a slower one would have to fall below GAIN
+    of the rules' time to be kept. If there are none, the best other variant, as the runner-up."""
     others = sorted((spec for spec in us if spec != rule), key=us.__getitem__)
     return [spec for spec in others[:FINAL] if us[spec] < us[rule]] or others[:1]
 

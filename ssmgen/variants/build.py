@@ -49,8 +49,7 @@ def build(
 
     keep: a variant that is in no cache directory after its compilation is an error too; then no further ones begin, and there are
     fewer outcomes than `work` has items. A KeyboardInterrupt also stops new compilations. It is raised to the caller once the running ones
-    have
-    ended, or after PATIENCE; compilations still running then have no outcome and are not joined.
+    have ended, or after PATIENCE; compilations still running then have no outcome and are not joined.
 
     Threads suffice: NVRTC releases the GIL.
     """

@@ -1,6 +1,6 @@
-"""A card serves each call of a prompt that a CPU serves, wherever operands begin, and whatever their strides and dtypes are.
+"""A card serves each call of a prompt that a CPU serves, for any offsets, strides and dtypes of its operands.
 
-The CPU's answer is the call itself. The card's is that of `ssmgen.supported` for each of ssmgen's functions that the call runs.
+The CPU's answer is the call itself. The card's answer is that of `ssmgen.supported` for every ssmgen function that the call runs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _transformers() -> list[Form]:
 
 
 def elsewhere(t: Tensor, rng: Random, state: bool, written: bool) -> Tensor:
-    """The same values, that begin behind up to 7 others and lie with gaps, or in another order of axes."""
+    """The same values at an offset of up to 7 elements, with gaps, or in another order of axes."""
     order, gaps = list(range(t.dim())), [0] * t.dim()
     if t.dim() > 2 and not state and not written and rng.random() < 0.2:
         rng.shuffle(order)
@@ -78,7 +78,7 @@ def elsewhere(t: Tensor, rng: Random, state: bool, written: bool) -> Tensor:
 
 
 def drawn(form: Form, rng: Random) -> fuzz.Arguments:
-    """The form's arguments, of other dtypes and otherwise in memory."""
+    """The form's arguments with other dtypes, offsets and strides."""
     given = dict(form.arguments)
     mamba = ("chunk_size" in given and "B" in given) or form.function.__name__ == "chunk_scan"
     rows = rng.choice(FLOATS if mamba else SIXTEEN)
@@ -105,7 +105,7 @@ def reasons_against(problem: Any, size: int) -> list[str]:
 
 
 def asked(form: Form, given: fuzz.Arguments) -> Said:
-    """What both say of a call."""
+    """Both answers for a call."""
     refused: list[str] = []
     plan = Call.plan
 
@@ -129,7 +129,7 @@ def asked(form: Form, given: fuzz.Arguments) -> Said:
 
 
 def campaign(forms: list[Form], seed: int) -> Counter[str]:
-    """Counts of what was said of so many draws of each form. Raises AssertionError where a card refuses what the CPU serves."""
+    """Counts of the answers for DRAWS draws of each form. Raises AssertionError if a card refuses a call that the CPU serves."""
     count: Counter[str] = Counter()
     with fuzz.filled():
         for form in forms:

@@ -1,4 +1,4 @@
-"""`ssmgen bench models`, as far as it needs no GPU: what is timed, results that are made up, and those that are in docs/data."""
+"""`ssmgen bench models` without a GPU: its cases, made-up results, and the results in docs/data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DATA = sorted(page.DATA.glob(f"*{page.SUFFIX}"))
 pytestmark = pytest.mark.usefixtures("one_compile")
 
 
-# What is timed.
+# The cases.
 
 
 def test_every_model_has_a_cell_in_every_column():
@@ -142,7 +142,7 @@ def test_a_wrong_result_is_not_timed(small, monkeypatch):
     assert not found["rows"] and len(found["failed"]) == len(COLUMNS) and "not timed" in found["failed"][0]["error"]
 
 
-# What is shown of results.
+# Results.
 
 
 def made_up(ratios: dict[str, tuple[float, ...]]) -> dict[str, object]:
@@ -217,7 +217,7 @@ def test_the_command_shows_saved_results(tmp_path):
         models_page.show(failed, "table")
 
 
-# Peers, compiled ahead.
+# The processes that compile peers.
 
 
 def test_each_process_calls_peers_at_its_share_of_the_cells(monkeypatch):

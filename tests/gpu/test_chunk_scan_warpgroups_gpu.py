@@ -130,7 +130,7 @@ def test_ids_and_checkpoints_of_long_sequences(heads):
 
 @of_heads
 def test_place_in_the_batch_changes_no_bit(heads):
-    call, scan = make(sizes_of(heads), 5, 700), by(heads)
+    call, scan = make(sizes_of(heads), 5, 1100), by(heads)
     whole, states = scan(**call, return_final_states=True)
     for i in (0, 4):
         own = {n: t[i : i + 1] if n in ("x", "dt", "B", "C") else t for n, t in call.items()}

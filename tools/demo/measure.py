@@ -7,9 +7,8 @@ with eager steps: transformers with its own PyTorch functions, transformers with
 (patch(fuse=True), for families with such layers). They use the growing cache that generate() makes. A graph replays one captured step on
 transformers' StaticCache; its first tokens equal eager steps on such a cache. generate() itself adds host time per token. accelerate is the
 generate of ssmgen.accelerate(model), which replays such a graph of the fused model. Its time is per token after the first: the difference
-between
-many tokens and one token, measured after the other ways. cuDNN attention is off: it plans again for each length of the cache, some 20 ms,
-which would count for the way that reaches a length first.
+between many tokens and one token, measured after the other ways. cuDNN attention is off: it plans again for each length of the cache, some
+20 ms, which would count for the way that reaches a length first.
 
 Kernels: all kernels that torch.profiler sees in one step, without copies and fills by the driver.
 

@@ -1,11 +1,10 @@
 """Measurements of prompts for `python -m tools.demo --prompt`: the time to the first token.
 
 Milliseconds: wall-clock time of one pass over a prompt, with the choice of the first token after it and the resulting cache, as at the
-start of
-generate(). The device is synchronised before and after the pass. The ways alternate, in the opposite order every other round; each gets the
-median
-of its rounds. They are transformers with its own PyTorch functions, transformers with kernel packages if installed, patched, and fused
-(patch(fuse=True), if it replaces part of a prompt's work). Chunks of transformers' scan have the configuration's default length.
+start of generate(). The device is synchronised before and after the pass. The ways alternate, in the opposite order every other round; each
+gets the median of its rounds. They are transformers with its own PyTorch functions, transformers with kernel packages if installed,
+patched, and fused (patch(fuse=True), if it replaces part of a prompt's work). Chunks of transformers' scan have the configuration's default
+length.
 
 transformers' own pass is skipped, with the reason, if it would need more memory than is free, or take longer than a limit, 3 s by
 default. A pass over an eighth of the prompt predicts this, as both grow at least linearly with its length.
@@ -18,8 +17,7 @@ these.
 Memory: the peak of a pass minus the memory allocated before it: activations and the cache, not the weights.
 
 Apart: the L2 norm of the difference of the last token's logits, over the norm of the reference's logits. The reference is transformers' own
-pass,
-or the packages' if that is skipped. All are in bf16.
+pass, or the packages' if that is skipped. All are in bf16.
 
 Same tokens: the number of greedy tokens after the prompt that equal the reference's. In bf16 the two likeliest tokens may be closer than
 rounding; all tokens after the first difference may then differ.

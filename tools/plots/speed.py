@@ -1,4 +1,4 @@
-"""The README's picture: a decode step beside a copy of its state, and prompts beside their peers."""
+"""The README's picture: a decode step compared with a copy of its state, and prompts compared with their peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = {"flash-linear-attention 0.6": "fla 0.6"}
 
 
 def speed(panels: Mapping[str, Panel]) -> str:
-    """Left: lines in % of the copy's speed. Right: us of prompts of 8192 tokens, and the time of a copy of as many bytes where measured."""
+    """Left: lines in % of the copy's speed. Right: us for prompts of 8192 tokens, with the time of a copy of the same bytes if measured."""
     return drawing(880, 340, "Speed of a decode step and of prompts", [*_steps(panels["mamba2-bf16"]), *_prompts(panels, 436)])
 
 

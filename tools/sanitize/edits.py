@@ -1,9 +1,9 @@
 """Control experiments: texts of kernels by warpgroups that change how a warp signals completion, and texts that lack a wait.
 
 A warp's lanes meet by __syncwarp, and one of them arrives at the mbarrier for all. If racecheck reports accesses that such an arrival
-orders,
-`each lane arrives` decides: every lane arrives separately, and the counts of all barriers are 32 times as high, with no other change.
-A report that remains is an error of the kernel; a report that disappears was false. The other edits are errors, which must be reported.
+orders, `each lane arrives` decides: every lane arrives separately, and the counts of all barriers are 32 times as high, with no other
+change. A report that remains is an error of the kernel; a report that disappears was false. The other edits are errors, which must be
+reported.
 """
 
 from __future__ import annotations

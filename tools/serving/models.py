@@ -18,8 +18,7 @@ class Served:
     has pages of the same size   more: fields of the public model's configuration that tools.demo's lacks
 
     The head takes the same share of a step as in the public model. The number of layers leaves six engines enough memory for the states of
-    256
-    sequences each on a GPU with 140 GiB.
+    256 sequences each on a GPU with 140 GiB.
     """
 
     architecture: str

@@ -23,6 +23,7 @@ from ...families.chunk_delta_rule import call as native_delta
 from ...families.chunk_linear_attention import call as native_linear
 from ...families.chunk_scan import call as native_scan
 from ...families.selective_scan import call as native_selective_scan
+from ..shared.operands import rows_of
 from . import projections
 from .functions import call, limits
 from .norms import gated_rms_norm
@@ -130,7 +131,7 @@ def mamba2(project: Callable[[Any, Tensor], Tensor], mixer: Any, hidden_states: 
     normed = mixer.__dict__.get("mamba_rms_norm", True)  # Falcon-H1 may have a gate by itself
     scanned = call(
         native_scan.chunk_scan, x.unflatten(-1, (heads, -1)), dt, -torch.exp(mixer.A_log.float()), B.unflatten(-1, (mixer.n_groups, -1)),
-        C.unflatten(-1, (mixer.n_groups, -1)), mixer.D, None if normed else z.unflatten(-1, (heads, -1)), mixer.dt_bias, True,
+        C.unflatten(-1, (mixer.n_groups, -1)), mixer.D, None if normed else rows_of(z.unflatten(-1, (heads, -1))), mixer.dt_bias, True,
         dt_limit=limits(True, mixer.time_step_limit), **prompt.scanned,
     )  # fmt: skip
     y, state = prompt.of(scanned)

@@ -46,10 +46,9 @@ def rows_of(t: Tensor) -> Tensor: ...
 @overload
 def rows_of(t: Tensor | None) -> Tensor | None: ...
 def rows_of(t: Tensor | None) -> Tensor | None:
-    """An operand as kernels of prompts copy it: its rows are contiguous and begin at multiples of 4 bytes. A dense copy of one that is
-    not so: a row of 16-bit numbers may begin at an odd element.
+    """The operand, or a dense copy if its rows are not contiguous or do not begin at multiples of 4 bytes.
 
-    Of a traced call only rows that are not contiguous are copied.
+    A 16-bit row may begin at an odd element. A traced call copies only rows that are not contiguous: tracers know no addresses.
     """
     if t is None or not t.dim():
         return t
@@ -59,9 +58,9 @@ def rows_of(t: Tensor | None) -> Tensor | None:
 
 
 def written_rows(out: Tensor) -> Tensor:
-    """The tensor that a kernel writes an output to: `out`, or where its rows begin at odd elements a new one, to be copied there.
+    """The tensor that a kernel writes: `out`, or a new one to be copied there if rows of `out` begin at odd elements.
 
-    One whose rows are not contiguous, or whose elements share memory, stays as it is: the call's own checks refuse it.
+    It is `out` too if rows are not contiguous or elements share memory: the call's own checks refuse those.
     """
     if not out.dim() or out.stride(-1) != 1 or _on_words(out) or overlaps_itself(out):
         return out
@@ -69,7 +68,7 @@ def written_rows(out: Tensor) -> Tensor:
 
 
 def _on_words(t: Tensor) -> bool:
-    """Whether contiguous rows begin at multiples of 4 bytes. True where that is not known: tracers know no addresses."""
+    """Whether contiguous rows begin at multiples of 4 bytes; True while a tracer runs."""
     if is_compiling() or t.element_size() != WORD // 2:
         return True
     start = t.data_ptr() if is_memory(type(t)) else WORD // 2 * int(t.storage_offset())

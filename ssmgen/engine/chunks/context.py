@@ -1,10 +1,8 @@
 """Context parallelism for delta rules. M is [K, K] per head: the final state of rows of the identity, with v = 0.
 
 On a GPU, a batch of one sequence, or the packed sequence that continues on the next rank, is split into parts, like segments. Kernels
-compute
-N and M of all parts at once, from chunk images that are kept. Once the initial state is known, they compute the outputs of all parts at
-once,
-each part from its own initial state.
+compute N and M of all parts at once, from chunk images that are kept. Once the initial state is known, they compute the outputs of all
+parts at once, each part from its own initial state.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class ChunkKernel(KernelSpec, Chunked):
 
     @property
     def outputs(self) -> bool:
-        """Whether it makes outputs, and the states that a call asks for."""
+        """Whether it writes outputs, and the requested states."""
         return False
 
     @property

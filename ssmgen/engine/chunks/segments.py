@@ -1,12 +1,9 @@
 """Segments: if there are few heads and a long prompt, its segments are processed concurrently.
 
 A segment of whole chunks takes the state S to S M + N, V x K, rows first. N [V, K] is the final state of zeros, M [K, K] of rows of the
-identity
-with v = 0. One kernel scans the first segment and writes its outputs. A second kernel concurrently computes N and M of all other segments
-except
-the last. A third kernel joins them, S <- S M + N in f32, one segment after the other. Finally the chain scans all segments except the first
-at
-once, each from its own state, and writes outputs.
+identity with v = 0. One kernel scans the first segment and writes its outputs. A second kernel concurrently computes N and M of all other
+segments except the last. A third kernel joins them, S <- S M + N in f32, one segment after the other. Finally the chain scans all segments
+except the first at once, each from its own state, and writes outputs.
 
 The two concurrent kernels are consecutive launches: the first one lets the second start as soon as there are chunk images. The second one
 reads and writes nothing that the first one writes, and waits for the first one at its own end. A wait for the second one thus covers both.

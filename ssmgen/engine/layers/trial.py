@@ -114,8 +114,7 @@ def layer_trial(caller: Caller, spec: Any, named: dict[str, Tensor], options: An
     """The trial of a layer's call, as `trial` makes it.
 
     Intermediate results are rounded. The norm's input is rounded once more than in the reference. The convolution's result is rounded as in
-    the
-    reference, unless float64 falls on the other side of a tie.
+    the reference, unless float64 falls on the other side of a tie.
     """
     convolved = TOLERANCE[spec.conv_dtype]
     return trial(

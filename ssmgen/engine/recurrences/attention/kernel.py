@@ -1,4 +1,4 @@
-"""How a kernel walks the rows of linear attention, one or several tokens per call.
+"""How a kernel processes the rows of linear attention, for one or several tokens per call.
 
 A row of the engine is one value channel v of a head: the K elements S[v, :] of the state. Per token, row by row,
 

@@ -1,4 +1,4 @@
-"""How a kernel walks the states of Mamba-1 and Mamba-2, one or several tokens per call.
+"""How a kernel processes the states of Mamba-1 and Mamba-2, for one or several tokens per call.
 
 A row of the engine is one of headdim, d_state long.
 Mamba-1 is one head of `dim` rows; its A and dt differ per row ("untied"). Mamba-2 ties A, dt and dt_bias per head.

@@ -65,7 +65,7 @@ class SsuProblem(RowProblem):
 
     @property
     def guarded(self) -> bool:
-        """Also, rows of 2 need no guard in the kernel for a single token, unless 4 elements make a word."""
+        """Rows of 2 are not guarded in the kernel for a single token either, unless 4 elements make a word."""
         return self.d_state % 4 != 0 and (self.d_state != 2 or self.several or bool(self.narrow))
 
     @property
