@@ -74,7 +74,7 @@ def test_generated_texts_are_what_the_templates_render():
 
 @pytest.mark.matrix  # compiles them all, as `ssmgen generate --check`
 def test_generated_files_are_what_the_templates_give():
-    """In a process of its own: rendering all variants holds 0.9 GiB. `ssmgen generate --check` in CI is under a compiler that the lock holds."""
+    """In a process of its own: rendering all variants holds 0.9 GiB. CI runs the same under a compiler that the lock holds."""
     command = [sys.executable, "-m", "ssmgen", "generate", "--check", "--any-compiler"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith(f"{len(generate.default_variants())} variants are as generated"), done.stdout + done.stderr

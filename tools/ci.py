@@ -56,7 +56,7 @@ def lint() -> None:
 
 
 def types() -> None:
-    """mypy finds nothing in the modules that are clean; which these are, `pyproject.toml` says."""
+    """mypy finds nothing."""
     _python("mypy")
 
 
