@@ -63,7 +63,7 @@ def causal_conv1d(
     conv_state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of conv_states gets a zero output and touches no state
     out: of x's dtype, any strides, not x itself; None for a new one laid out like x
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out, or (out, final states). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
@@ -87,7 +87,7 @@ def causal_conv1d(
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands with x and out as [batch, dim, length]. Adds to `problems`; what comes back is only usable if that is nothing."""
+    """The operands with x and out as [batch, dim, length]. Adds errors to `problems`; the result is usable only if there are none."""
     if not check_convolution(OPERANDS, named, problems):
         return {}
     views, x, weight, ragged = dict(named), named["x"], named["weight"], "query_start_loc" in named
@@ -146,7 +146,7 @@ def _check_pool(named: Mapping[str, Tensor], sequences: int, dim: int, width: in
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ConvProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     x, out, weight, bias = views["x"], views["out"], views["weight"], views.get("bias")
     _, dim, length = x.shape
     width, size = weight.shape[1], x.element_size()

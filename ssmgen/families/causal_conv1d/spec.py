@@ -30,7 +30,7 @@ class ConvLayout(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvProblem(Problem):
-    """What a call fixes: layout, dtypes and which operands there are. Sizes are not among it."""
+    """The fields that a call fixes: layout, dtypes and which operands there are. Sizes are not fixed."""
 
     layout: ConvLayout
     width: int
@@ -75,7 +75,7 @@ class ConvProblem(Problem):
         return self.taps is Loads.ELEMENT
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         stateful = self.initial or self.final or self.pool
         return [
             *must(1 <= self.width <= MAX_WIDTH, f"width {self.width} is not 1 … {MAX_WIDTH}"),
@@ -195,7 +195,7 @@ def _spec(problem: ConvProblem, **how: Any) -> ConvSpec:
 
 
 def space(problem: ConvProblem, arch: Arch) -> Iterator[ConvSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     first = problem.layout is ConvLayout.FIRST
     for vec in (16 // problem.x.size,) if first else (8 // problem.x.size, 4 // problem.x.size):
         for vectors in (1, 2, 4) if first else (4, 6, 8, 16):

@@ -74,7 +74,7 @@ def causal_conv1d_update(
         output_gate (LFM2). Each by itself or both, but not with a draft tree
     pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
     out: x itself for in place, but not with a draft tree; None for a new one laid out like x
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out. CPU tensors run the reference implementation. Raises what causal_conv1d does.
     Source: causal-conv1d, vLLM and SGLang, whose conventions these are.
@@ -183,7 +183,7 @@ def _check_windows(named: Mapping[str, Tensor], batch: int, dim: int, width: int
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> UpdateProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     x, state, weight, bias = views["x"], views["conv_state"], views["weight"], views.get("bias")
     _, dim, T = x.shape
     width, state_len = weight.shape[1], state.shape[2]

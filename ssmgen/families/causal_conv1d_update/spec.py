@@ -47,7 +47,7 @@ class Tokens(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateProblem(Problem):
-    """What a call fixes. Batch and channels are not among it."""
+    """The fields that a call fixes. Batch and channels are not fixed."""
 
     width: int
     x: DType = DType.BF16  # of the state and out too
@@ -134,7 +134,7 @@ class UpdateProblem(Problem):
         return (self.width - 1, self.width)
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         return [
             *must(2 <= self.width <= MAX_WIDTH, f"width {self.width} is not 2 … {MAX_WIDTH}"),
             *must(1 <= self.tokens <= MAX_TOKENS, f"tokens {self.tokens} is not 1 … {MAX_TOKENS}"),
@@ -254,7 +254,7 @@ def _spec(problem: UpdateProblem, **how: Any) -> UpdateSpec:
 
 
 def space(problem: UpdateProblem, arch: Arch) -> Iterator[UpdateSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     for vec in (4 // problem.x.size, 8 // problem.x.size):
         for threads in (64, 128, 256):
             for pdl in Pdl:

@@ -26,7 +26,7 @@ BASE = one_of("2 or 'e'", *NATURAL)
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     lse_base: str = "e"
     lse_base_out: str | None = None
@@ -80,7 +80,7 @@ def combine_splits(
     out: [*rows, d_v] f32, f16 or bf16, or [batch, *rows, d_v]; may be one of a pair of o; None for a new one of o's dtype
     return_lse: also return lse_out, a new one if none is given
     lse_out: f32, out's shape without d_v; may be one of a pair of lse
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out, or (out, lse_out). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
@@ -207,7 +207,7 @@ def _merged(named: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> CombineProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     o, out, pair = views["o"], views["out"], "o_other" in views
     problem: dict[str, Any] = {
         "d_v": o.shape[-1],

@@ -18,7 +18,7 @@ from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, P
 from .operands import OPERANDS
 
 OPERATOR = "combine_splits"
-SIZE, MAX_SIZE = "rows", 2**17  # what the rules look at; beyond, nothing changes
+SIZE, MAX_SIZE = "rows", 2**17  # the rules compare this size; beyond the maximum, nothing changes
 
 MAX_D_V = 1024
 CHAINS = 8  # that splits are summed in, whatever the variant
@@ -28,7 +28,7 @@ AXES = ("outer", "middle", "inner")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombineProblem(Problem):
-    """What a call fixes. Sizes other than d_v, and bases of logarithms, are not among it."""
+    """The fields that a call fixes. Sizes other than d_v, and bases of logarithms, are not fixed."""
 
     d_v: int
     o: DType = DType.F32
@@ -68,7 +68,7 @@ class CombineProblem(Problem):
         return self.num_splits is not Index.NONE
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         return [
             *must(1 <= self.d_v <= MAX_D_V, f"d_v {self.d_v} is not 1 … {MAX_D_V}"),
             *must(not self.partial or self.loads is Loads.ELEMENT, f"d_v {self.d_v} needs loads by elements"),
@@ -230,7 +230,7 @@ def _shape(problem: CombineProblem, parts: int, vec: int = 0, ilp: int = 0, **ho
 
 
 def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     found: dict[CombineSpec, None] = {}
     for vec in sorted({4, problem.widest}):
         for parts in (1, 2, 4, 8):

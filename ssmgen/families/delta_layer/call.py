@@ -78,7 +78,7 @@ def gdn_layer(
         slot dst_state_indices[b, t], if there is one. The window is that of the slot in the first column, of length width - 2 + T or more:
         its history begins at entry num_accepted_tokens - 1, and the new inputs are put behind it, at the front. A count that is no column,
         or whose history is not in the window, is padding, and so is a sequence without either slot
-    pdl: whether the kernels may start while the ones ahead of them in the stream end; None = where the device can (sm_90 and later)
+    pdl: whether each kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out (new, of mixed_qkv's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a kernel

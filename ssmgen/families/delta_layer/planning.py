@@ -24,7 +24,7 @@ from .views import Options, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> DeltaLayerProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     state = views["state"]
     _, HV, V, K = state.shape
     along, row = (-2, V) if options.layout == "kv" else (-1, K)

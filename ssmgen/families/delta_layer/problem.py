@@ -12,7 +12,7 @@ from ...spec.kernel import LATER, DType, Index, PoolMode, Ring, Update, must
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaLayerProblem(NormedLayer, LinearAttentionProblem):
-    """What a call fixes. q, k and v are channels of mixed_qkv, whose dtype is theirs; the decay's gate is raw, beta a logit per head.
+    """The fields that a call fixes. q, k and v are channels of mixed_qkv, whose dtype is theirs; the decay's gate is raw, beta a logit per head.
 
     gdn_layer has a decay per head, g; kda_layer has one per key channel, gk.
     """

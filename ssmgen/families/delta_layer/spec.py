@@ -146,7 +146,7 @@ def _given(problem: DeltaLayerProblem) -> dict[str, Any]:
 
 
 def space(problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     given = _given(problem)
     norms: tuple[dict[str, Any], ...] = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})[: 1 if problem.several else 3]
     hows = (how | norm for how in row_engine.axes(ahead=132, interleaved=problem.interleaved) for norm in norms)

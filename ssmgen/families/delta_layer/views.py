@@ -16,7 +16,7 @@ from .operands import FUNCTIONS
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     eps: float
     norm_before_gate: bool
@@ -40,7 +40,7 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     """The operands with heads: state [slots, HV, V, K]; z, out [batch(, tokens), HV, V]; norm_weight [HV, V]; intermediate_states [rows,
     tokens, HV, V, K]; of kda_layer g [batch(, tokens), HV, K] and dt_bias [HV, K]. There is a tokens axis where the call is one of several.
 
-    Adds to `problems` all that is wrong.
+    Adds every error to `problems`.
     """
     if not checks.check_tensors(named, problems):
         return {}
@@ -65,7 +65,7 @@ def _check_tokens(named: Mapping[str, Tensor], options: Options, problems: list[
 
 
 def _check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
-    """Whether shapes fit: mixed_qkv is [batch, channels], or [batch, tokens, channels]. Adds to `problems` all that is wrong."""
+    """Whether shapes fit: mixed_qkv is [batch, channels], or [batch, tokens, channels]. Adds every error to `problems`."""
     checks.check_types(_table(named), named, "state", problems)
     state, qkv, window = named["state"], named["mixed_qkv"], named["conv_state"]
     if state.dim() != 4 or qkv.dim() not in (2, 3):

@@ -29,7 +29,7 @@ TABLE = FUNCTIONS[OPERATOR]
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     eps: float = 1e-5
     norm_before_gate: bool = False
@@ -63,7 +63,7 @@ def gated_rms_norm(
     norm_before_gate: False as in Mamba-2 layers, True as in gated delta rule and KDA layers
     activation: "silu" or its other name "swish"; "sigmoid"
     out: x's shape; may be x or gate itself; None for a new one of x's dtype
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out. CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
@@ -142,7 +142,7 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names}
     gated = "gate" in views
     problem: dict[str, Any] = {

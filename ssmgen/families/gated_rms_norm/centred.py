@@ -58,7 +58,7 @@ def layer_views_of(named: Mapping[str, Any], options: Options, problems: list[st
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     gated = "gate" in views
     problem: dict[str, Any] = {
         "size": views["x"].shape[-1],

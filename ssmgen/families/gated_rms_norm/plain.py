@@ -23,7 +23,7 @@ TABLE = FUNCTIONS["rms_norm"]
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     eps: float = 1e-6
     group_size: int | None = None
@@ -59,7 +59,7 @@ def rms_norm(
     round_before_weight: rounds what is normalised to out's dtype ahead of the weight, as models do that multiply in it
     out: x's shape; may be x or residual itself; None for a new one of x's dtype
     residual_out: goes with residual; may be residual itself; None for a new one of the dtype that PyTorch gives residual + x
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out, with a residual (out, residual_out). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
@@ -86,7 +86,7 @@ def plain_views_of(named: Mapping[str, Any], options: Options, problems: list[st
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names}
     problem = {
         "size": views["x"].shape[-1],

@@ -20,7 +20,7 @@ from ...engine.norm_kernel import FEW, NormKernel, NormProblem, shape
 from ...spec.kernel import Arch, Pdl
 
 OPERATOR = "gated_rms_norm"
-SIZE, MAX_SIZE = "groups", 2**17  # what the rules look at; beyond, nothing changes
+SIZE, MAX_SIZE = "groups", 2**17  # the rules compare this size; beyond the maximum, nothing changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def _shape(problem: NormProblem, held: int, threads: int, vec: int = 0, **how: A
 
 
 def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     found: dict[NormSpec, None] = {}
     for vec in (4, 8):
         for held in (4, 8, 16, 32):

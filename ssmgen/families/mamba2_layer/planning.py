@@ -21,7 +21,7 @@ from .views import Options, size_of, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> Mamba2LayerProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     state = views["state"]
     _, H, P, N = state.shape
     vector = min(16 // state.element_size(), N & -N)  # elements of a state that a lane owns

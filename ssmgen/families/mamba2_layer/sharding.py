@@ -1,4 +1,4 @@
-"""What the axes of mamba2_layer's tensors are."""
+"""The axes of mamba2_layer's tensors."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ OPERATOR = "mamba2_layer"
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2LayerProblem(NormedLayer, SsuProblem):
-    """What a call fixes. x, B and C are channels of xBC, whose dtype is x's. `z` is of a gate without a norm."""
+    """The fields that a call fixes. x, B and C are channels of xBC, whose dtype is x's. `z` is of a gate without a norm."""
 
     A_is_log: bool = False  # A is the logarithm of its absolute value
 
@@ -140,7 +140,7 @@ def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamb
 
 
 def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     further: dict[str, Any] = {"prefetch": 264, "windows_ahead": True}
     hows = (how | more for how in row_engine.axes(ahead=132) for more in ([{}, further] if how["prefetch"] else [{}]))
     return row_engine.legal(lambda how: _spec(problem, how), hows, arch)

@@ -77,7 +77,7 @@ def replay_selective_state_update(
     two_kernels: one that prepares, for several heads of a group at a time, what the tokens have to do with each other and with the
         history, and one that goes through the states
     internal_pdl: of two kernels, whether the second may start while the first one ends
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out (new, of x's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a

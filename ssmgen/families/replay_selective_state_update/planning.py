@@ -52,7 +52,7 @@ def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ReplayProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     state = views["state"]
     _, H, P, N = state.shape
     materialize = options.materialize

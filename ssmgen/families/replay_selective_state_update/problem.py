@@ -20,7 +20,7 @@ class History(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayProblem(Problem):
-    """What a call fixes. Batch, tokens and strides are not among it."""
+    """The fields that a call fixes. Batch, tokens and strides are not fixed."""
 
     d_state: int
     headdim: int
@@ -57,7 +57,7 @@ class ReplayProblem(Problem):
         return isinstance(self.state, Narrow)
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         room = range(8, MAX_TOKENS + 1, 8)
         return [
             *must(self.d_state % 32 == 0 and 32 <= self.d_state <= 256, f"d_state {self.d_state} is not 32 … 256 in steps of 32"),

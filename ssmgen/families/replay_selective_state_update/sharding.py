@@ -1,4 +1,4 @@
-"""What the axes of the replay functions' tensors are."""
+"""The axes of the replay functions' tensors."""
 
 from __future__ import annotations
 

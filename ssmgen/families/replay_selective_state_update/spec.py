@@ -292,7 +292,7 @@ def _spec(problem: ReplayProblem, **how: Any) -> ReplaySpec:
 
 
 def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     part = Part.MAIN if problem.two_kernels else Part.FUSED
     for warps, helpers, min_blocks, prefetch, pdl in product((1, 2, 4, 5), (0, 1, 2, 4), (0, 4, 5), (0, 264, 396), Pdl):
         how = {"warps": warps, "helpers": helpers, "min_blocks": min_blocks, "prefetch": prefetch}

@@ -15,7 +15,7 @@ from .problem import MAX_TOKENS
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     dt_softplus: bool = False
     pad_slot_id: int = -1
@@ -30,7 +30,7 @@ class Options(NamedTuple):
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands as the reference takes them. Adds to `problems` all that is wrong."""
+    """The operands as the reference takes them. Adds every error to `problems`."""
     if options.philox_rounds == 0 and "rand_seed" in named:
         problems.append("philox_rounds is 0, and rand_seed is given: noise takes 1 … 10 of them")
     needed = ("A",) if options.materialize and "cache_buf_idx" not in named else () if options.materialize else ("x", "dt", "A", "B", "C")

@@ -64,7 +64,7 @@ def selective_scan(
         than 64 states, or where there are no clusters, 1); 1 leaves it whole. None: as its own length, dim and N say: whole where
         channels are many, or it is short. Three or more have other bits than one
     out: of u's dtype; None for a new one, laid out like u
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out, or (out, final states). CPU tensors run the reference implementation, token by token.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError for what no kernel serves;

@@ -23,7 +23,7 @@ _LAST = {Order.FIRST: 1, Order.LAST: -1}  # which axis of a view is contiguous
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     delta_softplus: bool = False
     channels_first: bool = False
@@ -34,7 +34,7 @@ class Options(NamedTuple):
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as [batch, T, dim] and [batch, T, G, N]; of packed sequences, the batch is 1.
 
-    Adds to `problems`; what comes back is only usable if that is nothing.
+    Adds errors to `problems`; the result is usable only if there are none.
     """
     if not checks.check_tensors(named, problems):
         return {}
@@ -116,7 +116,7 @@ def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: S
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> SelectiveProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     _, longest, dim = views["u"].shape
     order, key_layout = _order(views, ROWS), _order(views, KEYS)
     return SelectiveProblem(

@@ -54,7 +54,7 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveProblem(Problem):
-    """What a call fixes: dtypes, size of a channel's state, which operands there are. Channels, groups and tokens are not among it."""
+    """The fields that a call fixes: dtypes, size of a channel's state, which operands there are. Channels, groups and tokens are not fixed."""
 
     d_state: int
     layout: Order = Order.LAST  # of u, delta, z and out
@@ -94,7 +94,7 @@ class SelectiveProblem(Problem):
         return -(-tokens // each), each
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         return [
             *must(1 <= self.d_state <= MAX_STATE, f"d_state {self.d_state} is not 1 … {MAX_STATE}"),
             *must(

@@ -20,7 +20,7 @@ def _spec(problem: SelectiveProblem, **how: Any) -> SelectiveSpec:
 
 
 def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     shares = (0, 1, 2, 3, 4) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
     for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8), (2, 4), (16, 32, 64), shares, Pdl):
         spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl, parts=parts_of(problem, arch))

@@ -1,4 +1,4 @@
-"""What the axes of selective_scan's tensors are: channels are what others call heads."""
+"""The axes of selective_scan's tensors are: channels are what others call heads."""
 
 from __future__ import annotations
 
