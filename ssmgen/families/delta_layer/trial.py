@@ -15,7 +15,7 @@ from .planning import CALLERS
 from .spec import DeltaLayerSpec
 from .views import Options
 
-LOWER_BOUND = -5.0  # of bounded log decays
+LOWER_BOUND = -5.0  # for bounded log decays
 
 
 def operands(spec: DeltaLayerSpec, batch: int, seed: int) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ class Options(NamedTuple):
     layout: str
     pad_slot_id: int
     update_state: bool = True
-    lower_bound: float | None = None  # of kda_layer, of the log decay
+    lower_bound: float | None = None  # of the log decay, kda_layer only
 
     @property
     def form(self) -> Form:
@@ -38,7 +38,7 @@ class Options(NamedTuple):
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with heads: state [slots, HV, V, K]; z, out [batch(, tokens), HV, V]; norm_weight [HV, V]; intermediate_states [rows,
-    tokens, HV, V, K]; of kda_layer g [batch(, tokens), HV, K] and dt_bias [HV, K]. There is a tokens axis where the call is one of several.
+    tokens, HV, V, K]; of kda_layer g [batch(, tokens), HV, K] and dt_bias [HV, K]. Calls of several tokens have a tokens axis.
 
     Adds every error to `problems`.
     """
@@ -97,7 +97,7 @@ def _check_operands(named: Mapping[str, Tensor], options: Options, problems: lis
 
 
 def _table(named: Mapping[str, Tensor]) -> Table:
-    """The operands of the function that is called with these."""
+    """The operands of the function that takes these tensors."""
     return FUNCTIONS["kda_layer" if "g" in named else "gdn_layer"]
 
 
@@ -107,7 +107,7 @@ def _turned(state: Tensor, options: Options) -> Tensor:
 
 
 def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
-    """Views of checked operands, as of `views_of`; with a tokens axis, where they have one."""
+    """Views of checked operands, as in `views_of`; with a tokens axis, if they have one."""
     views = dict(named) | {n: _turned(named[n], options) for n in ("state", "intermediate_states") if n in named}
     _, HV, V, K = views["state"].shape
     rows = named["mixed_qkv"].dim() - 1

@@ -25,7 +25,7 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Operand(NamedTuple):
-    """`axes` after batch and tokens: of the key heads (key), or of the heads: one number, one per key or one per value channel."""
+    """`axes` after batch and tokens: of the key heads (key); or of the heads, one number, one per key channel or one per value channel."""
 
     axes: str
     values: str = "normal"
@@ -81,7 +81,7 @@ OPS = {
     "simple_gla": Recurrence("q=key k=key/unit v=value g=head/decay", "fla.ops.simple_gla.fused_recurrent_simple_gla"),
     "lightning_attn": Recurrence(
         "q=key k=key/unit v=value", "fla.ops.lightning_attn.fused_recurrent_lightning_attn",
-        "slope=head/slope", fla_options={"slope": None, "layer_idx": 0, "num_layers": 1},  # the function computes the same slopes from these
+        "slope=head/slope", fla_options={"slope": None, "layer_idx": 0, "num_layers": 1},  # it computes the same slopes from these
     ),
     "rwkv6": Recurrence(
         "r=key k=key/unit v=value w=channel/decay", "fla.ops.rwkv6.fused_recurrent_rwkv6", "u=channel", groups=False,

@@ -19,7 +19,7 @@ LIMIT = (0.01, 0.1)  # of dt: in the middle of the range of softplus
 
 
 def operands(spec: Mamba2LayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Operands by name, those that the spec has."""
+    """The operands that the spec has, by name."""
     make = Maker(seed)
     H, P, N, G = spec.nheads, spec.headdim, spec.d_state, spec.ngroups
     slots, inner, lead = batch if spec.index is Index.NONE else 3 * batch, spec.nheads * spec.headdim, lead_of(spec, batch)

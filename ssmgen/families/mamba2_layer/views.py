@@ -31,7 +31,7 @@ class Options(NamedTuple):
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with heads: z, out [batch(, tokens), H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]; rand_seed [slots].
 
-    There is a tokens axis where the call is one of several. Adds every error to `problems`."""
+    Calls of several tokens have a tokens axis. Adds every error to `problems`."""
     check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
@@ -98,6 +98,6 @@ def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tens
 
 
 def size_of(views: Mapping[str, Tensor], options: Options) -> int:
-    """Channels that are normed together: all of a row where no such number is given."""
+    """Channels that are normed together: all of a row, if no number is given."""
     _, H, P, _ = views["state"].shape
     return H * P if options.group_size is None else options.group_size
