@@ -37,7 +37,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     problems += [f"{name} is needed" for name in needed if named.get(name) is None]
     if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
         return {}
-    given = {name: t for name, t in named.items() if name not in BETWEEN}  # these are the call's own memory
+    given = {name: t for name, t in named.items() if name not in BETWEEN}  # the call allocates these itself
     checks.check_types(OPERANDS, given, "state", problems)
     state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
     step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
@@ -172,7 +172,7 @@ def window_of(views: Mapping[str, Tensor], options: Options) -> int:
 
 
 def room_of(views: Mapping[str, Tensor], options: Options) -> tuple[int, int]:
-    """(tokens, entries of the history) that a kernel makes room for."""
+    """(tokens, entries of the history) that a kernel has room for."""
     window = window_of(views, options)
     if options.materialize:
         return eights(1), eights(window)

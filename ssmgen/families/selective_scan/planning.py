@@ -32,7 +32,7 @@ class Options(NamedTuple):
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands as [batch, T, dim] and [batch, T, G, N]; of packed sequences, the batch is 1.
+    """The operands as [batch, T, dim] and [batch, T, G, N]; for packed sequences, the batch is 1.
 
     Adds errors to `problems`; the result is usable only if there are none.
     """
@@ -95,7 +95,7 @@ def _shapes_fit(named: Mapping[str, Tensor], views: Mapping[str, Tensor], proble
 
 
 def _order(views: Mapping[str, Tensor], names: Sequence[str]) -> Order:
-    """The axis along which more of these operands are contiguous, the first one if that does not tell."""
+    """The axis along which more of these operands are contiguous; the first one in a tie."""
     there = [views[n] for n in names if n in views]
     first = sum(t.stride(1) == 1 and t.stride(-1) != 1 for t in there)
     last = sum(t.stride(-1) == 1 and t.stride(1) != 1 for t in there)
@@ -103,11 +103,11 @@ def _order(views: Mapping[str, Tensor], names: Sequence[str]) -> Order:
 
 
 def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: Sequence[str], order: Order) -> int:
-    """Bytes of all of these operands, of one dtype, that can be copied at once, from where any group begins; 0 where only elements can."""
+    """Bytes per copy that all of these operands of one dtype allow, from the start of any group; 0 for single elements."""
     copied = [n for n in names if n in views]
     one = views[copied[0]].element_size()
     sizes = [size for size in (16, 8, 4) if size >= one]
-    if order is Order.FIRST and "cu_seqlens" in views:  # packed sequences begin at any token
+    if order is Order.FIRST and "cu_seqlens" in views:  # packed sequences may begin at any token
         sizes = [one] if one == 4 else []
     if order is Order.LAST and names is ROWS and (groups := views["B"].shape[2]) > 1:
         sizes = [size for size in sizes if views["u"].shape[2] // groups * one % size == 0]
