@@ -1,14 +1,14 @@
 """The benchmark of causal_conv1d, with a bias and SiLU.
 
-x and out rotate over as many sets as exceed 640 MB; weight and bias do not rotate. TB/s counts x, read once, and out, written once. The
-ceiling is torch's multiplication of dense tensors of as many elements, out of place, on the memory of the same sets.
+x and out rotate over enough sets to exceed 640 MB; weight and bias do not rotate. TB/s counts x, read once, and out, written once. The
+ceiling is torch's out-of-place multiplication of dense tensors of the same size, on the memory of the same sets.
 
-Forms. odd: an odd number of tokens, of a slice that begins one element into a wider tensor. varlen: all tokens packed as 8 sequences of
-different lengths, with a pool of states, of which every second sequence has one. seq_idx: 8 sequences in each row. states: initial states
+Forms. odd: an odd number of tokens, a slice that begins one element into a wider tensor. varlen: all tokens packed as 8 sequences of
+different lengths, with a pool of states; every second one has an initial state. seq_idx: 8 sequences in each row. states: initial states
 are read, final ones written.
 
-Peer: Dao-AILab's causal_conv1d, which has seq_idx and states only where channels are contiguous, and nothing packed. It returns a new
-tensor; that is kept until the set's next turn, so that its outputs rotate too. Host times are eager calls, arguments at hand.
+Peer: Dao-AILab's causal_conv1d, which takes seq_idx and states only if channels are contiguous, and no packed sequences. It returns a new
+tensor, which is kept until the set's next turn, so that its outputs rotate too. Host times are eager calls with prepared arguments.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ...select.models import Model
 from .spec import ConvLayout
 
 SHAPES = [(1, 1536, 2048), (16, 1536, 2048), (4, 4096, 4096), (1, 8192, 8192), (1, 2048, 131072), (2, 12288, 16384)]
-HOST_BYTES = 2**25  # host times are of cases up to this
+HOST_BYTES = 2**25  # host times are measured up to this size
 SEQUENCES = 8
-CHECKED = 16  # channels that the gate looks at
+CHECKED = 16  # channels that the correctness gate compares
 
 
 class Form(Enum):
@@ -56,7 +56,7 @@ def inputs(at: At, device: torch.device) -> Case:
     sets = prompt_sets(2 * numel * dtype.itemsize)
 
     def made(*shape: int, margin: int = 0, fill: Callable[..., Tensor] = torch.randn) -> tuple[Tensor, Tensor]:
-        """(what is convolved, the memory that it is of)"""
+        """(the convolved tensor, the memory that it is a view of)"""
         memory = fill(*shape[:-1], shape[-1] + 2 * margin, device=device, dtype=dtype)
         inner = memory[..., margin : shape[-1] + margin]
         return (inner if first else inner.transpose(1, 2)), memory.flatten()
@@ -87,7 +87,7 @@ def inputs(at: At, device: torch.device) -> Case:
         chosen |= {"weight": weight[some], "bias": bias[some]}
         if form is not Form.SEQ_IDX:
             return {**call, **chosen}
-        # The same as packed sequences, of which the reference is faster.
+        # The same as packed sequences: the reference is faster with these.
         chosen |= {n: chosen[n].transpose(0, 1).flatten(1)[None] for n in ("x", "out")}
         cuts = torch.cat([starts[:-1] + row * L for row in range(B)] + [starts[-1:] + (B - 1) * L])
         return {n: t for n, t in call.items() if n != "seq_idx"} | chosen | {"query_start_loc": cuts}

@@ -45,30 +45,30 @@ def causal_conv1d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out[:, d, t] = act(bias[d] + sum_j weight[d, j] x[:, d, t - (width - 1) + j]), over whole sequences.
 
-    Any strides are taken as they are, and nothing is copied: x is fastest where its length or its channels are contiguous
-    ("channel-first", "channel-last"). Arithmetic is f32, from the oldest tap on; x, states and out have one dtype, f32, f16 or bf16,
-    weight and bias each their own.
+    Tensors may have any strides, and nothing is copied: x is fastest if its length or its channels are contiguous ("channel-first",
+    "channel-last"). Arithmetic is f32 and adds the oldest tap first. x, states and out have one dtype, f32, f16 or bf16; weight and bias
+    each have their own.
 
     x, out: [batch, dim, length]; with query_start_loc [dim, tokens] or [1, dim, tokens]   weight: [dim, width], width 1 … 8; bias: [dim]
     activation: None, "silu" or its other name "swish"
-    seq_idx: [batch, length] int32, which sequence of the row a token is of: taps reach only tokens of the same one; negative: padding,
-        output 0. What comes before the row belongs to its first token's sequence
+    seq_idx: [batch, length] int32, the sequence of each token in its row: taps reach only tokens of the same sequence; negative: padding,
+        output 0. Inputs before the row belong to its first token's sequence
     initial_states: [batch, dim, width - 1], the inputs before the first; zeros if None
-    return_final_states: also return the last width - 1 inputs, [batch, dim, width - 1] (with seq_idx, those whose index is the last
-        token's, zeros before them), in final_states_out if that is given
-    query_start_loc: [sequences + 1] int32 or int64, where each of the packed sequences starts; tokens behind the last one get no output.
-        States are then per sequence. One without tokens leaves conv_states alone; its final state is its initial one
-    conv_states: [slots, dim, width - 1], in place of the two states above: receives the last inputs of each sequence, and holds those
-        before its first token where has_initial_state, [sequences] bool, is true
+    return_final_states: also return the last width - 1 inputs, [batch, dim, width - 1] (with seq_idx, inputs of the last token's
+        sequence, zeros before them), in final_states_out if that is given
+    query_start_loc: [sequences + 1] int32 or int64, start of each packed sequence; tokens after the last sequence get no output. States are
+        then per sequence. A sequence without tokens leaves conv_states unchanged; its final state is its initial one
+    conv_states: [slots, dim, width - 1], instead of the two states above: receives the last inputs of each sequence, and holds the inputs
+        before its first token if has_initial_state, [sequences] bool, is true
     conv_state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
-    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of conv_states gets a zero output and touches no state
+    pad_slot_id: a sequence whose slot is negative, equals this or is not in conv_states gets a zero output and touches no state
     out: of x's dtype, any strides, not x itself; None for a new one laid out like x
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Returns out, or (out, final states). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
-    Source: Gu & Dao 2023 (arXiv 2312.00752); the arguments are those of causal-conv1d and vLLM.
+    Source: Gu & Dao 2023 (arXiv 2312.00752); the arguments follow causal-conv1d and vLLM.
     """
     final = None
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
@@ -87,7 +87,7 @@ def causal_conv1d(
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands with x and out as [batch, dim, length]. Adds to `problems`; what comes back is only usable if that is nothing."""
+    """The operands with x and out as [batch, dim, length]. Adds errors to `problems`; the result is usable only if there are none."""
     if not check_convolution(OPERANDS, named, problems):
         return {}
     views, x, weight, ragged = dict(named), named["x"], named["weight"], "query_start_loc" in named
@@ -146,14 +146,14 @@ def _check_pool(named: Mapping[str, Tensor], sequences: int, dim: int, width: in
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ConvProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     x, out, weight, bias = views["x"], views["out"], views["weight"], views.get("bias")
     _, dim, length = x.shape
     width, size = weight.shape[1], x.element_size()
     along, across = (x.stride(2) == 1 or length == 1), (x.stride(1) == 1 or dim == 1)
-    nearer = length > 1 if along and across else x.stride(2) < x.stride(1)  # where both axes, or neither, are contiguous
+    nearer = length > 1 if along and across else x.stride(2) < x.stride(1)  # if both axes, or neither, are contiguous
     first = nearer if along == across else along
-    lane = 8 // size  # channels of a lane, channel-last
+    lane = 8 // size  # channels per lane, channel-last
     if first:
         vector = along and (out.stride(2) == 1 or length == 1)
     else:
@@ -189,7 +189,7 @@ def _sequences(views: Mapping[str, Tensor]) -> int:
 
 
 def _pieces(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
-    """How many pieces a row is cut into; channel-last, how many numbers packed sequences' pieces get (templates/lib/sequences.cuh.j2)."""
+    """Number of pieces of a row; channel-last, count of piece numbers for packed sequences (templates/lib/sequences.cuh.j2)."""
     tokens = views["x"].shape[2] + (spec.vec - 1 if spec.shifted else 0)
     if spec.ragged and spec.layout is ConvLayout.LAST:
         return tokens // spec.piece + _sequences(views)
@@ -203,7 +203,7 @@ def grid_of(spec: ConvSpec, views: Mapping[str, Tensor]) -> int:
     if spec.layout is ConvLayout.LAST:
         return -(-rows // warps) * _channel_blocks(spec, dim) if rows + warps < 2**31 else 2**31
     blocks = -(-batch * dim // warps) * _pieces(spec, views) if spec.seq_idx else -(-rows * dim // warps)
-    return blocks if blocks * warps < 2**31 else 2**31  # a warp's number is divided
+    return blocks if blocks * warps < 2**31 else 2**31  # the kernel divides a warp's number
 
 
 def _channel_blocks(spec: ConvSpec, dim: int) -> int:

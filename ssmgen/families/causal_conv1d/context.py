@@ -1,4 +1,4 @@
-"""How causal_conv1d's sequences go on from one rank's tokens to the next one's: by the last inputs. M is how many of them are new."""
+"""Context parallel causal_conv1d: a rank passes the last inputs to the next one. M is the number of new inputs among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Default variants of causal_conv1d: what a Mamba-2 asks for, and the other branches."""
+"""Default variants of causal_conv1d: the variant of a Mamba-2, and the other branches."""
 
 from typing import Any
 

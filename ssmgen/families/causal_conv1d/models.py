@@ -1,4 +1,4 @@
-"""What the prompts of models with a short convolution ask for."""
+"""The kernels that prompts of models with a short convolution need."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...select.models import Client, Model, Role, Wanted
 from ...spec.kernel import Index
 from .spec import OPERATOR, ConvLayout, ConvProblem
 
-PROMPT = 2048  # tokens of a sequence, where nothing is said
+PROMPT = 2048  # tokens of a sequence, by default
 
 
 class PromptsAsk(ConvolutionAsk):
-    """Rows of any length, and packed sequences with a pool of states, in every layout. The number of channels is not among it."""
+    """Rows of any length, and packed sequences with a pool of states, in every layout. The problem does not fix the number of channels."""
 
     operator = OPERATOR
     role = Role.PROMPTS
@@ -23,9 +23,9 @@ class PromptsAsk(ConvolutionAsk):
         same = self.same(model, wanted)
         first: dict[str, Any] = {"layout": ConvLayout.FIRST}
         last: dict[str, Any] = {"layout": ConvLayout.LAST}
-        unaligned = first | {"shifted": True}  # rows begin anywhere
+        unaligned = first | {"shifted": True}  # rows begin at any address
         pool: dict[str, Any] = {"query_start_loc": Index.I32, "pool": True, "started": True}
-        # A prompt of one token lies as rows that begin anywhere.
+        # A prompt of one token has rows that begin at any address.
         called = wanted.by(Client.MAMBA_SSM, Client.TRANSFORMERS)
         rows = [(first, wanted.by(Client.MAMBA_SSM)), (unaligned, called), (last, called)]
         packed = [(unaligned, wanted.by()), (last, wanted.by(Client.ENGINES))]

@@ -50,7 +50,7 @@ def causal_conv1d(
         inputs = torch.cat([past, tokens], 1)
         if seq_idx is None:
             result.copy_(convolve(inputs, weight, bias, silu, dtype))
-        else:  # what comes before the row belongs to the sequence of its first token
+        else:  # inputs before the row belong to the sequence of its first token
             ids = torch.cat([seq_idx[s, :1].expand(width - 1), seq_idx[s]])
             for t in range(count):
                 same = ids[t : t + width] == ids[t + width - 1]

@@ -1,4 +1,4 @@
-"""What the axes of causal_conv1d's tensors are."""
+"""The axes of causal_conv1d's tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...calls.sharding import Rule
 from .operands import OPERANDS
 
 _AXES = OPERANDS.axes()
-_AXES["final_states_out"] = _AXES.pop("final_states")  # as the function calls it
+_AXES["final_states_out"] = _AXES.pop("final_states")  # the function's name for it
 RULES = {
     "causal_conv1d": Rule(
         _AXES,

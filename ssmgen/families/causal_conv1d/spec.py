@@ -1,9 +1,9 @@
-"""causal_conv1d: the short depthwise convolution ahead of a recurrence, over whole sequences.
+"""causal_conv1d: the short depthwise convolution before a recurrence, over whole sequences.
 
-Every token is read once and written once; the floor is the speed of an elementwise copy. Channel-first: a warp takes a piece of one
-channel's row, in 16-byte vectors along the length, and hands the halo on by shuffles; packed sequences are one row, and the first tokens of
-each are convolved apart. Channel-last: a warp takes some tokens of 32 neighbouring vectors of channels, and reads the halo again (from L1,
-mostly).
+Every token is read once and written once; the speed limit is an elementwise copy. Channel-first: a warp takes a piece of one channel's row,
+in 16-byte vectors along the length, and passes the halo on by shuffles. Packed sequences are one row, and the first tokens of each are
+convolved separately. Channel-last: a warp takes some tokens of 32 neighbouring vectors of channels, and reads the halo again, mostly from
+L1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, P
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d"
-SIZE, MAX_SIZE = "KiB of x", 2**22  # what the rules look at
+SIZE, MAX_SIZE = "KiB of x", 2**22  # the rules compare this size
 
 
 class ConvLayout(Enum):
@@ -30,7 +30,7 @@ class ConvLayout(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvProblem(Problem):
-    """What a call fixes: layout, dtypes and which operands there are. Sizes are not among it."""
+    """The fields that a call fixes: layout, dtypes and present operands. Sizes are not fixed."""
 
     layout: ConvLayout
     width: int
@@ -43,12 +43,12 @@ class ConvProblem(Problem):
     initial: bool = False  # initial_states are read
     final: bool = False  # final_states are written
     pool: bool = False  # conv_states are written, and read where has_initial_state says so
-    started: bool = False  # there is a has_initial_state
+    started: bool = False  # has_initial_state is given
     index: Index = Index.NONE  # type of conv_state_indices
     # Channel-first: VECTOR for unit strides along the length. Channel-last: for unit strides along the channels, and all else aligned.
     loads: Loads = Loads.VECTOR
-    shifted: bool = False  # channel-first vectors: rows may begin off the 16-byte grid, and each block looks at where its own does
-    unit: bool = False  # channel-last elements: contiguous along the channels after all, only not aligned
+    shifted: bool = False  # channel-first vectors: rows may begin off the 16-byte grid, and each block checks its own row
+    unit: bool = False  # channel-last elements: contiguous along the channels, but not aligned
     taps: Loads = Loads.VECTOR  # weight and bias: a lane's channels as one run
 
     @property
@@ -57,7 +57,7 @@ class ConvProblem(Problem):
 
     @property
     def words(self) -> bool:
-        """Whether lanes have channels two by two, which lie in a word or in two: channel-last elements of unit stride, of 16 bits."""
+        """Whether lanes have pairs of channels, in one word or in two: channel-last 16-bit elements of unit stride."""
         return self.unit and self.x.size == 2
 
     @property
@@ -75,7 +75,7 @@ class ConvProblem(Problem):
         return self.taps is Loads.ELEMENT
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         stateful = self.initial or self.final or self.pool
         return [
             *must(1 <= self.width <= MAX_WIDTH, f"width {self.width} is not 1 … {MAX_WIDTH}"),
@@ -129,7 +129,7 @@ class ConvSpec(KernelSpec, ConvProblem):
 
     @property
     def head_lanes(self) -> int:
-        """Channel-first packed sequences: lanes for what tokens of a sequence look at before it, a power of two."""
+        """Channel-first packed sequences: lanes for the inputs before a sequence that its tokens read, a power of two."""
         return 1 << (self.width - 2).bit_length()
 
     @property
@@ -185,8 +185,8 @@ class ConvSpec(KernelSpec, ConvProblem):
             "vector_taps": self.taps is Loads.VECTOR,
             "words": self.words,
             "heads": self.ragged and self.layout is ConvLayout.FIRST and self.width > 1,
-            "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # what holds the tokens before the first
-            "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # what receives the last tokens
+            "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # holds the tokens before the first
+            "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # receives the last tokens
         }
 
 
@@ -195,7 +195,7 @@ def _spec(problem: ConvProblem, **how: Any) -> ConvSpec:
 
 
 def space(problem: ConvProblem, arch: Arch) -> Iterator[ConvSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     first = problem.layout is ConvLayout.FIRST
     for vec in (16 // problem.x.size,) if first else (8 // problem.x.size, 4 // problem.x.size):
         for vectors in (1, 2, 4) if first else (4, 6, 8, 16):
@@ -206,25 +206,25 @@ def space(problem: ConvProblem, arch: Arch) -> Iterator[ConvSpec]:
                         yield spec
 
 
-# Channel-last needs many short threads: at 72 registers 7 blocks of 128 fit on an SM, where ptxas left alone has 4 to 6. Inputs that do not
-# fill the card rather have shorter pieces. Measured on an H200, docs/performance.md.
+# Channel-last needs many short threads: at 72 registers 7 blocks of 128 fit on an SM; ptxas alone reaches 4 to 6. Inputs that do not fill
+# the card need shorter pieces. Measured on an H200, docs/performance.md.
 SMALL_KIB = 16 * 1024
 
 
 def _tokens(problem: ConvProblem) -> int:
-    """Tokens per lane, channel-last. A wide convolution takes 26 instructions an output with 8 tokens, 23 with 16."""
+    """Tokens per lane, channel-last. A wide convolution takes 26 instructions per output with 8 tokens, 23 with 16."""
     plain = problem.loads is Loads.VECTOR and problem.x.size == 2 and not (problem.seq_idx or problem.initial or problem.started)
     return 16 if problem.width > 6 and plain else 8
 
 
 def _resident(problem: ConvProblem, arch: Arch) -> int:
-    """Blocks of 128 threads per SM, channel-last, that registers suffice for without spilling."""
+    """Blocks of 128 threads per SM, channel-last, whose registers suffice without spilling."""
     if problem.width > 6:
         return 6 if _tokens(problem) == 16 else 1
     extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
     if problem.loads is Loads.ELEMENT:
         return 1 if extra else 7 if problem.words else 5
-    if problem.ragged and extra == 1 and arch.number // 10 == 10:  # where 6 cost 8 bytes of spills
+    if problem.ragged and extra == 1 and arch.number // 10 == 10:  # 6 blocks would spill 8 bytes there
         return 5
     return (7, 6, 5, 1, 1)[extra]
 
@@ -236,7 +236,7 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     if problem.layout is ConvLayout.FIRST:
         how = {"vec": 16 // problem.x.size, "pdl": wait}
         if problem.ragged:
-            # What a warp asks about sequences is for more tokens where there are enough for all warps. 64 registers do, but for the widest.
+            # With enough tokens for all warps, a warp's sequence look-ups serve more tokens. 64 registers suffice, except for the widest.
             vector = problem.loads is Loads.VECTOR
             vectors, blocks = 4 if vector and size > SMALL_KIB else 2, 8 if vector and problem.width <= 6 else 4
             yield "packed", _spec(problem, **how, vectors=vectors, min_blocks=blocks), ""
@@ -244,7 +244,7 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
             # The warps of a block share a piece's seq_idx in L1: 8 of them leave half a byte per token and channel to L2.
             yield "rows", _spec(problem, **how, vectors=2, threads=256 if problem.seq_idx else 128), ""
         return
-    # Of wide convolutions, lanes hold half as many channels, or their taps would leave room for few threads.
+    # Lanes of wide convolutions hold half the channels; otherwise their taps would leave room for few threads.
     how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
     resident = _resident(problem, arch)
     if size <= SMALL_KIB:

@@ -1,4 +1,4 @@
-"""Trials of causal_conv1d: operands from a spec alone, and what becomes of them."""
+"""Trials of causal_conv1d: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .spec import ConvLayout, ConvSpec
 
 
 def operands(spec: ConvSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Rows of more than a warp's piece; packed sequences of that, of fewer tokens than taps, and of none."""
+    """Rows longer than a warp's piece; packed sequences of that length, of fewer tokens than taps, and without tokens."""
     g = torch.Generator().manual_seed(seed)
     first, vector = spec.layout is ConvLayout.FIRST, spec.loads is Loads.VECTOR
     counts = cycled((spec.piece + 5, 2, 0, 3, spec.piece), batch)
     rows, length = (1, sum(counts)) if spec.ragged else (batch, 2 * spec.piece + 5)
-    # Channel-last, a lane has channels behind another warp's; of words, the warp between the first and the last one reads whole ones.
+    # Channel-last: the last lanes belong to another warp. With words, the warp between the first and the last one reads whole words.
     dim = 3 if first else (65 if spec.words else 33) * spec.vec + (0 if vector or spec.taps is Loads.VECTOR else 1)
     slots = batch if spec.index is Index.NONE else 3 * batch
 

@@ -1,4 +1,4 @@
-"""What is tuned of causal_conv1d: models' prompts, or the benchmark's shapes, whose batches and lengths are their own."""
+"""Tuning cases of causal_conv1d: models' prompts, or the benchmark's shapes with their own batches and lengths."""
 
 from __future__ import annotations
 

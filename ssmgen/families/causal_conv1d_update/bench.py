@@ -1,13 +1,13 @@
 """The benchmark of causal_conv1d_update, with a bias and SiLU.
 
-Slots are drawn at random from a pool of 640 MB, or of four batches if that is more; every set has slots and inputs of its own, weight and
-bias do not rotate. Several tokens: the window rolls, and of each sequence's last tokens a random number was accepted. TB/s counts x, out,
-the width - 1 inputs of each channel's window that are read, and all of the window that is written: 16 bytes per channel for one token,
-width 4 and 16-bit types. The ceiling is torch's multiplication in place, of as many bytes of the pool, dense. Beside a draft tree the same
-tokens are timed as a chain.
+Slots are drawn at random from a pool of 640 MB, or of four batches if that is more. Every set has its own slots and inputs; weight and bias
+do not rotate. Several tokens: the window rolls, and a random number of each sequence's last tokens was accepted. TB/s counts x, out, the
+width - 1 inputs of each channel's window that are read, and the whole window, which is written: 16 bytes per channel for one token, width 4
+and 16-bit types. The ceiling is torch's multiplication in place, on the same number of dense bytes of the pool. The tokens of a draft tree
+are also timed as a chain.
 
-Peer: Dao-AILab's causal_conv1d_update, for one token; it does not roll. It returns a new tensor; that is kept until the set's next turn.
-Host times are eager calls, arguments at hand.
+Peer: Dao-AILab's causal_conv1d_update, for one token; it does not roll. It returns a new tensor, which is kept until the set's next turn.
+Host times are eager calls with prepared arguments.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from ...calls.checks import TORCH_DTYPES
 from ...select.models import Model
 from ...spec.kernel import must
 
-MAX_SETS = 2048  # slots are small: fewer would stay in the cache
-CHECKED = 8  # rows that the gate looks at
+MAX_SETS = 2048  # slots are small: fewer sets would stay in the cache
+CHECKED = 8  # rows that the correctness gate compares
 
 
 class Innermost(Enum):
-    """What is contiguous in the pool: a channel's window, or the channels."""
+    """The contiguous axis of the pool: a channel's window, or the channels."""
 
     WINDOW = "window"
     CHANNELS = "channels"
@@ -86,7 +86,7 @@ def inputs(at: At, device: torch.device) -> Case:
 
 
 def dao_step() -> Callable[..., Any] | None:
-    """Dao-AILab's function; None where it is not installed."""
+    """Dao-AILab's function; None if it is not installed."""
     return reports.imported("causal_conv1d", "causal_conv1d_update")
 
 

@@ -47,37 +47,37 @@ def causal_conv1d_update(
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """One or several tokens through the convolution (see causal_conv1d), after the inputs that a slot of conv_state remembers.
+    """One or several tokens through the convolution (see causal_conv1d), after the inputs that a slot of conv_state holds.
 
     x, out: [batch, dim] or [batch, dim, T]; with query_start_loc [tokens, dim], packed
     weight: [dim, width], width 2 … 8; bias: [dim]
     conv_state: [slots, dim, state_len] of x's dtype, any strides (the window or the channels may be contiguous), updated in place;
-        state_len >= width - 1, and the last width - 1 entries are the history: new inputs push the oldest out. (Where it is the first
-        ones, as in vLLM without accepted tokens, pass conv_state[..., :width - 1].)
-    cache_seqlens: [batch] int32 or int64: instead, the entries are a ring, of which input i is entry i modulo state_len, and this is the
-        number of inputs so far
-    num_accepted_tokens: [batch] int32 or int64: instead, for speculative decoding: of the tokens of the last call so many were accepted,
-        so the history begins at entry num_accepted_tokens - 1; state_len >= width - 2 + T. The new inputs are put behind it, at the front.
-        A count out of 1 … state_len - width + 2 is padding
+        state_len >= width - 1, and the last width - 1 entries are the history: new inputs push the oldest out. (If the history
+        comes first, as in vLLM without accepted tokens, pass conv_state[..., :width - 1].)
+    cache_seqlens: [batch] int32 or int64: alternatively, the entries are a ring: input i is entry i modulo state_len, and cache_seqlens is
+        the number of inputs so far
+    num_accepted_tokens: [batch] int32 or int64: alternatively, for speculative decoding: the number of the last call's tokens that were
+        accepted. The history begins at entry num_accepted_tokens - 1; state_len >= width - 2 + T. The step moves the history to the front
+        and stores the new inputs after it. A count out of 1 … state_len - width + 2 is padding
     conv_state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else rows race
-    query_start_loc: [batch + 1] int32 or int64, where each packed sequence starts; one without tokens is left alone, and tokens behind the
-        last one get no output
-    parents: [batch, T] int32 or int64, a draft tree: token t goes on from token parents[t], an earlier one of the sequence, so that its
-        window is its ancestors' inputs, and ahead of them the history; any other number means the token before it. Of packed sequences it
-        may have any number of columns. What conv_state receives is the inputs in the order of the tokens, tree or not: to go on from a
-        token of a tree, take its intermediate_conv_window
-    first_children, next_siblings, parents_out: [batch, T], all int32 or all int64: instead, for trees of up to 128 tokens a sequence, each
-        token's first child and its next sibling, which are later tokens, or -1; and what receives the parents, of nobody's child 0
+    query_start_loc: [batch + 1] int32 or int64, start of each packed sequence; a sequence without tokens is unchanged, and tokens after the
+        last sequence get no output
+    parents: [batch, T] int32 or int64, a draft tree: token t continues from token parents[t], an earlier token of the sequence. Its window
+        is the history, then its ancestors' inputs. Any other number means the token before it. Packed sequences may have any number of
+        columns. conv_state receives the inputs in the order of the tokens, tree or not: to continue from a token of a tree, take its
+        intermediate_conv_window
+    first_children, next_siblings, parents_out: [batch, T], all int32 or all int64: alternatively, for trees of up to 128 tokens a sequence.
+        Each token's first child and next sibling, which are later tokens, or -1; parents_out receives the parents, 0 if there is none
     intermediate_conv_window: [batch, T or more, dim, width - 1] of x's dtype: receives the history after each token, in the row of the
-        sequence or of intermediate_state_indices, [batch] int32 or int64; a row that is not there is not written
+        sequence or of intermediate_state_indices, [batch] int32 or int64; a row out of range is not written
     input_gate, output_gate: like x, of its dtype: the inputs are x input_gate, rounded to x's dtype, and out is the rounded output times
-        output_gate (LFM2). Each by itself or both, but not with a draft tree
-    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
+        output_gate (LFM2). Either or both, but not with a draft tree
+    pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
     out: x itself for in place, but not with a draft tree; None for a new one laid out like x
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
-    Returns out. CPU tensors run the reference implementation. Raises what causal_conv1d does.
-    Source: causal-conv1d, vLLM and SGLang, whose conventions these are.
+    Returns out. CPU tensors run the reference implementation. Raises the same errors as causal_conv1d.
+    Source: causal-conv1d, vLLM and SGLang define these conventions.
     """
     if out is None and isinstance(x, Tensor):
         out = x.new_empty(x.shape) if x.dim() == 2 else new_like(x)
@@ -89,7 +89,7 @@ def causal_conv1d_update(
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands with x and out as [batch, dim, T] ([1, dim, tokens] of packed sequences). Adds to `problems`."""
+    """The operands with x and out as [batch, dim, T] ([1, dim, tokens] for packed sequences). Adds to `problems`."""
     if not check_convolution(OPERANDS, named, problems):
         return {}
     views, x, weight = dict(named), named["x"], named["weight"]
@@ -183,7 +183,7 @@ def _check_windows(named: Mapping[str, Tensor], batch: int, dim: int, width: int
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> UpdateProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     x, state, weight, bias = views["x"], views["conv_state"], views["weight"], views.get("bias")
     _, dim, T = x.shape
     width, state_len = weight.shape[1], state.shape[2]
@@ -206,7 +206,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
             dense and pointers[name] % 16 == 0 and all(s % step == 0 for n, s in zip(t.shape[:-2], t.stride()[:-2], strict=True) if n > 1)
         )
 
-    rewritten = (width + tokens - 2,) if advance is Advance.ROLL else (width - 1, width)  # entries, if the kernel knows how many
+    rewritten = (width + tokens - 2,) if advance is Advance.ROLL else (width - 1, width)  # entries, if the kernel knows their number
     known = advance is Advance.SHIFT or (advance is Advance.ROLL and count is Tokens.FIXED)
     if whole and known and state_len in rewritten and runs("conv_state", state_len):
         layout = StateLayout.RUNS

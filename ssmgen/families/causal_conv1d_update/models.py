@@ -1,4 +1,4 @@
-"""What decoding models with a short convolution asks of it."""
+"""The kernels that decoding models with a short convolution needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .spec import OPERATOR, Advance, StateLayout, UpdateProblem
 
 
 class StepAsk(ConvolutionAsk):
-    """Every layout of the window; of several tokens, the window rolls."""
+    """Every layout of the window; with several tokens, the window rolls."""
 
     operator = OPERATOR
     role = Role.CONVOLUTION
@@ -21,7 +21,7 @@ class StepAsk(ConvolutionAsk):
         tokens, width = wanted.count, model.conv_width
         step = self.same(model, wanted) | {"tokens": tokens}
         step |= {"advance": Advance.ROLL, "position": Index.I32} if tokens > 1 else {}
-        # A window that shifts may hold the input that has left the convolution, as transformers' does; one that rolls does not.
+        # A window that shifts may also hold the oldest input, which is no longer read, as in transformers; one that rolls does not.
         lengths = [width + tokens - 2, *([width] if tokens == 1 else [])]
         if wanted.caller is not None:
             lengths = lengths[:1] if wanted.caller is Client.ENGINES else lengths[-1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...spec.operands import Operand, Types, table
 
-CHILDREN = ("first_children", "next_siblings", "parents_out")  # a draft tree, the other way
+CHILDREN = ("first_children", "next_siblings", "parents_out")  # a draft tree by children instead of parents
 
 
 def _by_sequence(name: str, field: str, there: str = "", axes: str = "batch") -> Operand:
@@ -40,7 +40,7 @@ OPERANDS = table(
     _by_sequence("intermediate_state_indices", "saved_index"),
     _gate("input_gate"),
     _gate("output_gate"),
-    # Of a tree, inputs are read again when outputs have been written.
+    # A tree reads inputs again after outputs are written.
     Operand("out", "like x", written=True, field="x", may_be=("x",), unless=("parents", "first_children")),
     tap="state_len", token="T", kept="rows", starts="batch + 1",
 )  # fmt: skip

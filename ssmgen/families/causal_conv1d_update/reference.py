@@ -1,4 +1,4 @@
-"""causal_conv1d_update in plain PyTorch: the step that layers begin with, too."""
+"""causal_conv1d_update in plain PyTorch: layers also begin with this step."""
 
 from ...engine.short_conv_reference import step as causal_conv1d_update
 

@@ -1,4 +1,4 @@
-"""What the axes of causal_conv1d_update's tensors are."""
+"""The axes of causal_conv1d_update's tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """causal_conv1d_update: the convolution's decode step, a few tokens per sequence, with the window kept in a pool of slots.
 
-A lane owns some neighbouring channels of a sequence: it reads their window and tokens, and writes outputs and window. 16 bytes per channel
-of a 16-bit convolution of width 4, of which 12 are the window's.
+A lane owns some neighbouring channels of a sequence: it reads their window and tokens, and writes outputs and window. A 16-bit
+convolution of width 4 moves 16 bytes per channel, 12 of them for the window.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d_update"
 
-MAX_TOKENS = 16  # that a kernel is made for; of longer calls, and of packed sequences, it takes some at a time
+MAX_TOKENS = 16  # that a kernel is made for; in longer calls, and in packed sequences, it takes some at a time
 
 
 GATES = ("input_gate", "output_gate")
 
-MAX_TREE = 128  # tokens of a sequence whose tree is given by children: parents are made in shared memory
+MAX_TREE = 128  # tokens of a sequence whose tree is given by children: parents are computed in shared memory
 
 
 class Advance(Enum):
-    """What happens to the window of inputs that a slot holds.
+    """Update of the window of inputs in a slot.
 
-    SHIFT: the last width - 1 are the history; new inputs push the oldest out. ROLL: the history begins at num_accepted_tokens - 1, and the
-    new inputs replace all that follows its second entry. RING: cache_seqlens counts the inputs so far, modulo the length.
+    SHIFT: the last width - 1 are the history; new inputs push the oldest out. ROLL: the history begins at num_accepted_tokens - 1, and its
+    last width - 2 entries move to the front, followed by the new inputs. RING: cache_seqlens counts the inputs so far, modulo the length.
     """
 
     SHIFT = "shift"
@@ -38,7 +38,7 @@ class Advance(Enum):
 
 
 class Tokens(Enum):
-    """FIXED: as many as the kernel is made for. COUNTED: any number, the same for all sequences. RAGGED: by query_start_loc."""
+    """FIXED: the number that the kernel is made for. COUNTED: any number, the same for all sequences. RAGGED: by query_start_loc."""
 
     FIXED = "fixed"
     COUNTED = "counted"
@@ -47,7 +47,7 @@ class Tokens(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateProblem(Problem):
-    """What a call fixes. Batch and channels are not among it."""
+    """The fields that a call fixes. Batch and channels are not fixed."""
 
     width: int
     x: DType = DType.BF16  # of the state and out too
@@ -66,10 +66,10 @@ class UpdateProblem(Problem):
     saved_index: Index = Index.NONE  # type of intermediate_state_indices
     loads: Loads = Loads.VECTOR  # x and out
     taps: Loads = Loads.VECTOR
-    parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree, whose tokens' windows are of their ancestors' inputs
+    parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree: a token's window holds its ancestors' inputs
     children: Index = field(default=Index.NONE, metadata=LATER)  # or type of first children and next siblings, and of parents to write
-    input_gate: bool = field(default=False, metadata=LATER)  # x is multiplied by one before the convolution
-    output_gate: bool = field(default=False, metadata=LATER)  # and its output after it
+    input_gate: bool = field(default=False, metadata=LATER)  # x is multiplied by a gate before the convolution
+    output_gate: bool = field(default=False, metadata=LATER)  # the output is multiplied by a gate
 
     @property
     def several(self) -> bool:
@@ -119,7 +119,7 @@ class UpdateProblem(Problem):
 
     @property
     def gates(self) -> tuple[str, ...]:
-        """Names of the gates that there are."""
+        """Names of the present gates."""
         return tuple([name for name in GATES if getattr(self, name)])
 
     @property
@@ -128,13 +128,13 @@ class UpdateProblem(Problem):
 
     @property
     def runs_lens(self) -> tuple[int, ...]:
-        """Lengths of the state with which RUNS works: all of it, at most one entry more than the history, is rewritten."""
+        """State lengths that RUNS supports: it rewrites the whole state, which is at most one entry longer than the history."""
         if self.advance is Advance.ROLL:
             return (self.width + self.tokens - 2,)
         return (self.width - 1, self.width)
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         return [
             *must(2 <= self.width <= MAX_WIDTH, f"width {self.width} is not 2 … {MAX_WIDTH}"),
             *must(1 <= self.tokens <= MAX_TOKENS, f"tokens {self.tokens} is not 1 … {MAX_TOKENS}"),
@@ -229,10 +229,10 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "most": MAX_TREE,
             "vector": self.loads is Loads.VECTOR,
             "vector_taps": self.taps is Loads.VECTOR,
-            # Whether lanes have all of their channels, or none: vectors are used for numbers of channels that they divide.
+            # Whether lanes have all of their channels, or none: vectors are used only if they divide the number of channels.
             "whole": Loads.VECTOR in (self.loads, self.taps) or self.layout is not StateLayout.ANY or self.saved is Saved.RUNS,
             "runs": self.runs,
-            # Entries of a run ahead of the history.
+            # Entries of a run before the history.
             "ahead": max(0, self.state_len - self.width + 1) if self.advance is Advance.SHIFT else 0,
             "advance": self.advance.value,
             "saves": self.saves,
@@ -241,11 +241,11 @@ class UpdateSpec(KernelSpec, UpdateProblem):
 
 
 def tokens_of(width: int, length: int, query_start_loc: Index, tree: Index = Index.NONE) -> tuple[int, Tokens]:
-    """(tokens per pass, how they are counted) for so many per sequence, or in all where sequences are packed."""
-    some = 4 if width <= 5 else 2  # what the registers hold beside the taps
+    """(tokens per pass, how they are counted). length: tokens per sequence, or in all if sequences are packed."""
+    some = 4 if width <= 5 else 2  # tokens that the registers hold in addition to the taps
     if query_start_loc is not Index.NONE:
         return some, Tokens.RAGGED
-    fixed = range(1, MAX_TOKENS + 1) if tree is Index.NONE else range(2, some + 1)  # of a tree, they hold each token's window
+    fixed = range(1, MAX_TOKENS + 1) if tree is Index.NONE else range(2, some + 1)  # in a tree, registers hold each token's window
     return (length, Tokens.FIXED) if length in fixed else (some, Tokens.COUNTED)
 
 
@@ -254,7 +254,7 @@ def _spec(problem: UpdateProblem, **how: Any) -> UpdateSpec:
 
 
 def space(problem: UpdateProblem, arch: Arch) -> Iterator[UpdateSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     for vec in (4 // problem.x.size, 8 // problem.x.size):
         for threads in (64, 128, 256):
             for pdl in Pdl:
@@ -264,9 +264,9 @@ def space(problem: UpdateProblem, arch: Arch) -> Iterator[UpdateSpec]:
 
 
 def candidates(problem: UpdateProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, UpdateSpec | None, str]]:
-    """(rule, spec or None, why it does not apply). Nearly one variant serves every size: docs/performance.md says what else was tried."""
+    """(rule, spec or None, why it does not apply). Nearly one variant serves every size: docs/performance.md lists the other trials."""
     one = problem.tokens == 1 and problem.saved is Saved.NO
-    how: dict[str, Any] = {"min_blocks": 0 if one else 1}  # or ptxas spills a few bytes, to stay below 64 registers
+    how: dict[str, Any] = {"min_blocks": 0 if one else 1}  # otherwise ptxas spills a few bytes, to stay below 64 registers
     if one and batch == 1 and problem.layout is StateLayout.RUNS and problem.x.size < 4:  # measured on an H100 and an H200
         yield "one sequence", _spec(problem, **how, vec=4 // problem.x.size, threads=64, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
     yield "single", _spec(problem, **how, vec=8 // problem.x.size, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""

@@ -1,4 +1,4 @@
-"""Trials of causal_conv1d_update: operands from a spec alone, and what becomes of them."""
+"""Trials of causal_conv1d_update: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .spec import MAX_TOKENS, Advance, Saved, StateLayout, Tokens, UpdateSpec
 
 
 def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """More channels than a block takes, windows longer than they need to be where they may be."""
+    """More channels than a block takes, and windows longer than necessary if the spec allows that."""
     g = torch.Generator().manual_seed(seed)
     vector, ragged = spec.loads is Loads.VECTOR, spec.count is Tokens.RAGGED
     most = {Tokens.FIXED: spec.tokens, Tokens.COUNTED: MAX_TOKENS + 1, Tokens.RAGGED: spec.tokens + 2}[spec.count]
     counts = cycled((most, 2, 0, 1), batch)
-    columns = most - (1 if ragged else 0)  # of what there is per token: too few, where sequences are packed
+    columns = most - (1 if ragged else 0)  # of per-token tensors: too few, if sequences are packed
     dim = spec.vec * (spec.threads + 3) + (0 if spec.constants()["whole"] else 1)
     slots = batch if spec.index is Index.NONE else 3 * batch
     extra = {Advance.SHIFT: 2, Advance.ROLL: most, Advance.RING: 2}[spec.advance]
     entries = spec.state_len if spec.layout is StateLayout.RUNS else spec.width - 1 + extra
 
     def tokens(values: Tensor) -> Tensor:
-        """Like x, of [rows, tokens, dim] or, packed, [tokens, dim]."""
+        """Like x, from [rows, tokens, dim] or, packed, [tokens, dim]."""
         t = wide(values, spec.x, not vector, 1 if vector else 2)
         return t if ragged else t.transpose(1, 2)
 
@@ -46,7 +46,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
     }[spec.layout]()
     if spec.advance is Advance.RING:
         made["cache_seqlens"] = (torch.arange(batch) * 5).to(INTEGERS[spec.position])
-    if spec.advance is Advance.ROLL:  # the third is none that can be
+    if spec.advance is Advance.ROLL:  # the third count is invalid
         accepted = 1 + torch.arange(batch - 1, -1, -1) % most
         accepted[2:3] = entries - spec.width + 3
         made["num_accepted_tokens"] = accepted.to(INTEGERS[spec.position])
@@ -56,7 +56,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["query_start_loc"] = boundaries(counts, spec.query_start_loc)
     if spec.parents is not Index.NONE:
         made["parents"] = torch.randint(-1, most, (batch, columns), generator=g).to(INTEGERS[spec.parents])
-    if spec.children is not Index.NONE:  # each token's parent is one before it, so that of a parent's children the first is its first child
+    if spec.children is not Index.NONE:  # a token's parent precedes it, so a parent's first listed child is its first child
         for name in CHILDREN:
             made[name] = torch.full((batch, most), -1, dtype=INTEGERS[spec.children])
         for b, t in product(range(batch), range(1, most)):
@@ -67,7 +67,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
             else:
                 made["next_siblings"][b, children[parent]] = t
             children[parent] = t  # the last of them so far
-    if spec.saved is not Saved.NO:  # one token too many; or one too few, where sequences are packed
+    if spec.saved is not Saved.NO:  # one token too many; or one too few, if sequences are packed
         windows = torch.full((batch, most + (-1 if ragged else 1), dim, spec.width - 1), 7.0)
         made["intermediate_conv_window"] = runs(windows, spec.x) if spec.saved is Saved.RUNS else wide(windows, spec.x, True)
     if spec.saved_index is not Index.NONE:

@@ -1,4 +1,4 @@
-"""What is tuned of causal_conv1d_update: models' channels, or the benchmark's."""
+"""Tuning cases of causal_conv1d_update: models' channels, or the benchmark's."""
 
 from __future__ import annotations
 

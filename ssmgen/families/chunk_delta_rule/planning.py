@@ -44,7 +44,7 @@ class Options(NamedTuple):
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as [batch, T, HK, K], [batch, T, HV, V], [batch, T, HV]; of packed sequences, the batch is 1.
 
-    Adds to `problems`; what comes back is only usable if that is nothing.
+    Adds errors to `problems`; the result is usable only if there are none.
     """
     table = TURNED if options.state_layout == "kv" else OPERANDS
     if views := token_views(table, named, "v", "q", "the delta rule of a prompt", problems):
@@ -57,7 +57,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> DeltaProblem:
-    """The problem that checked operands pose, given where they lie. Raises ArgumentError where the workspace cannot lie there."""
+    """The problem of checked operands and their addresses. Raises ArgumentError where the workspace cannot lie there."""
     check_alignment(OPERATOR, pointers)
     states = fields_of(views, pointers, 2)
     _, length, heads, head_v = views["v"].shape

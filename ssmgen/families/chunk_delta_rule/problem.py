@@ -33,7 +33,7 @@ class Gate(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkProblem(Problem, Chunked):
-    """What the images of chunks hang on: q, k and gates. Heads, tokens, strides and scale are not among it."""
+    """What the images of chunks hang on: q, k and gates. Heads, tokens, strides and scale are not fixed."""
 
     head_k: int  # channels of q and k
     x: DType = DType.BF16  # of q, k, v and out
@@ -48,7 +48,7 @@ class ChunkProblem(Problem, Chunked):
     copy: int = 16  # bytes of q, k, v and out that lie together and aligned
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         return [
             *must(self.head_k % 16 == 0 and 16 <= self.head_k <= 256, f"K {self.head_k} is not 16 … 256 in steps of 16"),
             *must(self.x is not DType.F32, "q, k and v are f32: products are of bf16 or f16 numbers"),
@@ -64,7 +64,7 @@ class ChunkProblem(Problem, Chunked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaProblem(ChunkProblem, Stated, Divided):
-    """What a call fixes: that, and states."""
+    """The fields that a call fixes: that, and states."""
 
     head_v: int  # channels of v and out
     state: DType = DType.F32  # of all states

@@ -1,4 +1,4 @@
-"""What is tuned of chunk_delta_rule: prompts of models, or the benchmark's shapes, whose batches and lengths are their own."""
+"""Tuning cases of chunk_delta_rule: prompts of models, or the benchmark's shapes, whose batches and lengths are their own."""
 
 from __future__ import annotations
 

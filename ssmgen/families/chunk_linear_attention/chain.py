@@ -140,7 +140,7 @@ def warpgroup_space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainS
 
 
 def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     yield from warpgroup_space(problem, arch)
     yield from chain.space(partial(_spec, problem), (1, 2, 4), arch)
 

@@ -47,7 +47,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     """The operands as [batch, T, HK, K], [batch, T, HV, K], [batch, T, HV, V], [batch, T, HV], and a dt_bias of gk as [HV, K]; of packed
     sequences, the batch is 1.
 
-    Adds to `problems`; what comes back is only usable if that is nothing.
+    Adds errors to `problems`; the result is usable only if there are none.
     """
     table = TURNED if options.state_layout == "kv" else OPERANDS
     per_channel, beta, named = "gk" in named, named.get("beta"), dict(named)
@@ -80,7 +80,7 @@ _BETA = (
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearPromptProblem:
-    """The problem that checked operands pose, given where they lie. Raises ArgumentError where the workspace cannot lie there."""
+    """The problem of checked operands and their addresses. Raises ArgumentError where the workspace cannot lie there."""
     check_alignment(OPERATOR, pointers)
     wide = [n for n in CHANNELS if n in views and views[n].dim() > 1]
     states, rule = fields_of(views, pointers, 2), Rule(options.rule)

@@ -56,7 +56,7 @@ class Rule(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProblem(Problem, Chunked):
-    """What the images of chunks hang on: keys and gates. Heads, tokens, strides, the scale and the lower bound are not among it.
+    """What the images of chunks hang on: keys and gates. Heads, tokens, strides, the scale and the lower bound are not fixed.
 
     An operand's dtype is None when there is no such operand. The state decays by g, per head, or by gk, per key channel, or by neither.
     """
@@ -90,7 +90,7 @@ class ImageProblem(Problem, Chunked):
         return image_of(self.head_k, self.rule)
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         low_rank, raw = self.rule is Rule.LOW_RANK, self.gate in (Gate.SOFTPLUS, Gate.BOUNDED)
         return [
             *must(self.head_k % 16 == 0 and 16 <= self.head_k <= 256, f"K {self.head_k} is not 16 … 256 in steps of 16"),
@@ -114,7 +114,7 @@ class ImageProblem(Problem, Chunked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPromptProblem(ImageProblem, Stated, Divided):
-    """What a call fixes: that, and states."""
+    """The fields that a call fixes: that, and states."""
 
     head_v: int  # channels of v and out
     state: DType = DType.F32  # of all states

@@ -1,4 +1,4 @@
-"""What is tuned of chunk_linear_attention: prompts of models, or the benchmark's, whose batches and lengths are their own."""
+"""Tuning cases of chunk_linear_attention: prompts of models, or the benchmark's, whose batches and lengths are their own."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from .warpgroups import many_short
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     dt_softplus: bool = False
     dt_limit: tuple[float, float] | None = None
@@ -103,7 +103,7 @@ def chunk_scan(
     segments: parts of a sequence that blocks of a cluster compute side by side, on sm_90a, 1 … 1024 at most (8 are the most there are); 1
         leaves it whole. None: as its own length and H P say. Elsewhere parts change no bit, and this is not looked at
     out: None for a new one, dense
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
 
     Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
     token by token.
@@ -124,7 +124,7 @@ def chunk_scan(
 def views_of(table: Table, named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as [batch, T, H, P], [batch, T, H], [batch, T, G, N], [H, P]; of packed sequences, the batch is 1.
 
-    Adds to `problems`; what comes back is only usable if that is nothing.
+    Adds errors to `problems`; the result is usable only if there are none.
     """
     found, ids = dict(named), named.get("seq_idx")
     if isinstance(ids, Tensor) and ids.dim() == 1 and isinstance(named["x"], Tensor) and named["x"].shape[0] == 1:
@@ -154,7 +154,7 @@ def _gate(views: Mapping[str, Tensor], options: Options) -> Gate:
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ScanProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     typed: dict[str, Any] = dict.fromkeys(OF_OWN_TYPE) | checks.dtypes_of(views, OF_OWN_TYPE)
     problem = ScanProblem(
         headdim=views["x"].shape[3],

@@ -19,7 +19,7 @@ def _spec(problem: ScanProblem, **how: Any) -> ScanSpec:
 
 
 def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     yield from warpgroup_space(problem, arch)
     for tile in range(16, min(problem.headdim, 128) + 1, 16):
         for stages in (1, 2, 3, 4):

@@ -1,4 +1,4 @@
-"""What the axes of chunk_scan's tensors are."""
+"""The axes of chunk_scan's tensors."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Gate(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanProblem(Problem):
-    """What a call fixes: dtypes, sizes of a head's state, which operands there are. Heads, groups, tokens and strides are not among it."""
+    """The fields that a call fixes: dtypes, sizes of a head's state, which operands there are. Heads, groups, tokens and strides are not fixed."""
 
     headdim: int
     d_state: int
@@ -102,7 +102,7 @@ class ScanProblem(Problem):
         return self.checkpoints is not Index.NONE
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         return [
             *must(self.headdim % 16 == 0 and 16 <= self.headdim <= 256, f"headdim {self.headdim} is not 16 … 256 in steps of 16"),
             *must(self.d_state % 16 == 0 and 16 <= self.d_state <= 256, f"d_state {self.d_state} is not 16 … 256 in steps of 16"),

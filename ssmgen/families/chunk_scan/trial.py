@@ -1,4 +1,4 @@
-"""Trials of chunk_scan: operands from a spec alone, and what becomes of them."""
+"""Trials of chunk_scan: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 

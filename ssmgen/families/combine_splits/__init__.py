@@ -1,4 +1,4 @@
-"""combine_splits: what split-KV attention leaves, merged."""
+"""combine_splits: merges the partial results of split-KV attention."""
 
 from ...spec.family import Family, Kernels
 

@@ -1,14 +1,16 @@
 """The benchmark of combine_splits: LSEs of base 2, bf16 output, its LSE written too.
 
-Forms. dense: every row has all splits, [n, splits, heads, d_v], which is passed as a view whose splits lead. prefix: partial results in
+Forms. dense: every row has all splits, [n, splits, heads, d_v], passed as a view with splits first. prefix: partial results in
 one list, [entries x splits, heads, d_v], with num_splits on the device. pair: two tensors. Heads are 128, or all rows if there are fewer.
 
-Cold: inputs and outputs rotate over as many sets as exceed 640 MB. Hot: one set, if 30 MB hold it, so that what is read is in the L2
-cache, as right behind the attention kernel. TB/s counts partial results and LSEs, read once, outputs and their LSEs, written once.
-Ceilings: torch's multiplication out of place, that moves as many bytes, half of them written; and torch.sum, that reads as many.
+Cold: inputs and outputs rotate over enough sets to exceed 640 MB. Hot: one set, if it fits into 30 MB, so that the inputs are in the L2
+cache, as right after the attention kernel. TB/s counts partial results and LSEs, read once, outputs and their LSEs, written once.
+Ceilings: torch's out-of-place multiplication, which moves the same number of bytes, half of them written; and torch.sum, which reads the
+same number of bytes.
 
-Peers: FlashInfer's merge_states, variable_length_merge_states (Triton) and merge_state, for 16-bit values; what misses the gate is left
-out. They return new tensors; these are kept until the set's next turn. Host times are eager calls, arguments at hand.
+Peers: FlashInfer's merge_states, variable_length_merge_states (Triton) and merge_state, for 16-bit values; results that fail the
+correctness gate are omitted. They return new tensors, which are kept until the set's next turn. Host times are eager calls with prepared
+arguments.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from ...spec.kernel import DType
 
 SHAPES = [(16, 2), (16, 64), (128, 2), (128, 16), (128, 64), (1024, 8), (1024, 32), (16384, 2), (16384, 8), (16384, 32)]
 HEADS = 128
-HOST_ROWS = 1024  # host times are of cases up to this
-CHECKED = 64  # of out's first axis, what the gate looks at
+HOST_ROWS = 1024  # host times are measured up to this size
+CHECKED = 64  # entries of out's first axis that the correctness gate compares
 
 
 class Form(Enum):
@@ -45,7 +47,7 @@ class Form(Enum):
 
 
 def settle(at: At) -> Iterator[At]:
-    """The case if it exists: a pair has two splits, and a hot case has room in the cache."""
+    """The case if it exists: a pair has two splits, and a hot case fits into the cache."""
     rows, splits = at.shape
     if (at.form is not Form.PAIR or splits == 2) and not (at.hot and rows * splits * at.d_v * at.dtype.size > HOT):
         yield at
@@ -58,7 +60,7 @@ def inputs(at: At, device: torch.device) -> Case:
     moved = rows * (splits * (d_v * dtype.itemsize + 4) + d_v * 2 + 4)
     sets = 1 if at.hot else prompt_sets(moved)
     inner = {Form.DENSE: (n, splits, heads), Form.PREFIX: (n * splits, heads), Form.PAIR: (2, n, heads)}[form]
-    room = -(-moved // dtype.itemsize)  # the ceilings move as much
+    room = -(-moved // dtype.itemsize)  # the ceilings move the same number of bytes
     memory = [torch.randn(room, device=device, dtype=dtype) for _ in range(sets)]
     v, s = ([m[: math.prod(inner) * d_v].view(*inner, d_v) for m in memory], [2 * torch.randn(inner, device=device) for _ in range(sets)])
     starts = torch.arange(0, n * splits + 1, splits, dtype=torch.int32, device=device)

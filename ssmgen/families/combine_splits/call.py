@@ -1,4 +1,4 @@
-"""combine_splits: merges partial attention outputs, as split-KV decoding and cascades leave them."""
+"""combine_splits: merges partial attention outputs of split-KV decoding and of cascades."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASE = one_of("2 or 'e'", *NATURAL)
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     lse_base: str = "e"
     lse_base_out: str | None = None
@@ -61,31 +61,31 @@ def combine_splits(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = sum_s exp(lse[s]) o[s] / (sum_s exp(lse[s]) + exp(attn_sink)); lse_out = log(sum_s exp(lse[s])), without the sink.
 
-    Splits lead, and rows have any axes: whatever an engine's layout is, pass a view of it (`v.transpose(0, 1)` of [n, splits, heads, d_v],
-    `lse.t()` of [heads, n]). Any strides are taken as they are, but d_v is contiguous. Arithmetic is f32, in one order of summation; no
-    variant and no batch size changes a bit. Weights are relative to the largest one of their row.
+    Splits come first, and rows have any axes: pass a view of the engine's layout (`v.transpose(0, 1)` of [n, splits, heads, d_v],
+    `lse.t()` of [heads, n]). Strides are arbitrary, except that d_v is contiguous. Arithmetic is f32, in one order of summation; neither
+    the variant nor the batch size changes a bit. Weights are relative to the largest weight of their row.
 
-    o: [splits, *rows, d_v] f32, f16 or bf16, normalised; d_v 1 … 1024, element by element if no multiple of 4; splits without a limit
-    lse: [splits, *rows] f32. A split whose LSE is +inf, -inf or NaN is empty. What is empty, or weighs less than 2^-126 of the largest,
-        is not in the sum: it may hold anything
-    o, lse as pairs of tensors, [*rows, d_v] and [*rows]: the two splits, wherever they lie
+    o: [splits, *rows, d_v] f32, f16 or bf16, normalised; d_v 1 … 1024, element by element if not a multiple of 4; any number of splits
+    lse: [splits, *rows] f32. A split whose LSE is +inf, -inf or NaN is empty. A split that is empty, or weighs less than 2^-126 of the
+        largest, is not in the sum: it may hold any values
+    o, lse as pairs of tensors, [*rows, d_v] and [*rows]: the two splits, at any addresses
     num_splits: [batch + 1] int32 or int64, ascending: entry b of the batch has splits num_splits[b] … num_splits[b + 1] - 1, where
-        out is [batch, *rows, d_v]. Read on the device, never beyond the splits there are. None: every row has all splits
+        out is [batch, *rows, d_v]. Read on the device, never beyond the existing splits. None: every row has all splits
     lse_base, lse_base_out: 2 or "e", the logarithms' base; None for the same
-    empty_lse: what lse_out holds for rows without a split that counts, inf or -inf; their output is 0
-    attn_sink: f32, f16 or bf16, natural logarithms, expandable to out's shape without d_v ([heads] where heads are the last of these axes);
+    empty_lse: lse_out of rows whose splits are all left out of the sum, inf or -inf; their output is 0
+    attn_sink: f32, f16 or bf16, natural logarithms, expandable to out's shape without d_v ([heads] if heads are the last of these axes);
         -inf for none
-    mask: bool, expandable likewise: where it is false, out and lse_out stay as they are
-    skip_single: leave the rows of an entry with a single split as they are, too: the attention kernel has written them
+    mask: bool, expandable likewise: where it is false, out and lse_out are unchanged
+    skip_single: also leaves the rows of an entry with a single split unchanged: the attention kernel has written them
     out: [*rows, d_v] f32, f16 or bf16, or [batch, *rows, d_v]; may be one of a pair of o; None for a new one of o's dtype
     return_lse: also return lse_out, a new one if none is given
     lse_out: f32, out's shape without d_v; may be one of a pair of lse
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Returns out, or (out, lse_out). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
-    Source: Milakov & Gimelshein 2018 (arXiv 1805.02867); the forms are those of FlashMLA, FlashInfer and vLLM.
+    Source: Milakov & Gimelshein 2018 (arXiv 1805.02867); the forms follow FlashMLA, FlashInfer and vLLM.
     """
     o_other = lse_other = None
     if isinstance(o, (tuple, list)) and len(o) == 2:
@@ -144,8 +144,8 @@ def _expands(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands, of whose axes of rows as few are left as strides allow, the batch first. Adds to `problems`; what comes back is only
-    usable if that is nothing."""
+    """The operands, with their row axes merged as far as strides allow, the batch first. Adds errors to `problems`; the result is usable
+    only if there are none."""
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_types(OPERANDS, named, "o", problems, "the merging of splits")
@@ -175,10 +175,10 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
 
 
 def _merged(named: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """The operands with those of their `count` axes of rows merged that lie densely in one another in all of them; those of size 1 go."""
+    """The operands with their `count` row axes merged where all operands are dense across the axes; axes of size 1 are removed."""
     indexed, pair = "num_splits" in named, "o_other" in named
-    first = int(indexed)  # the batch stays: o has no such axis
-    before = {n: 1 if n in ("o", "lse") and not pair else first for n in named}  # axes ahead of those that may be merged
+    first = int(indexed)  # the batch stays, because o lacks this axis
+    before = {n: 1 if n in ("o", "lse") and not pair else first for n in named}  # axes before the mergeable ones
     after = {n: int(n in ("o", "o_other", "out")) for n in named}
     ours = [n for n in named if n != "num_splits"]
     sizes: list[int] = []
@@ -207,7 +207,7 @@ def _merged(named: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> CombineProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     o, out, pair = views["o"], views["out"], "o_other" in views
     problem: dict[str, Any] = {
         "d_v": o.shape[-1],
@@ -237,14 +237,15 @@ def grid_of(spec: CombineSpec, views: Mapping[str, Tensor]) -> int:
 def kernel_values(spec: CombineSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     axes = spec.row_axes()
-    unit, unit_out = (math.log2(math.e) if n else 1.0 for n in (options.natural, options.natural_out))  # times a logarithm: to base 2
+    # factor that converts a logarithm to base 2
+    unit, unit_out = (math.log2(math.e) if n else 1.0 for n in (options.natural, options.natural_out))
     values = {"rows": size_of(views), "splits": views["o"].shape[0], "empty_lse": options.empty_lse}
     values |= {"to_log2": unit, "sink_to_base": math.log2(math.e) / unit, "max_to_out": unit / unit_out, "log2_to_out": 1 / unit_out}
     for axis, size in zip(axes, views["out"].shape, strict=False):
         values |= divisor(f"{axis}_size", size)
     for operand, axis in spec.strides():
         t = views[operand]
-        missing = int(spec.indexed and operand in ("o", "lse"))  # the batch's axis, in whose place there is that of splits
+        missing = int(spec.indexed and operand in ("o", "lse"))  # they have a splits axis instead
         lead = 1 if operand in ("o", "lse") and not spec.pair else 0
         values[f"{operand}_{axis}"] = t.stride(0 if axis == "split" else lead + axes.index(axis) - missing)
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}

@@ -1,4 +1,4 @@
-"""Default variants of combine_splits: an MLA and a GQA model's decode, with few rows and with many; a cascade's two; the other branches."""
+"""Default variants of combine_splits: an MLA and a GQA model's decode, few rows and many; a cascade's two splits; other branches."""
 
 from typing import Any
 

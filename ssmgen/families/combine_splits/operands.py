@@ -1,4 +1,4 @@
-"""The tensors of combine_splits. Rows have any axes; kernels see those that strides keep apart: outer, middle and inner."""
+"""The tensors of combine_splits. Rows have any axes; kernels see the axes that cannot be merged: outer, middle and inner."""
 
 from __future__ import annotations
 

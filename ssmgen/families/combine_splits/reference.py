@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-LEAST_WEIGHT = 2.0**-126  # relative to the largest; below, a split has none
+LEAST_WEIGHT = 2.0**-126  # relative to the largest weight; a split below this is left out
 
 
 def _entries(o: Tensor, lse: Tensor, out: Tensor, num_splits: Tensor | None) -> Iterator[tuple[slice, tuple[int | slice, ...]]]:
-    """(its splits, its place in the output) of everything that has splits of its own."""
+    """(splits, place in the output) of each entry."""
     if num_splits is None:
         yield slice(None), ()
         return

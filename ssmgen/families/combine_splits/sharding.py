@@ -17,7 +17,7 @@ def _rows(given: Mapping[str, Any]) -> dict[str, str]:
     if not hasattr(o, "dim"):
         return {}
     count = o.dim() - (1 if pair else 2) + indexed  # axes of rows that `out` has
-    first = "row" if indexed else "batch"  # of which num_splits numbers the splits
+    first = "row" if indexed else "batch"  # num_splits is indexed by this axis
     rows = [first, *["row"] * (count - 2), "head"] if count > 1 else [first][:count]
     theirs = rows[1:] if indexed else rows
     splits = {"o": ["split", *theirs, "n"], "lse": ["split", *theirs]}

@@ -1,11 +1,11 @@
-"""combine_splits: merges partial attention outputs by their log-sum-exps, as split-KV decoding leaves them.
+"""combine_splits: merges partial attention outputs of split-KV decoding by their log-sum-exps.
 
 A unit of threads owns some neighbouring columns of one row of the output: `lanes` lanes hold `vec` columns each, and `parts` such teams
-share the splits. Each of its warps looks at all of the row's LSEs, lanes over splits, while its first vectors are on the way. Bytes per
+share the splits. Each of its warps reads all of the row's LSEs, lanes over splits, while its first vectors are loading. Bytes per
 row: splits * (d_v * sizeof(o) + 4) read, d_v * sizeof(out) + 4 written.
 
 The sum has one order. Split s belongs to chain s % CHAINS; a chain is a run of fused multiply-adds in ascending order, and chains are added
-in pairs that lie apart by 4, 2 and 1. The weights' sum is one of 32 such chains, over s % 32, in pairs 16, 8, 4, 2 and 1 apart.
+in pairs at distance 4, 2 and 1. The weights are summed in 32 such chains, over s % 32, then in pairs at distance 16, 8, 4, 2 and 1.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, P
 from .operands import OPERANDS
 
 OPERATOR = "combine_splits"
-SIZE, MAX_SIZE = "rows", 2**17  # what the rules look at; beyond, nothing changes
+SIZE, MAX_SIZE = "rows", 2**17  # the rules compare this size; beyond the maximum, nothing changes
 
 MAX_D_V = 1024
-CHAINS = 8  # that splits are summed in, whatever the variant
-BOUNDS = (2, 4, 8, 16, 32, 64, 96, 128, 160)  # of the splits per row that kernels are made for; 0: any number
+CHAINS = 8  # chains that splits are summed in, in every variant
+BOUNDS = (2, 4, 8, 16, 32, 64, 96, 128, 160)  # splits per row that kernels are made for; 0: any number
 AXES = ("outer", "middle", "inner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombineProblem(Problem):
-    """What a call fixes. Sizes other than d_v, and bases of logarithms, are not among it."""
+    """The fields that a call fixes. Other sizes than d_v, and bases of logarithms, are not fixed."""
 
     d_v: int
     o: DType = DType.F32
     out: DType = DType.BF16
     max_splits: int = 32  # per row; 0: any number
-    axes: int = 1  # of rows, once those are merged that strides allow to
-    pair: bool = False  # the two splits are tensors of their own
-    num_splits: Index = Index.NONE  # type of it: where the splits of each entry of the outer axis begin
+    axes: int = 1  # of rows, after the merge that strides allow
+    pair: bool = False  # the two splits are separate tensors
+    num_splits: Index = Index.NONE  # its type; it holds the first split of each entry of the outer axis
     sink: DType | None = None
     mask: bool = False
     lse_out: bool = True
     skip_single: bool = False
-    in_place: bool = False  # lse_out is what is read, too
+    in_place: bool = False  # lse_out is also an input
     loads: Loads = Loads.VECTOR  # o and out: aligned to the widest vector that divides d_v
 
     @property
@@ -51,7 +51,7 @@ class CombineProblem(Problem):
 
     @property
     def partial(self) -> bool:
-        """Whether the last of a row's vectors is not whole: o and out are then loaded and stored by elements, as many as there are."""
+        """Whether the last vector of a row is partial: o and out are then loaded and stored element by element."""
         return self.d_v % 4 != 0
 
     @property
@@ -68,7 +68,7 @@ class CombineProblem(Problem):
         return self.num_splits is not Index.NONE
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         return [
             *must(1 <= self.d_v <= MAX_D_V, f"d_v {self.d_v} is not 1 … {MAX_D_V}"),
             *must(not self.partial or self.loads is Loads.ELEMENT, f"d_v {self.d_v} needs loads by elements"),
@@ -135,7 +135,7 @@ class CombineSpec(KernelSpec, CombineProblem):
         odd = [f"{name} {n}" for name, n in sizes.items() if not is_pow2(n)]
         if odd or self.max_splits not in (0, *BOUNDS):
             return [*self.faults(), *must(not odd, f"{', '.join(odd)} is no power of two")]
-        # Threads that leave together: those of a row, where they meet at a barrier.
+        # Threads that exit together: all threads of a row, if they meet at a barrier.
         together = self.unit * (self.tiles if self.in_place else 1)
         meets = self.unit > 32 or (self.in_place and self.tiles > 1)
         return [
@@ -171,7 +171,7 @@ class CombineSpec(KernelSpec, CombineProblem):
         return [*OPERANDS.pointers(self), *divisors, *map(Param.u32, counts), *OPERANDS.stride_params(self), *map(Param.f32, numbers)]
 
     def _offsets(self) -> dict[str, str]:
-        """What is added to the operands to get to a row, and in it to a lane's columns."""
+        """Offsets from the operands to a row, and within the row to a lane's columns."""
         terms: dict[str, list[str]] = {operand: [] for operand in self.operands() if operand != "num_splits"}
         for operand, axis in self.strides():
             if operand in terms and axis != "split":
@@ -181,12 +181,12 @@ class CombineSpec(KernelSpec, CombineProblem):
         return {operand: " + ".join(sums) for operand, sums in terms.items() if sums}
 
     def constants(self) -> dict[str, Any]:
-        scan = min(32, self.unit, max(self.parts, _pow2(self.max_splits or 32)))  # with few splits, each is in several lanes
+        scan = min(32, self.unit, max(self.parts, _pow2(self.max_splits or 32)))  # if there are few splits, several lanes read each
         return {
             "chains": CHAINS,
             "scan": scan,
             "held": -(-min(self.max_splits or 32, 160) // scan),
-            # Splits that lie a step apart are of one team; those beyond the most that there can be are in none.
+            # Splits at a distance of one step belong to one team; splits beyond max_splits belong to none.
             "team_chains": -(-min(CHAINS, self.max_splits or CHAINS) // self.parts),
             "beyond": not self.max_splits,
             "vector": self.loads is Loads.VECTOR,
@@ -198,7 +198,7 @@ class CombineSpec(KernelSpec, CombineProblem):
 
 
 def bound_of(splits: int) -> int:
-    """The least bound that holds for so many splits."""
+    """The least bound that covers `splits`."""
     return next((b for b in BOUNDS if splits <= b), 0)
 
 
@@ -207,22 +207,22 @@ def _spec(problem: CombineProblem, **how: Any) -> CombineSpec:
 
 
 def _pow2(n: int) -> int:
-    """The least power of two that is not below n."""
+    """The least power of two that is n or more."""
     return 1 << (n - 1).bit_length()
 
 
 def _shape(problem: CombineProblem, parts: int, vec: int = 0, ilp: int = 0, **how: Any) -> CombineSpec:
-    """The variant with so many parts, or the nearest number of them that makes sense."""
+    """The variant with `parts` parts, or the nearest useful number of them."""
     vec = vec or problem.widest
     lanes = min(32, _pow2(-(-problem.d_v // vec)))
     most = problem.max_splits or 2**31
-    least = 32 // lanes if most > CHAINS else 1  # threads of a warp that a loop keeps together
+    least = 32 // lanes if most > CHAINS else 1  # threads of a warp that stay together in a loop
     lanes = max(lanes, 32 // CHAINS) if most > CHAINS else lanes
     parts = max(min(parts, CHAINS, most), min(least, CHAINS))
     tiles = -(-problem.d_v // (lanes * vec))
     if problem.in_place and tiles > 1:
         parts = min(parts, 1024 // (tiles * lanes))
-    deep = 2 if vec == 4 and problem.max_splits else 1  # of wider vectors, and in the loop, two per thread would spill
+    deep = 2 if vec == 4 and problem.max_splits else 1  # with wider vectors, and in the loop, two per thread would spill
     ilp = ilp or min(4, max(deep, parts), _pow2(-(-most // CHAINS)))
     unit = lanes * parts
     meets = unit * (tiles if problem.in_place else 1) if unit > 32 or (problem.in_place and tiles > 1) else 0
@@ -230,7 +230,7 @@ def _shape(problem: CombineProblem, parts: int, vec: int = 0, ilp: int = 0, **ho
 
 
 def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     found: dict[CombineSpec, None] = {}
     for vec in sorted({4, problem.widest}):
         for parts in (1, 2, 4, 8):
@@ -243,9 +243,9 @@ def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
 def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, CombineSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
     quads, splits = rows * -(-problem.d_v // 4), problem.max_splits or 2**31
-    # Two teams to a row whose dependents start at once: 3 % less on an H100, the same on an H200; one and later with 4-byte elements.
+    # Two teams per row and an early start of dependents: 3 % less on an H100, the same on an H200. 4-byte elements: one team, later start.
     two = problem.o.size == 2 and SMALL < quads <= NARROW and 2 * LEAST <= splits <= FEW
-    quick = splits <= 2 or (splits <= FEW and quads <= SMALL) or two  # then dependents have little to wait for
+    quick = splits <= 2 or (splits <= FEW and quads <= SMALL) or two  # then dependents wait little
     how: dict[str, Any] = {"pdl": Pdl.OFF if not pdl else Pdl.TRIGGER_TOP if quick else Pdl.TRIGGER_LOADED}
     if quads <= NARROW and problem.max_splits and problem.widest > 4:
         how["vec"] = 4  # a lane has fewer columns, and a row more lanes
@@ -255,7 +255,7 @@ def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Ite
         elif splits < least:
             yield rule, None, f"{splits} splits are below {least}"
         else:
-            halves = splits == 2 and quads <= TINY and problem.d_v <= 16 * problem.widest  # of a warp, which do not wait for each other
+            halves = splits == 2 and quads <= TINY and problem.d_v <= 16 * problem.widest  # halves of a warp do not wait for each other
             both = splits == 2 and TINY < quads <= FILL[0][1]
             more: dict[str, Any] = {"vec": problem.widest} if halves else {}
             if problem.max_splits > 32:
@@ -264,19 +264,19 @@ def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Ite
                 more |= {} if pdl else {"pdl": Pdl.OFF}
             yield rule, _shape(problem, 2 if both or halves else min(parts, max(1, splits // LEAST)), **how | more), ""
     if splits == 2 and how.get("vec", problem.widest) == 4 and not problem.pair:
-        how["ilp"] = 4  # 1.5 % faster than 1, why is not known
-    fewest = 32 // min(32, _pow2(-(-problem.d_v // how.get("vec", problem.widest))))  # whole warps to a row
+        how["ilp"] = 4  # 1.5 % faster than 1, for an unknown reason
+    fewest = 32 // min(32, _pow2(-(-problem.d_v // how.get("vec", problem.widest))))  # whole warps per row
     yield "whole-warps", _shape(problem, 2 if two else min(fewest, max(1, splits // LEAST)), **how), ""
 
 
-# (rule; times 4 columns of the output, at most; teams that share a row's splits; splits, at least): enough teams to keep every SM asking
-# for memory. LEAST: splits that a team should have, of more than two. Measured on an H100 and an H200; docs/performance.md.
+# (rule; quads of output columns, at most; teams that share a row's splits; splits, at least): enough teams to keep every SM loading. LEAST:
+# splits that a team should have, if there are more than two. Measured on an H100 and an H200; docs/performance.md.
 FILL = (("parts-8", 2**12, 8, 1), ("parts-4", 2**13, 4, 1), ("parts-4-of-many", 2**15, 4, 32))
 LEAST = 4
-NARROW, SMALL, FEW = 2**15, 2**14, 16  # times 4 columns; and splits
-TINY = 2**10  # times 4 columns, up to which a team has both of two splits: two teams of a warp each wait for each other
-# Of rows of more splits than one walk of a thread holds: dependents that start at once take 3 … 5 % less where times 4 columns are above
-# LONE, and 2 … 5 % more below (measured without num_splits). In the third rule by bytes of an element: with 4 in flight and dependents let
-# go when all is loaded such rows took 25 % and 21 % more.
+NARROW, SMALL, FEW = 2**15, 2**14, 16  # quads of columns; and splits
+TINY = 2**10  # quads of columns, up to which one team has both of two splits: two teams of one warp each would wait for each other
+# Rows with more splits than a thread holds at once: an early start of dependents takes 3 … 5 % less above LONE quads of columns, and 2 … 5
+# % more below (measured without num_splits). The third rule depends on the bytes of an element: with 4 in flight and dependents that start
+# when all is loaded, such rows took 25 % and 21 % more.
 LONE = 2**11
 WALKED: dict[int, dict[str, Any]] = {4: {"ilp": 2}, 2: {"pdl": Pdl.TRIGGER_TOP}}

@@ -1,4 +1,4 @@
-"""Trials of combine_splits: operands from a spec alone, and what becomes of them."""
+"""Trials of combine_splits: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spec import CombineSpec
 
 
 def operands(spec: CombineSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """As many splits as the spec is for, some of them empty and NaN; entry after entry has one more, if they say so."""
+    """The spec's number of splits, some of them empty and NaN. With num_splits, each entry has one more than the entry before."""
     g = torch.Generator().manual_seed(seed)
     splits = spec.max_splits or 165
     rows = ((batch if spec.indexed else batch + 1), 2, 3)[: spec.axes]
@@ -21,7 +21,7 @@ def operands(spec: CombineSpec, batch: int, seed: int) -> dict[str, Tensor]:
     odd = spec.loads is Loads.ELEMENT
 
     def apart(values: Tensor, dtype: DType, columns: bool = True) -> Tensor:
-        """A tensor of these values with gaps along every axis, which keep columns aligned."""
+        """A tensor of these values with gaps along every axis that keep columns aligned."""
         gaps = [1 if i < values.dim() - columns else 8 + odd for i in range(values.dim())]
         wide = torch.full([n + gap for n, gap in zip(values.shape, gaps, strict=True)], float("nan"), dtype=TORCH_DTYPES[dtype])
         wide = wide[..., odd:] if columns else wide

@@ -1,4 +1,4 @@
-"""What is tuned of combine_splits: the benchmark's shapes."""
+"""Tuning cases of combine_splits: the benchmark's shapes."""
 
 from __future__ import annotations
 

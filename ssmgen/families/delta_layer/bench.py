@@ -1,6 +1,6 @@
 """chain: causal_conv1d_update, gated_delta_rule or kda, gated_rms_norm. Peers of gdn_layer; kda_layer has none. flashinfer: FlashInfer's
-state update instead of ours, with a bf16 state of 128 x 128. fla: its recurrence and its norm, behind Dao-AILab's convolution where that is
-installed, else ours; flash-linear-attention has no pool, gets f32 states out of the pool's memory, contiguous, and returns new ones.
+state update instead of ours, with a bf16 state of 128 x 128. fla: its recurrence and its norm, after Dao-AILab's convolution if that is
+installed, else ours. flash-linear-attention takes contiguous f32 states from the pool's memory, not slots, and returns new states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...bench.layers import LAYOUT, layer_bench
 from ...engine.recurrences.attention.model import AttentionModel
 from ...engine.recurrences.attention.problem import Gate
 
-# Of flash-linear-attention's step: what it does in its kernel, as ours does, and that it gives the state.
+# Options of flash-linear-attention's step: its kernel does the same work as ours, and it returns the state.
 FLA_OPTIONS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state")
 LOWER_BOUND = -5.0  # Kimi-K3's
 
@@ -31,7 +31,7 @@ class DeltaLayer(Layer):
     inputs: ClassVar[str] = "mixed_qkv"
     model: AttentionModel
     norm_first: ClassVar[bool] = True
-    gates: ClassVar[tuple[str, str]]  # the operands that the recurrence by itself calls g and beta
+    gates: ClassVar[tuple[str, str]]  # the layer's names for the recurrence's g and beta
     rule: ClassVar[Callable[..., Any]]
 
     @property
@@ -45,7 +45,7 @@ class DeltaLayer(Layer):
         g, beta = self.gates
         tokenwise = {"v": v.unflatten(-1, (H, P)), "g": given[g], "beta": given[beta], "out": out}
         tokenwise |= {name: t.unflatten(-1, (G, N)) for name, t in zip(("q", "k"), shared, strict=True)}
-        if self.tokens == 1:  # as flash-linear-attention takes them
+        if self.tokens == 1:  # in the shape that flash-linear-attention takes
             tokenwise = {name: t.unsqueeze(1) for name, t in tokenwise.items()}
         call = tokenwise | {"A_log": given["A_log"], "dt_bias": given["dt_bias"], **self.options}
         call |= {"state": self.state, **self.places(i), "use_qk_l2norm": True, "beta_sigmoid": True}
@@ -98,7 +98,7 @@ def flashinfer(case: Any) -> Launch | None:
 
 
 def fla(case: Any) -> Launch | None:
-    """Triton's recurrence and norm. The first set begins with its states, [batch, heads, K, V] f32, the others anywhere in the pool."""
+    """Triton's recurrence and norm. The first set begins with its states, [batch, heads, K, V] f32, the others use the pool."""
     served = case.tokens == 1 and case.at.layout == "vk"
     update = reports.imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule") if served else None
     norm = reports.imported("fla.modules.fused_norm_gate", "rms_norm_gated") if served else None

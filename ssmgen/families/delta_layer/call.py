@@ -47,38 +47,39 @@ def gdn_layer(
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """Decode steps of a gated delta rule layer (Qwen3-Next, Qwen3.5), from what its in-projections give to what its out-projection takes.
+    """Decode steps of a gated delta rule layer (Qwen3-Next, Qwen3.5), from its in-projections' outputs to its out-projection's input.
 
     q, k, v <- silu(convolution of mixed_qkv); y, state <- gated_delta_rule(state, q, k, v, a, b) with a raw gate and a logit for beta;
     out = the gated RMS norm of y and z, of each head. HK key heads (of q and k) and HV heads of v and the state, a multiple of HK; K key
-    channels and V value channels per head; channels = 2 HK K + HV V, in the order q, k, v. One kernel does all of it, or one behind it
-    norms. The same bits as causal_conv1d_update with SiLU, gated_delta_rule and gated_rms_norm, one after the other, with y of out's
-    dtype. Floating tensors may be f32, f16 or bf16, each its own, but for mixed_qkv and conv_state, which go together; arithmetic is f32.
+    channels and V value channels per head; channels = 2 HK K + HV V, in the order q, k, v. One kernel does
+    everything, or a second kernel norms. The result is bitwise equal to causal_conv1d_update with SiLU, gated_delta_rule and
+    gated_rms_norm, one after the other, with y of out's dtype. Floating tensors may be f32, f16 or bf16, each with its own dtype;
+    mixed_qkv and conv_state have the same dtype. Arithmetic is f32.
 
-    […] is [batch] for one token per sequence, or [batch, T] for several, T up to 8: all of them in one launch, with the bits of the three
-    operators for T tokens (of gated_delta_rule with intermediate states). Packed sequences are those operators' only.
+    […] is [batch] for one token per sequence, or [batch, T] for several, T up to 8, in one launch, bitwise equal to the three
+    operators for T tokens (gated_delta_rule with intermediate states). Only these operators take packed sequences.
 
     mixed_qkv: […, channels]; a, b: […, HV]; views of the in-projections' outputs, with any strides
     z, out: […, HV V] or […, HV, V]; the channels of a head are dense
     conv_state: [slots, channels, width - 1 or width], updated in place, the newest input last; any strides
     state: [slots, HV, V, K], updated in place; its last three axes must be dense
-    arrivals: [slots, HK] int32 of zeros, kept by the caller with the states: counts, within a launch, the blocks that have read a window
+    arrivals: [slots, HK] int32 of zeros, kept by the caller with the states: counts the blocks that have read a window within a launch
     conv_weight: [channels, width], width 2 … 8; conv_bias: [channels] or None
-    A_log, dt_bias: [HV]; the log decay is -e^A_log softplus(a + dt_bias), without dt_bias where that is None
+    A_log, dt_bias: [HV]; the log decay is -e^A_log softplus(a + dt_bias), without dt_bias if that is None
     norm_weight: [V], for all heads; None: no norm, and no z
-    norm_before_gate: z gates what is normed already; norm_activation: "silu" or its other name "swish"; "sigmoid"
-    allow_neg_eigval: beta is twice the sigmoid of b; use_qk_l2norm: q and k are divided by sqrt(|x|^2 + 1e-6) first
+    norm_before_gate: z gates after the norm; norm_activation: "silu" or its other name "swish"; "sigmoid"
+    allow_neg_eigval: beta is twice the sigmoid of b; use_qk_l2norm: q and k are first divided by sqrt(|x|^2 + 1e-6)
     scale, state_layout, state_indices, pad_slot_id: as in gated_delta_rule, of both states. A padded row gets a zero output
-    update_state: False leaves window and state as they are
+    update_state: False leaves window and state unchanged
     intermediate_states: [rows, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token, and
     intermediate_conv_window: [rows, T or more, channels, width - 1] of mixed_qkv's dtype: the window after each token, in row
-        intermediate_state_indices[b], [batch] int32 or int64, or b; a row that is not there is not written
-    num_accepted_tokens: [batch] int32 or int64, with state_indices [batch, columns] and dst_state_indices [batch, T]: of the last call's
-        tokens so many were accepted. The state is that of the slot in column num_accepted_tokens - 1, and the one after token t goes to
-        slot dst_state_indices[b, t], if there is one. The window is that of the slot in the first column, of length width - 2 + T or more:
-        its history begins at entry num_accepted_tokens - 1, and the new inputs are put behind it, at the front. A count that is no column,
-        or whose history is not in the window, is padding, and so is a sequence without either slot
-    pdl: whether the kernels may start while the ones ahead of them in the stream end; None = where the device can (sm_90 and later)
+        intermediate_state_indices[b], [batch] int32 or int64, or b; a row out of range is not written
+    num_accepted_tokens: [batch] int32 or int64, with state_indices [batch, columns] and dst_state_indices [batch, T]: number of
+        the last call's tokens that were accepted. The slot in column num_accepted_tokens - 1 holds the state. The state after token t goes
+        to slot dst_state_indices[b, t], if there is one. The slot in the first column holds the window, of length width - 2 + T or more.
+        Its history begins at entry num_accepted_tokens - 1; the step moves the history to the front and stores the new inputs after it. A
+        sequence is padding if its count names no column, if the history is not in the window, or if either slot is missing
+    pdl: whether each kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Returns out (new, of mixed_qkv's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a kernel
@@ -131,22 +132,22 @@ def kda_layer(
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """Decode steps of a Kimi delta attention layer (Kimi-Linear), from what its in-projections give to what its out-projection takes.
+    """Decode steps of a Kimi delta attention layer (Kimi-Linear), from its in-projections' outputs to its out-projection's input.
 
     q, k, v <- silu(convolution of mixed_qkv); y, state <- kda(state, q, k, v, g, beta) with a raw gate and a logit for beta;
     out = the gated RMS norm of y and z, of each head. HK key heads (of q and k) and HV heads of v and the state, a multiple of HK; K key
     channels and V value channels per head; channels = 2 HK K + HV V, in the order q, k, v: an engine with a projection, a convolution and
-    a window for each of q, k and v lays them out next to each other. One kernel does all of it, or one behind it norms. The same bits as
-    causal_conv1d_update with SiLU, kda and gated_rms_norm, one after the other, with y of out's dtype. Floating tensors may be f32, f16
-    or bf16, each its own, but for mixed_qkv and conv_state, which go together; arithmetic is f32.
+    a window for each of q, k and v lays them out next to each other. One kernel does everything, or a second kernel norms. The result is
+    bitwise equal to causal_conv1d_update with SiLU, kda and gated_rms_norm, one after the other, with y of out's dtype. Floating tensors
+    may be f32, f16 or bf16, each with its own dtype; mixed_qkv and conv_state have the same dtype. Arithmetic is f32.
 
     […] is [batch] for one token per sequence, or [batch, T] for several, as in gdn_layer.
 
     mixed_qkv: […, channels]; g: […, HV K] or […, HV, K]; beta: […, HV]; views of the in-projections' outputs, with any strides
     A_log: [HV]; dt_bias: [HV K] or [HV, K] or None; the log decay is -e^A_log softplus(g + dt_bias), or with lower_bound
-        lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be None
+        lower_bound sigmoid(e^A_log (g + dt_bias)), where A_log may be None
     norm_activation: "sigmoid"; "silu" or its other name "swish"
-    Everything else: as in gdn_layer, returns and errors too. CPU tensors run the reference implementation.
+    All other arguments, returns and errors: as in gdn_layer. CPU tensors run the reference implementation.
     Source: Kimi Team 2025 (arXiv 2510.26692).
     """
     out, scale = _result_and_scale(out, scale, mixed_qkv, state, state_layout)
@@ -164,7 +165,7 @@ def kda_layer(
 def _result_and_scale(
     out: Tensor | None, scale: float | None, mixed_qkv: Tensor, state: Tensor, state_layout: str
 ) -> tuple[Tensor | None, float]:
-    """What a call has where it does not say: a new output of the input's dtype, and K^-0.5. Of operands that are not checked yet."""
+    """Defaults of a call: a new output of the input's dtype, and scale K^-0.5. The operands are not checked yet."""
     headed = isinstance(state, Tensor) and state.dim() == 4
     keys, values = (2, 3) if state_layout == "kv" else (3, 2)
     if out is None and isinstance(mixed_qkv, Tensor):

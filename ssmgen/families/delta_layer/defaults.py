@@ -1,5 +1,5 @@
-"""Default variants of gdn_layer and kda_layer: a norm in a block with a whole head, in a cluster's blocks, and in a kernel of its own
-(where keys come first); every layout of a window; several tokens."""
+"""Default variants of gdn_layer and kda_layer: a norm in a block with a whole head, in a cluster's blocks, and in a separate kernel (if
+keys come first); every layout of a window; several tokens."""
 
 from typing import Any
 

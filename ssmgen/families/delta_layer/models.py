@@ -1,4 +1,4 @@
-"""What models of gated delta rules and of Kimi delta attention ask of their decode layers."""
+"""The decode layer kernels that models of gated delta rules and of Kimi delta attention need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPTIONS = SEVERAL | {"layout"}
 
 
 class DeltaLayerAsk(LayerAsk):
-    """A decode step; transformers' modules hold A_log in the dtype of activations. OLMo-Hybrid's layers are not replaced there."""
+    """A decode step; transformers' modules hold A_log in the dtype of activations. OLMo-Hybrid's are not replaced."""
 
     def called_by(self, model: Model, caller: Client) -> bool:
         return super().called_by(model, caller) and not getattr(model, "allow_neg_eigval", False)

@@ -1,6 +1,6 @@
 """The tensors of gdn_layer, which has a decay per head, and of kda_layer, which has one per key channel.
 
-`key` and `value` are the channels of a head. Kernels call the gates by their roles in the recurrence: g, gk and beta.
+`key` and `value` are the channels of a head. Kernels name the gates by their roles in the recurrence: g, gk and beta.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ from .views import Options, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> DeltaLayerProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     state = views["state"]
     _, HV, V, K = state.shape
     along, row = (-2, V) if options.layout == "kv" else (-1, K)
-    vector = min(16 // state.element_size(), row & -row)  # elements that a lane reads at once
-    lane = min(16 // state.element_size(), K & -K)  # key channels that a lane has next to each other
+    vector = min(16 // state.element_size(), row & -row)  # elements per load of a lane
+    lane = min(16 // state.element_size(), K & -K)  # neighbouring key channels of a lane
     by_channel = [name for name in ("g", "dt_bias") if name in views and "g" in views]
     states = [name for name in ("state", "intermediate_states") if name in views]
     table = FUNCTIONS["kda_layer" if by_channel else "gdn_layer"]

@@ -1,4 +1,4 @@
-"""What a call of gdn_layer or of kda_layer can ask for. They differ in the form of the decay."""
+"""The problems that calls of gdn_layer and kda_layer pose. The two differ in the form of the decay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...spec.kernel import LATER, DType, Index, PoolMode, Ring, Update, must
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaLayerProblem(NormedLayer, LinearAttentionProblem):
-    """What a call fixes. q, k and v are channels of mixed_qkv, whose dtype is theirs; the decay's gate is raw, beta a logit per head.
+    """The fields that a call fixes. q, k and v are channels of mixed_qkv and have its dtype. The decay gate is raw, beta a logit.
 
     gdn_layer has a decay per head, g; kda_layer has one per key channel, gk.
     """
@@ -21,7 +21,7 @@ class DeltaLayerProblem(NormedLayer, LinearAttentionProblem):
 
     @property
     def function(self) -> str:
-        """The public function whose calls ask for this."""
+        """The public function that poses this problem."""
         return "kda_layer" if self.gk else "gdn_layer"
 
     @property

@@ -26,10 +26,10 @@ def delta_layer(
 ) -> None:
     """mixed_qkv [batch, channels]; z, out [batch, HV, V]; conv_state [slots, channels, len]; conv_weight [channels, width]; state [slots,
     HV, V, K]; A_log [HV]; norm_weight [HV, V], where there is a norm. `form` is the recurrence's. gdn_layer: a, b [batch, HV], dt_bias
-    [HV]; kda_layer: g [batch, HV, K], beta [batch, HV], dt_bias [HV, K]. Several tokens: mixed_qkv, z, out, a, b, g and beta have an axis
-    of them behind the batch's.
+    [HV]; kda_layer: g [batch, HV, K], beta [batch, HV], dt_bias [HV, K]. Several tokens: mixed_qkv, z, out, a, b, g and beta have a tokens
+    axis after the batch axis.
 
-    Computes in `dtype`, and rounds what passes from one operator to the next as these do.
+    Computes in `dtype`, and rounds the values between operators as the operators do.
     """
     slots, (_, HV, V, K), several = slots_of(views, pad_slot_id), views["state"].shape, views["mixed_qkv"].dim() == 3
     qkv = convolved(views, "mixed_qkv", slots, dtype, update_state)

@@ -1,4 +1,4 @@
-"""What the axes of gdn_layer's and kda_layer's tensors are."""
+"""The axes of gdn_layer's and kda_layer's tensors."""
 
 from __future__ import annotations
 

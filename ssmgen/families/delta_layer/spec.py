@@ -1,9 +1,9 @@
 """gdn_layer, kda_layer: decode steps of a delta rule's layer between its projections, as short convolution, delta rule and gated norm.
 
-linear_attention's row engine, which convolves q, k and v itself, and the gated norm: of a kernel behind it, or of its own, where a block
-holds a whole head, or a cluster of blocks does. Two kernels spread a head over more SMs; one has less to launch, and convolves the channels
-of a key head less often. Clusters take their time to be placed, which few of them are worth. Several tokens are convolved all at once,
-straight into the shared memory that linear_attention stages them in, and their rows are normed by a kernel behind.
+linear_attention's row engine convolves q, k and v itself. The gated norm runs in a second kernel, or in the same kernel if a block or a
+cluster of blocks holds a whole head. Two kernels spread a head over more SMs; one kernel has less to launch, and convolves the channels of
+a key head less often. Clusters take time to be placed, which pays only for few heads. Several tokens are convolved all at once, directly
+into the shared memory that linear_attention stages them in, and a second kernel norms their rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .operands import FUNCTIONS
 from .problem import DeltaLayerProblem
 
 OPERATOR = "delta_layer"
-# Of a warp that norms a block's rows: elements per lane, at most.
+# Most elements per lane of a warp that norms a block's rows.
 NORM_VEC = 8
-# Of a cluster, that every device with clusters can launch.
+# Blocks of a cluster that every device with clusters can launch.
 MOST_BLOCKS = 8
 
 
@@ -36,9 +36,9 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
 
     family: ClassVar[str] = OPERATOR
 
-    norm_inside: bool = False  # the norm is this kernel's
-    clustered: bool = field(default=False, metadata=LATER)  # the blocks of a head are a thread-block cluster, and norm it together
-    norm_threads: int = 32  # of a block of the norm's own kernel, about
+    norm_inside: bool = False  # this kernel does the norm
+    clustered: bool = field(default=False, metadata=LATER)  # the blocks of a head form a thread-block cluster, and norm it together
+    norm_threads: int = 32  # threads per block of a separate norm kernel, about
 
     @property
     def template(self) -> str:
@@ -50,7 +50,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
 
     @property
     def norm_vec(self) -> int:
-        """Neighbours in a lane of the warp that norms a block's rows."""
+        """Neighbouring elements per lane of the warp that norms a block's rows."""
         return 4 if self.norm_rows <= 32 * 4 else NORM_VEC
 
     @property
@@ -77,7 +77,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
         return self._violations_inside(arch)
 
     def _violations_inside(self, arch: Arch) -> list[str]:
-        """Broken constraints of a norm that is this kernel's."""
+        """Broken constraints of a norm in this kernel."""
         rows = self.norm_rows
         found = [
             *must(self.norm.weight is not None, "norm_inside is of a norm, and there is none"),
@@ -100,7 +100,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
 
     @property
     def shared_bytes(self) -> int:
-        """Staged tokens, perhaps with a slot each, and who is the last block of a group."""
+        """Bytes of staged tokens, perhaps with a slot each, and of the flag for the last block of a group."""
         slots = 8 * self.chunk if self.update is Update.EACH else 0
         return super().shared_bytes + slots + 16 if self.several else 0
 
@@ -113,7 +113,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
         return "_".join([self.function, shape, self.how(), *norm])
 
     def operands(self) -> list[str]:
-        """Tensor arguments in order, as the call names them."""
+        """Tensor arguments in order, with the call's names."""
         return FUNCTIONS[self.function].of(self)
 
     def strides(self) -> list[tuple[str, str, str]]:
@@ -130,7 +130,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
             **AttentionKernel.constants(self),
             **self.conv_constants(),
             "convolved": ("q", "k", "v"),
-            # k is written with as it is, and q read with, unless the decay is multiplied in
+            # the update uses k unchanged and the output q unchanged, unless the decay is multiplied in
             "in_place": ("write",) if self.gk else ("query", "write"),
             "rows_by_index": self.intermediate_indices is not Index.NONE,
             "norm_vec": self.norm_vec,
@@ -140,52 +140,52 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
 
 
 def _given(problem: DeltaLayerProblem) -> dict[str, Any]:
-    """A variant's fields that the problem says; several tokens are staged all at once."""
+    """A variant's fields that the problem decides; several tokens are staged all at once."""
     given = {f.name: getattr(problem, f.name) for f in fields(DeltaLayerProblem)}
     return given | ({"chunk": problem.conv.tokens} if problem.several else {})
 
 
 def space(problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     given = _given(problem)
     norms: tuple[dict[str, Any], ...] = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})[: 1 if problem.several else 3]
     hows = (how | norm for how in row_engine.axes(ahead=132, interleaved=problem.interleaved) for norm in norms)
     return row_engine.legal(lambda how: DeltaLayerSpec(**given, **how), hows, arch)
 
 
-# How heads lie on blocks. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+# Distribution of heads over blocks. Measured on an H200 (132 SMs); docs/performance.md lists all trials.
 # Clusters of blocks that norm a head together: (heads of a batch, at most; threads of a block; rows that a thread has in flight, at
-# least), by whether the keys of a state come first and bytes of an element. Of 32 heads in bf16, on an H100 and an H200, 4 such rows, and
-# so 128 blocks, took 3 … 9 % less than 2.
+# least), by whether the keys of a state come first and bytes of an element. 4 rows in flight, hence 128 blocks, took 3 … 9 % less than 2
+# for 32 heads in bf16, on an H100 and an H200.
 CLUSTERS = {
     (False, 4): ((47, 128, 2),),
     (False, 2): ((16, 128, 2), (47, 128, 4)),
     (True, 4): ((47, 32, 2), (96, 128, 2)),
     (True, 2): ((47, 64, 2), (96, 128, 2)),
 }
-# Whole heads to a block, which then norms them itself: (heads of a batch, at most; threads of a block; times the lanes of a row that the
-# row engine takes; elements of a lane and pass, 0 for as many as that takes), by bytes of an element. Fewer heads than these leave too many
-# SMs idle.
+# Whole heads per block, which then norms them itself: (heads of a batch, at most; threads of a block; factor on the row engine's lanes per
+# row; elements per lane and pass, 0 for the row engine's number), by bytes of an element. Fewer heads than FEW_HEADS leave too many SMs
+# idle.
 FEW_HEADS = 48
 WHOLE = {
     4: ((128, 512, 1, 0), (1024, 512, 2, 0), (float("inf"), 256, 1, 0)),
     2: ((1024, 256, 1, 0), (float("inf"), 128, 1, 0)),
 }
-# With decays per key channel. Two passes of 8 bytes took 8 … 10 % less than one of 16, of 256 heads on an H100 and an H200.
+# With decays per key channel. Two passes of 8 bytes took 8 … 10 % less than one of 16, for 256 heads on an H100 and an H200.
 WHOLE_PER_KEY = {
     4: ((128, 512, 1, 0), (float("inf"), 256, 1, 0)),
     2: ((1024, 256, 1, 4), *WHOLE[2][1:]),
 }
-# Whole heads whose keys come first, in two steps, by which their rows take half the registers; normed by a kernel behind: (heads of a
-# batch, from and to; threads of a block; lanes of a row), by bytes of an element.
+# Whole heads whose keys come first, in two steps, so that their rows take half the registers; a second kernel norms: (heads of a batch,
+# from and to; threads of a block; lanes of a row), by bytes of an element.
 TWO_STEPS = {4: (), 2: ((384, 1024, 128, 16),)}
 
-# Whole heads whose keys come first, of which two warps read pieces of 128 bytes and hold a row in 8 lanes: more heads of a batch than this,
-# of bf16 and one decay. Measured with 2048 heads: 1.00 of the chain where tiles of 8 warps to a row took 1.08.
+# Whole heads whose keys come first: two warps read pieces of 128 bytes and hold a row in 8 lanes. For more heads of a batch than this, in
+# bf16 with one decay. Measured with 2048 heads: 1.00 x the chain; tiles of 8 warps per row took 1.08 x.
 LONG_PIECES = 1024
 
-# Heads in tiles whose keys come first. Without a norm and a convolution such tiles take 1.02 … 1.08 x those of vk; those of a gdn
-# layer of bf16 1.08 x its chain, with 2048 heads.
+# Heads in tiles whose keys come first. Without norm and convolution, such tiles take 1.02 … 1.08 x the time of tiles in layout vk. A gdn
+# layer of bf16 takes 1.08 x its chain, with 2048 heads.
 KEYS_FIRST = [*ONE_TOKEN[:-1], Rule("bandwidth", float("inf"), tile_kib=32, piece=256)]
 
 Choice = tuple[str, DeltaLayerSpec | None, str]
@@ -209,7 +209,7 @@ def candidates(problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) ->
 
 
 def _clustered_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, launch: Mapping[str, Any]) -> Choice:
-    """The variant whose heads are clusters of blocks, of as many as there may be."""
+    """The variant with a cluster of blocks per head, the most blocks that a cluster may have."""
     rule, rows = "clustered heads", CLUSTERS[problem.interleaved, problem.state.size]
     reasons = [
         *must(problem.norm.weight is not None, "there is no norm that blocks could do together"),
@@ -268,8 +268,8 @@ def _heads_in_long_pieces(problem: DeltaLayerProblem, heads: int, arch: Arch, mo
 
 
 def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool, wider: int = 1, most_vec: int = 0) -> DeltaLayerSpec:
-    """A variant with a head to a block of at most so many threads, and its norm in it; wider: 2 for twice the lanes to a row, if it is that
-    long; most_vec: elements of a lane and pass, if the row engine takes more."""
+    """A variant with one head per block, which also norms it. threads: of a block, at most; wider: 2 for twice the lanes per row, if it is
+    long enough; most_vec: limit of the elements per lane and pass."""
     how: dict[str, Any] = {**row_engine.layout(problem)}
     how["vec"] = min(how["vec"], most_vec or how["vec"])
     passes = problem.row_elements // (how["lanes"] * how["vec"])
@@ -278,23 +278,23 @@ def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool,
     while step >= 2 * problem.dim_v and threads > 32:
         threads, step = threads // 2, step // 2
     how |= {"threads": threads, "tile": -(-problem.dim_v // step) * step, "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
-    # As many blocks as ptxas leaves room for by itself, without the 8 bytes that it may spill; gathering takes more registers.
-    # A decay per channel makes two more vectors of a row's length: 4 blocks would spill up to 60 bytes.
+    # The number of blocks per SM that ptxas reaches unasked, but without the 8 bytes that it may spill; gathering takes more registers.
+    # A decay per channel adds two vectors of a row's length: 4 blocks would spill up to 60 bytes.
     few = 3 if problem.gk else 4
     how |= {"min_blocks": few if threads == 128 and problem.conv.loads is problem.norm.loads is Loads.VECTOR else 0}
     return DeltaLayerSpec(**_given(problem), **with_registers(how, arch), norm_inside=True)
 
 
-# Measured on an H200 with every token's state kept; by bytes of an element. A thread for each four channels of a block, at least: all of
-# them convolve at once.
+# Measured on an H200 with every token's state kept; by bytes of an element. A block has at least one thread per four channels, so that all
+# channels convolve at once.
 SEVERAL_TOKENS = {
     2: [Rule("latency", 48, tile_kib=8), Rule("bandwidth", float("inf"), tile_kib=16, prefetch=132)],
     4: [Rule("latency", 48, tile_kib=16), Rule("bandwidth", float("inf"), tile_kib=16, ilp=2, prefetch=132)],
 }
-SEVERAL_INTERLEAVED = [  # of which a thread holds more
+SEVERAL_INTERLEAVED = [  # a thread holds more of such a state
     Rule("few", 8, tile_kib=16),
     Rule("latency", 48, tile_kib=32),
-    Rule("bandwidth", float("inf"), tile_kib=16, piece=128),  # as of one token; not measured
+    Rule("bandwidth", float("inf"), tile_kib=16, piece=128),  # as for one token; not measured
 ]
 
 
@@ -303,13 +303,13 @@ def _candidates_of_tokens(problem: DeltaLayerProblem, batch: int, arch: Arch, pd
     rules = SEVERAL_INTERLEAVED if problem.interleaved else SEVERAL_TOKENS[problem.state.size]
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and problem.accepted is not Index.NONE:
-            how["prefetch"] = 0  # it does not know the column that is started from
+            how["prefetch"] = 0  # a prefetch does not know which column the sequence starts from
         yield rule, None if how is None else DeltaLayerSpec(**_given(problem), **_registers_of_tokens(problem, how, arch), **norm), reason
 
 
 def _registers_of_tokens(problem: DeltaLayerProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
-    """How a variant of several tokens walks its rows: with 128 registers to a thread, or, where rows are interleaved or channels gathered,
-    with as many as it takes. On sm_90 ptxas chooses; elsewhere its choice may spill a few bytes.
+    """`how`, with the registers of a variant of several tokens: 128 per thread, or the number it needs if rows are interleaved or channels
+    gathered. On sm_90 ptxas chooses; elsewhere its choice may spill a few bytes.
     """
     gathers = problem.conv.layout is StateLayout.ANY or Loads.ELEMENT in (problem.conv.loads, problem.conv.taps, problem.operand_loads)
     if arch.number == SM90.number or problem.interleaved or gathers:

@@ -1,4 +1,4 @@
-"""Trials of gdn_layer and kda_layer: operands from a spec alone, and what becomes of them."""
+"""Trials of gdn_layer and kda_layer: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .planning import CALLERS
 from .spec import DeltaLayerSpec
 from .views import Options
 
-LOWER_BOUND = -5.0  # of bounded log decays
+LOWER_BOUND = -5.0  # for bounded log decays
 
 
 def operands(spec: DeltaLayerSpec, batch: int, seed: int) -> dict[str, Tensor]:

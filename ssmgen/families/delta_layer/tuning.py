@@ -1,4 +1,4 @@
-"""What is tuned of gdn_layer and kda_layer: models' layers."""
+"""Tuning cases of gdn_layer and kda_layer: models' layers."""
 
 from functools import partial
 

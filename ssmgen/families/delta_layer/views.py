@@ -16,7 +16,7 @@ from .operands import FUNCTIONS
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     eps: float
     norm_before_gate: bool
@@ -27,7 +27,7 @@ class Options(NamedTuple):
     layout: str
     pad_slot_id: int
     update_state: bool = True
-    lower_bound: float | None = None  # of kda_layer, of the log decay
+    lower_bound: float | None = None  # of the log decay, kda_layer only
 
     @property
     def form(self) -> Form:
@@ -38,9 +38,9 @@ class Options(NamedTuple):
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with heads: state [slots, HV, V, K]; z, out [batch(, tokens), HV, V]; norm_weight [HV, V]; intermediate_states [rows,
-    tokens, HV, V, K]; of kda_layer g [batch(, tokens), HV, K] and dt_bias [HV, K]. There is a tokens axis where the call is one of several.
+    tokens, HV, V, K]; of kda_layer g [batch(, tokens), HV, K] and dt_bias [HV, K]. Calls of several tokens have a tokens axis.
 
-    Adds to `problems` all that is wrong.
+    Adds every error to `problems`.
     """
     if not checks.check_tensors(named, problems):
         return {}
@@ -65,7 +65,7 @@ def _check_tokens(named: Mapping[str, Tensor], options: Options, problems: list[
 
 
 def _check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
-    """Whether shapes fit: mixed_qkv is [batch, channels], or [batch, tokens, channels]. Adds to `problems` all that is wrong."""
+    """Whether shapes fit: mixed_qkv is [batch, channels], or [batch, tokens, channels]. Adds every error to `problems`."""
     checks.check_types(_table(named), named, "state", problems)
     state, qkv, window = named["state"], named["mixed_qkv"], named["conv_state"]
     if state.dim() != 4 or qkv.dim() not in (2, 3):
@@ -97,7 +97,7 @@ def _check_operands(named: Mapping[str, Tensor], options: Options, problems: lis
 
 
 def _table(named: Mapping[str, Tensor]) -> Table:
-    """The operands of the function that is called with these."""
+    """The operands of the function that takes these tensors."""
     return FUNCTIONS["kda_layer" if "g" in named else "gdn_layer"]
 
 
@@ -107,7 +107,7 @@ def _turned(state: Tensor, options: Options) -> Tensor:
 
 
 def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
-    """Views of checked operands, as of `views_of`; with a tokens axis, where they have one."""
+    """Views of checked operands, as in `views_of`; with a tokens axis, if they have one."""
     views = dict(named) | {n: _turned(named[n], options) for n in ("state", "intermediate_states") if n in named}
     _, HV, V, K = views["state"].shape
     rows = named["mixed_qkv"].dim() - 1

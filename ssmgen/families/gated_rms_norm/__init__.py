@@ -1,5 +1,5 @@
 """gated_rms_norm: the norm between a state and the output projection, by itself and as the last kernel of a decode layer;
-rms_norm: the one between layers, which adds the residual; gated_layer_norm: one that subtracts the mean."""
+rms_norm: the norm between layers, which adds the residual; gated_layer_norm: a norm that subtracts the mean."""
 
 from ...spec.family import Family, Kernels
 

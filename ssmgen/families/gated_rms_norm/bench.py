@@ -1,15 +1,16 @@
 """The benchmark of gated_rms_norm: x, gate, weight and output of one dtype.
 
-Forms are those of layers. mamba2: the gate's SiLU multiplies x, then each group is normalised; every group has a weight of its own. gdn and
-kda: heads are normalised with one weight for all, then multiplied by the gate's SiLU or sigmoid. A shape is groups in a row x their size.
+Each form is the norm of a layer. mamba2: the gate's SiLU multiplies x, then each group is normalised; every group has its own weight. gdn
+and kda: heads are normalised with one weight for all, then multiplied by the gate's SiLU or sigmoid. A shape is groups in a row x their
+size.
 
-x, gate and output rotate over as many sets as exceed 640 MB; the weight does not rotate. Hot: one set, if 30 MB hold it, so that what is
-read is in the L2 cache, as right behind the kernel that wrote it. TB/s counts x and gate, read once, and the output, written once. The
+x, gate and output rotate over enough sets to exceed 640 MB; the weight does not rotate. Hot: one set, if it fits into 30 MB, so that the
+inputs are in the L2 cache, as right after the kernel that wrote them. TB/s counts x and gate, read once, and the output, written once. The
 ceiling is torch.mul(x, gate, out=out), which moves the same bytes.
 
 Peers: flash-linear-attention's rms_norm_gated (gdn, kda), mamba-ssm's rmsnorm_fn (mamba2, gdn), both Triton, and torch, the chain of
-elementwise kernels that transformers' modules run. They return new tensors; these are kept until the set's next turn. Host times are eager
-calls, arguments at hand.
+elementwise kernels that transformers' modules run. They return new tensors, which are kept until the set's next turn. Host times are eager
+calls with prepared arguments.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from ...calls.checks import TORCH_DTYPES
 from ...select.models import Model
 from ...spec.kernel import DType
 
-HOST_ROWS = 8  # host times are of cases up to this
-CHECKED = 64  # rows that the gate looks at
+HOST_ROWS = 8  # host times are measured up to this size
+CHECKED = 64  # rows that the correctness gate compares
 EPS = 1e-5
 
 
@@ -49,7 +50,7 @@ SHAPES = {Form.MAMBA2: [(1, 5120), (8, 1024)], Form.GDN: [(32, 128)], Form.KDA: 
 
 
 def settle(at: At) -> Iterator[At]:
-    """The case if it is cold, or has room in the cache."""
+    """The case, if it is cold or fits into the cache."""
     if not (at.hot and 3 * at.rows * math.prod(at.shape) * at.dtype.size > HOT):
         yield at
 

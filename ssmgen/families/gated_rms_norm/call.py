@@ -1,4 +1,4 @@
-"""gated_rms_norm: the norm behind a state update, with the gate of its layer."""
+"""gated_rms_norm: the norm after a state update, with the gate of its layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TABLE = FUNCTIONS[OPERATOR]
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     eps: float = 1e-5
     norm_before_gate: bool = False
@@ -53,17 +53,17 @@ def gated_rms_norm(
     """out = v rsqrt(mean(v^2) + eps) weight, with v = x act(gate); with norm_before_gate, out = x rsqrt(mean(x^2) + eps) weight act(gate).
 
     The mean is over a group: the last axis, or each `group_size` neighbours of it. Arithmetic is f32, in one order of summation, and
-    the result is rounded once; no variant and no batch size changes a bit.
+    the result is rounded once; neither the variant nor the batch size changes a bit.
 
     x, gate, out: [*rows, groups, size], or [*rows, groups * size] with group_size; f32, f16 or bf16 each. The last axis is contiguous; rows
-        and groups may have any distance. Several axes of rows must lie in one another densely, or with one distance
-    size: 1 … 16384; what is no multiple of 4 is loaded and stored element by element
-    gate: None for none: the plain norm of each group
+        and groups may have any stride. Several axes of rows must merge into one, dense or with one stride
+    size: 1 … 16384; sizes that are not a multiple of 4 are loaded and stored element by element
+    gate: None for the plain norm of each group
     weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 1
     norm_before_gate: False as in Mamba-2 layers, True as in gated delta rule and KDA layers
     activation: "silu" or its other name "swish"; "sigmoid"
     out: x's shape; may be x or gate itself; None for a new one of x's dtype
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Returns out. CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
@@ -100,15 +100,15 @@ def _in_rows(name: str, t: Tensor, groups: int, size: int, problems: list[str]) 
     axes = [(n, s) for n, s in zip(t.shape[:lead], t.stride()[:lead], strict=True) if n != 1]
     if any(outer != inner * n for (_, outer), (n, inner) in pairwise(axes)):
         problems.append(f"{name} has strides {list(t.stride())}: its axes of rows, {list(t.shape[:lead])}, have no common distance")
-        return t  # as one axis they would end beyond its memory
+        return t  # merged into one axis, they would end beyond its memory
     rows = math.prod(t.shape[:lead])
     step = axes[-1][1] if axes else t.stride(lead - 1) if lead else groups * size
     return t.as_strided((rows, groups, size), (step, t.stride(-2) if apart else size, 1))
 
 
 def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: str = "the gated norm") -> dict[str, Tensor]:
-    """The weight and the bias as [groups, size], and all else, which is like x, as [rows, groups, size]. Adds to `problems`; what comes
-    back is only usable if that is nothing."""
+    """The weight and the bias as [groups, size]; the other operands, which are like x, as [rows, groups, size]. Adds errors to `problems`;
+    the result is usable only if there are none."""
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_types(OPERANDS, named, "x", problems, what)
@@ -142,7 +142,7 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names}
     gated = "gate" in views
     problem: dict[str, Any] = {
@@ -156,7 +156,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
 
 def loaded(problem: Mapping[str, Any], views: Mapping[str, Tensor], pointers: Mapping[str, int]) -> NormProblem:
-    """The problem of these fields, with what remains to be said: how operands that lie there can be loaded."""
+    """The problem of these fields, completed by how operands at these addresses can be loaded."""
     plain = NormProblem(**problem)
     aligned = not plain.partial and all(checks.aligned(t, pointers[name], plain.widest) for name, t in views.items())
     return NormProblem(**problem, loads=Loads.VECTOR if aligned else Loads.ELEMENT)

@@ -40,11 +40,11 @@ def gated_layer_norm(
 ) -> Tensor:
     """out = n(x act(gate)) weight + bias; with norm_before_gate, out = (n(x) weight + bias) act(gate). n(v) = (v - mean) rsqrt(var + eps).
 
-    Mean and variance, which divides by the number of elements, are over a group: the last axis, or each `group_size` neighbours of it.
-    Arithmetic is f32; the mean is subtracted before squares are summed. No variant and no batch size changes a bit.
+    Mean and variance are over a group: the last axis, or each `group_size` neighbours of it. The variance divides by the element count.
+    Arithmetic is f32; the mean is subtracted before squares are summed. Neither the variant nor the batch size changes a bit.
 
     bias: as weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 0
-    Everything else, the result and what is raised: as gated_rms_norm.
+    All other arguments, the result and the errors: as in gated_rms_norm.
     Source: Ba et al. 2016 (arXiv 1607.06450); Dao & Gu 2024 (arXiv 2405.21060).
     """
     if out is None and isinstance(x, Tensor):
@@ -58,7 +58,7 @@ def layer_views_of(named: Mapping[str, Any], options: Options, problems: list[st
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     gated = "gate" in views
     problem: dict[str, Any] = {
         "size": views["x"].shape[-1],

@@ -1,4 +1,4 @@
-"""What models ask of the gated norm behind their state."""
+"""The gated norm kernels that models need after their state update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .spec import OPERATOR
 
 
 class NormAsk(Ask):
-    """The norm of one token's groups: nothing else of a call changes it."""
+    """The norm of one token's groups: no other property of a call changes it."""
 
     operator = OPERATOR
     role = Role.NORM
@@ -30,7 +30,7 @@ class NormAsk(Ask):
         (groups, size), io = _shape(model), wanted.io
         activation = Activation.SIGMOID if model.kind == "kda" else Activation.SILU
         same: dict[str, Any] = {**dict.fromkeys(("x", "gate", "weight", "out"), io), "norm_first": model.kind != "mamba2"}
-        # mamba-ssm's prompts have two axes of rows, as norms of several groups do; its steps have one.
+        # mamba-ssm's prompts have two axes of rows, like norms of several groups; its steps have one.
         forms = {groups > 1, True} if wanted.caller is Client.MAMBA_SSM else {groups > 1}
         return [NormProblem(size=size, grouped=grouped, activation=activation, **same) for grouped in sorted(forms)]
 

@@ -1,4 +1,4 @@
-"""rms_norm: the norm between layers, with what a layer gives added to what went into it."""
+"""rms_norm: the norm between layers, which first adds a layer's output to its residual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE = FUNCTIONS["rms_norm"]
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     eps: float = 1e-6
     group_size: int | None = None
@@ -47,19 +47,19 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = v rsqrt(mean(v^2) + eps) weight, with v = x; with a residual, v = residual_out = residual + x.
 
-    The mean is over a group: the last axis, or each `group_size` neighbours of it. Arithmetic is f32, in one order of summation; no variant
-    and no batch size changes a bit. The sum is rounded to residual_out's dtype, and what is normed is that, rounded to out's dtype, as it
-    is where a model rounds what goes into its norm.
+    The mean is over a group: the last axis, or each `group_size` neighbours of it. Arithmetic is f32, in one order of summation;
+    neither the variant nor the batch size changes a bit. The sum is rounded to residual_out's dtype, then to out's dtype, and then normed,
+    as in a model that rounds the input of its norm.
 
     x, residual, out, residual_out: [*rows, groups, size], or [*rows, groups * size] with group_size; f32, f16 or bf16 each. The last axis
-        is contiguous; rows and groups may have any distance. Several axes of rows must lie in one another densely, or with one distance
-    size: 1 … 16384; what is no multiple of 4 is loaded and stored element by element
+        is contiguous; rows and groups may have any stride. Several axes of rows must merge into one, dense or with one stride
+    size: 1 … 16384; sizes that are not a multiple of 4 are loaded and stored element by element
     weight: [size], for all groups, or [groups * size] or [groups, size]; f32, f16 or bf16; None for 1
     unit_offset: multiplies by 1 + weight, as models do whose weights are around 0
-    round_before_weight: rounds what is normalised to out's dtype ahead of the weight, as models do that multiply in it
+    round_before_weight: rounds the normalised value to out's dtype before the weight, as in models that multiply in this dtype
     out: x's shape; may be x or residual itself; None for a new one of x's dtype
     residual_out: goes with residual; may be residual itself; None for a new one of the dtype that PyTorch gives residual + x
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Returns out, with a residual (out, residual_out). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
@@ -77,7 +77,7 @@ def rms_norm(
 
 
 def plain_views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """Like `views_of`, which knows no residual."""
+    """Like `views_of`, with a residual."""
     if ("residual" in named) != ("residual_out" in named):
         problems.append("residual_out is given without residual, which it receives the sum of")
     if "weight" not in named and (options.unit_offset or options.round_before_weight):
@@ -86,7 +86,7 @@ def plain_views_of(named: Mapping[str, Any], options: Options, problems: list[st
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names}
     problem = {
         "size": views["x"].shape[-1],

@@ -1,4 +1,4 @@
-"""gated_rms_norm and rms_norm in plain PyTorch: the first is the norm that layers end with, too."""
+"""gated_rms_norm and rms_norm in plain PyTorch: layers end with the first one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def rms_norm(
     rounded: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """x, residual, out, residual_out: [rows, groups, size]; weight: [groups, size]. Computes in `dtype`, and rounds where it says so to
-    what out and residual_out are of."""
+    """x, residual, out, residual_out: [rows, groups, size]; weight: [groups, size]. Computes in `dtype`, and rounds to the
+    dtypes of out and residual_out where rms_norm does."""
     v = x.to(dtype)
     if residual is not None and residual_out is not None:
         s = (residual.to(dtype) + v).to(residual_out.dtype)

@@ -13,7 +13,7 @@ _LIKE_X = tuple([name for name in OPERANDS.names if name not in SHARED])
 
 
 def _groups(given: Mapping[str, Any]) -> dict[str, str]:
-    """Groups are the last axis but one, or with group_size neighbours in the last axis."""
+    """Groups are the second last axis, or with group_size neighbours in the last axis."""
     x, size = given["x"], given.get("group_size")
     if not hasattr(x, "dim"):
         return {}

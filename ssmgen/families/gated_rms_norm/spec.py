@@ -1,12 +1,12 @@
-"""gated_rms_norm: the norm behind the state update of Mamba-2, gated delta rule and KDA layers, with its gate; the one between layers,
-which has none, and may add what a layer gives to what went into it; and gated_layer_norm, which subtracts the mean and may add a bias.
+"""gated_rms_norm: the gated norm after the state update of Mamba-2, gated delta rule and KDA layers; rms_norm: the norm between layers,
+without a gate, which may add a layer's output to its residual; and gated_layer_norm, which subtracts the mean and may add a bias.
 
 A team of threads owns one group: `vec` neighbouring elements per thread and pass, all of them in registers, so that x and the gate are
 read once. Teams are a part of a warp, a warp, or a block. Bytes per group: size * (sizeof(x) + sizeof(gate) + sizeof(out)); the weight
 stays in L2.
 
-The sum of squares has one order, whatever the variant: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on up to
-the whole group; where a neighbour is missing, nothing is added. So has the sum that a mean is of, which is subtracted ahead of that.
+The sum of squares has one order in every variant: a chain over 4 neighbours, then pairs of neighbours, pairs of pairs, and so on up to the
+whole group; a missing neighbour adds nothing. The sum for the mean has the same order; the mean is subtracted before the squares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...engine.norm_kernel import FEW, NormKernel, NormProblem, shape
 from ...spec.kernel import Arch, Pdl
 
 OPERATOR = "gated_rms_norm"
-SIZE, MAX_SIZE = "groups", 2**17  # what the rules look at; beyond, nothing changes
+SIZE, MAX_SIZE = "groups", 2**17  # the rules compare this size; beyond the maximum, nothing changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class NormSpec(NormKernel):
 
 
 def _shape(problem: NormProblem, held: int, threads: int, vec: int = 0, **how: Any) -> NormSpec:
-    """The variant whose threads hold about so many elements each, in blocks of about so many threads."""
+    """The variant whose threads hold about `held` elements each, in blocks of about `threads` threads."""
     given = {f.name: getattr(problem, f.name) for f in fields(NormProblem)}
     return NormSpec(**given, **shape(problem, held, threads, vec), **how)
 
 
 def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     found: dict[NormSpec, None] = {}
     for vec in (4, 8):
         for held in (4, 8, 16, 32):
@@ -67,7 +67,7 @@ def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iter
     yield "many-groups", _shape(problem, 8, 128, vec, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
 
 
-SOME = 4096  # of short ones, in which more threads, and dependents let go at once, took 11 % less (2048 of 128 elements)
-LITTLE = 2**19  # elements, up to which dependents have little to wait for; of 2^20 they took 4 % more by starting at once, on both cards
-MIDDLE = 1024  # elements, and some fewer: 4 to each thread were fastest in 8, 64 and 512 groups
-SHORT = 128  # elements, of which loads of 4 were measured to be faster, in many groups
+SOME = 4096  # short groups: more threads and an early start of dependents took 11 % less (2048 groups of 128 elements)
+LITTLE = 2**19  # elements, up to which dependents wait little; with 2^20, an early start took 4 % more, on both cards
+MIDDLE = 1024  # elements, and slightly fewer: 4 per thread were fastest with 8, 64 and 512 groups
+SHORT = 128  # elements: loads of 4 were measured to be faster, with many groups

@@ -1,4 +1,4 @@
-"""Trials of gated_rms_norm: operands from a spec alone, and what becomes of them."""
+"""Trials of gated_rms_norm: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .spec import NormSpec
 
 
 def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Groups with gaps between them, three in a row if they may be several; each has a weight of its own then."""
+    """Groups with gaps between them; three in a row, each with its own weight, if the spec allows several groups."""
     g = torch.Generator().manual_seed(seed)
     groups, odd = 3 if spec.grouped else 1, spec.loads is Loads.ELEMENT
     shape = dict.fromkeys(SHARED, (groups, spec.size))
@@ -29,9 +29,9 @@ def operands(spec: NormSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
 
 def norm(spec: NormSpec, batch: int, seed: int) -> Trial:
-    """A trial of the public function that has such kernels."""
+    """A trial of the public function that launches this kernel."""
     if spec.residual or spec.unit_offset or spec.rounded:
-        slack = {"out": TOLERANCE[spec.out] + TOLERANCE[spec.sum or spec.out]}  # rounded ahead of the weight, and of the norm
+        slack = {"out": TOLERANCE[spec.out] + TOLERANCE[spec.sum or spec.out]}  # rounded before the weight, and before the norm
         options = plain.Options(1e-5, None, spec.unit_offset, spec.rounded)
         return trial(plain.CALLER, operands(spec, batch, seed), options, slack=slack)
     caller = centred.CALLER if spec.centred else CALLER

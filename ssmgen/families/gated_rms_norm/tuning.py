@@ -1,4 +1,4 @@
-"""What is tuned of gated_rms_norm: models' norms, or the benchmark's shapes."""
+"""Tuning cases of gated_rms_norm: models' norms, or the benchmark's shapes."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 """The benchmark of gated_delta_rule and its relatives.
 
-State: slots drawn at random from a pool of 4 GiB, or of four batches if that is more; every input set has slots and inputs of its own.
-Split pool: the new state goes to other random slots. Intermediates: the state after each token goes to a buffer and the pool is only
-read, 1 + tokens passes over the state; ring: only the tokens' inputs are kept and the state is read, 1 pass, and the commit of all tokens
-is timed by itself; otherwise the state is read and written, 2 passes, as the slot copy does in place. TB/s counts the state.
-Draft tree: with intermediates, from which parents' states are read, uncounted; beside it the same tokens as a chain.
+State: slots are drawn at random from a pool of 4 GiB, or of four batches if that is more. Every input set has its own slots and inputs.
+Split pool: the new state goes to other random slots. Intermediates: the state after each token is stored in a buffer and the pool is only
+read, 1 + tokens passes over the state. Ring: only the tokens' inputs are stored and the state is read, 1 pass; the commit of all tokens is
+timed separately. Otherwise the state is read and written, 2 passes, like the slot copy in place. TB/s counts the state.
+Draft tree: it needs intermediates, from which parents' states are read; TB/s does not count these reads. The same tokens are also timed as
+a chain.
 
-Peers: FlashInfer gets the same call, but no ring. flash-linear-attention has no pool: it gets f32 states, contiguous, out of the pool's
-memory; it returns new ones, and keeps none per token, so that with intermediates it does less. Host times are eager calls, arguments at
-hand.
+Peers: FlashInfer gets the same call, but no ring. flash-linear-attention has no state pool: it gets contiguous f32 states from the pool's
+memory and returns new states. It keeps no state per token, so it does less work with intermediates. Host times are eager calls with
+prepared arguments.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from .bench_peers import fla, flashinfer
 from .bench_recurrences import OPS, VALUES, Operand, operands
 from .models import LinearAttention
 
-POOL_BYTES = 4 * 2**30  # of the state; and at most, of the buffers of intermediate states, if that is more than one
+POOL_BYTES = 4 * 2**30  # of the state; also the limit of all buffers of intermediate states, if there are several
 SCALES = {"state": "state_scale"}
 
 
@@ -77,7 +78,7 @@ def inputs(at: At, device: torch.device) -> Case:
 
     tokenwise = {name: rand(o, sets, B, T, dtype=torch.bfloat16) for name, o in operands(recurrence.operands).items()}
     if "p" in tokenwise:
-        tokenwise["p"] = tokenwise["k"].clone()  # as in the models; with another one the state grows without bound
+        tokenwise["p"] = tokenwise["k"].clone()  # as in the models; with a different p the state grows without bound
     weights = {name: rand(o, dtype=torch.float32) for name, o in operands(recurrence.weights).items()}
     rotating: dict[str, Tensor] = {**tokenwise, "out": torch.empty_like(tokenwise["v"]), "state_indices": found[:sets]}
     rotating |= {"dst_state_indices": found[sets:]} if draws == 2 else {}

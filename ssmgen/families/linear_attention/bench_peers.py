@@ -1,4 +1,4 @@
-"""Other packages' functions that are timed beside gated_delta_rule and its relatives."""
+"""Functions of other packages that are timed against gated_delta_rule and its relatives."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, normalize
 
 from ...spec.kernel import DType
 
-# What an operand looks like: values that models have, under which the state stays bounded.
+# Values of an operand: as in models, so that the state stays bounded.
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,
     "unit": lambda x: normalize(x, dim=-1),
@@ -25,14 +25,14 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Operand(NamedTuple):
-    """`axes` after batch and tokens: of the key heads (key), or of the heads: one number, one per key channel, one per value channel."""
+    """`axes` after batch and tokens: of the key heads (key); or of the heads, one number, one per key channel or one per value channel."""
 
     axes: str
     values: str = "normal"
 
 
 def operands(text: str) -> dict[str, Operand]:
-    """Written "name=axes" or "name=axes/values"."""
+    """Parses items written "name=axes" or "name=axes/values"."""
     return {name: Operand(*how.split("/")) for name, how in (item.split("=") for item in text.split())}
 
 
@@ -47,7 +47,7 @@ class Recurrence:
     fla_options: Mapping[str, Any] = field(default_factory=dict)
     fla_groups: bool = False  # it takes fewer key heads than heads
     heads: int = 32
-    key_heads: int | None = None  # as many as heads
+    key_heads: int | None = None  # None: one per head
     state: DType = DType.F32
     batches: tuple[int, ...] = (1, 8, 32, 128)
     groups: bool = True  # it can have fewer key heads than heads
@@ -81,7 +81,7 @@ OPS = {
     "simple_gla": Recurrence("q=key k=key/unit v=value g=head/decay", "fla.ops.simple_gla.fused_recurrent_simple_gla"),
     "lightning_attn": Recurrence(
         "q=key k=key/unit v=value", "fla.ops.lightning_attn.fused_recurrent_lightning_attn",
-        "slope=head/slope", fla_options={"slope": None, "layer_idx": 0, "num_layers": 1},  # of which it makes the same slopes
+        "slope=head/slope", fla_options={"slope": None, "layer_idx": 0, "num_layers": 1},  # it computes the same slopes from these
     ),
     "rwkv6": Recurrence(
         "r=key k=key/unit v=value w=channel/decay", "fla.ops.rwkv6.fused_recurrent_rwkv6", "u=channel", groups=False,

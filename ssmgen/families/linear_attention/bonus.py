@@ -1,4 +1,4 @@
-"""Decode steps that read a state before they add to it, with a bonus for the token itself. `call.py` says what all share."""
+"""Decode steps that read the state before they add to it, with a bonus for the token. `call.py` documents the rules of all functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rwkv6(
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """RWKV-6 (Finch): out = (S + v (u k)^T) r, of the state before the token, then S <- S D + v k^T, D = diag(e^w); scale 1 unless given.
+    """RWKV-6 (Finch): out = (S + v (u k)^T) r, S before the token, then S <- S D + v k^T, D = diag(e^w); scale is 1 unless given.
 
     r, k: […, HK, K]; w: […, HV, K], log decay; v: […, HV, V]; u: [HV, K], the bonus of the token itself, or […, HV, K].
     Otherwise as gated_delta_rule. Source: Peng et al. 2024 (arXiv 2404.05892).

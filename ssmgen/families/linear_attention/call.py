@@ -1,12 +1,12 @@
 """Decode steps of linear attention with a recurrent state: gated delta rules, KDA, GLA, RWKV-7 and others, on torch tensors.
 
-All of them take the state as a pool and share what `PoolOptions` says. Notation: a call has `batch` sequences; HK key heads (of q, k) and
+They take the state as a pool and share the keywords of `PoolOptions`. Notation: a call has `batch` sequences; HK key heads (of q, k) and
 HV heads of v and the state, a multiple of HK; K key channels and V value channels per head. An operand written `[…, HV]` is
 `[batch, HV]` for one token per sequence, `[batch, T, HV]` for T, or `[tokens, HV]` (also `[1, tokens, HV]`) for sequences of different
-lengths, packed, with cu_seqlens. Floating tensors may be f32, f16 or bf16, each its own, and strided views; arithmetic is f32.
+lengths, packed, with cu_seqlens. Floating tensors may be f32, f16 or bf16, each with its own dtype, and strided views; arithmetic is f32.
 
 Per token: S <- the recurrence of the function, in which S is [HV, V, K]; out = scale S q, from the new state before it is rounded. Within
-a call the state stays in f32; it is rounded where it is stored.
+a call the state stays in f32; it is rounded when it is stored.
 
 Every function returns out (new, of v's shape and dtype, if not given). CPU tensors run the reference implementation. All raise
 ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a kernel would have to be

@@ -1,4 +1,4 @@
-"""Commits of a ring: what `linear_attention_call` needs to know of calls that replay accepted tokens into the state."""
+"""Commits of a ring: the views, problem and reference of calls that replay accepted tokens into the state."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Any) -> LinearAttentionProblem:
     state, form = views["state"], options.form
     L, _, HV, V, K = state.shape
-    lane = min(16 // state.element_size(), K & -K)  # elements of a vector that a lane owns
+    lane = min(16 // state.element_size(), K & -K)  # elements of a lane's vector
 
     along, wide = (-1, lane) if options.layout == "vk" else (-2, min(16 // state.element_size(), V & -V))
     vectors = [n for n in ("k", "gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
@@ -102,7 +102,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
 
 def reference(views: Mapping[str, Tensor], form: Any, pad_slot_id: int, lower_bound: float, dtype: torch.dtype = torch.float32) -> None:
-    """Replays accepted tokens: state [L, slots, …] as above; counts out of range and slots that are none leave it alone."""
+    """Replays accepted tokens: state [L, slots, …] as above. Counts out of range and invalid slots leave it unchanged."""
     state = views["state"]
     tokenwise = [n for n in RINGED if n in views]
     for b, accepted in enumerate(views["num_accepted_tokens"].tolist()):

@@ -1,4 +1,4 @@
-"""Decode steps of delta rules, and commits of what they kept in a ring. `call.py` says what all functions share."""
+"""Decode steps of delta rules, and commits of the inputs in their ring. `call.py` documents the rules of all functions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def gated_delta_rule(
     """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid): S <- a S + beta (v - a S k) k^T, with a = e^g.
 
     state: [slots, HV, V, K], updated in place         q, k: […, HK, K]; v: […, HV, V]
-    g: […, HV], log decay; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV] or None
-    beta: […, HV], or […, HV, V] for one per value channel; beta_sigmoid: it is a logit; allow_neg_eigval: twice its sigmoid
-    use_qk_l2norm: q and k are divided by sqrt(|x|^2 + 1e-6) first
+    g: […, HV], log decay; with A_log [HV] the raw gate, whose log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV] or None
+    beta: […, HV], or […, HV, V] for one per value channel; beta_sigmoid: beta is a logit; allow_neg_eigval: uses twice its sigmoid
+    use_qk_l2norm: q and k are first divided by sqrt(|x|^2 + 1e-6)
     Everything else: see PoolOptions
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
@@ -51,8 +51,8 @@ def kda(
 ) -> Tensor:  # fmt: skip
     """Kimi delta attention (Kimi-Linear): gated delta rule with a decay per key channel: S <- S D + beta (v - S D k) k^T, D = diag(e^g).
 
-    g: […, HV, K], log decay; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), or with lower_bound
-        lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be missing; dt_bias [HV, K], [HV K] or None
+    g: […, HV, K], log decay; with A_log [HV] the raw gate, whose log decay is -e^A_log softplus(g + dt_bias), or with lower_bound
+        lower_bound sigmoid(e^A_log (g + dt_bias)), where A_log may be missing; dt_bias [HV, K], [HV K] or None
     Otherwise as gated_delta_rule. Source: Kimi Team 2025 (arXiv 2510.26692).
     """
     form = Form("decayed", gate_of(A_log, lower_bound), beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
@@ -122,7 +122,7 @@ def comba(
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Comba: S <- a S + beta (v - S p) k^T, a = e^g: it reads the state before its decay, with a key p […, HK, K] of its own.
+    """Comba: S <- a S + beta (v - S p) k^T, a = e^g: it reads the state before its decay, with its own key p […, HK, K].
 
     use_qk_l2norm normalises p too. Otherwise as gated_delta_rule. Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused kernel does.
     """
@@ -141,12 +141,12 @@ def gated_delta_rule_commit(
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False, state_layout: str = "vk",
     state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Takes the accepted tokens of a speculative step over into the state, from the ring that the step has filled.
+    """Applies the accepted tokens of a speculative step to the state, from the ring that the step has filled.
 
     state: [slots, HV, V, K], updated in place and returned; [layers, slots, …] with ring, A_log and dt_bias likewise, in one launch
-    ring: what gated_delta_rule(…, update_state=False, ring=ring) was given
+    ring: the one that gated_delta_rule(…, update_state=False, ring=ring) has filled
     num_accepted_tokens: [batch] int32 or int64: how many of the sequence's tokens to replay; 0, or a number out of range, changes nothing
-    Other arguments as in gated_delta_rule and PoolOptions; the result is that of gated_delta_rule on those tokens, bit for bit.
+    Other arguments as in gated_delta_rule and PoolOptions. The state equals gated_delta_rule's on these tokens, bit for bit.
     """
     form = Form("decayed", gate_of(A_log, None), beta_of(beta_sigmoid, allow_neg_eigval), use_qk_l2norm)
     objections = gate_objections(A_log, dt_bias) + beta_objections(beta_sigmoid, allow_neg_eigval)

@@ -1,4 +1,4 @@
-"""Decode steps that take a product of low rank from a state as it was before its decay. `call.py` says what all share."""
+"""Decode steps that subtract a low-rank product of the state before its decay. `call.py` documents the rules of all functions."""
 
 from __future__ import annotations
 

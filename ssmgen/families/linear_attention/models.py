@@ -1,4 +1,4 @@
-"""Models of gated delta rules and their relatives, and what decoding them asks for."""
+"""Models of gated delta rules and their relatives, and the kernels that decode them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class LinearAttention(AttentionModel):
 
     @property
     def conv_channels(self) -> int:
-        """Channels of the short convolution: gated_delta_rule's are those of q, k and v, kda's of each of them by itself."""
+        """Channels of one short convolution: gated_delta_rule convolves q, k and v together, kda each of them separately."""
         if self.kind == "gated_delta_rule":
             return 2 * self.key_heads * self.dim_k + self.nheads * self.dim_v
         return self.nheads * self.dim_k if self.kind == "kda" else 0
 
     @property
     def layer_channels(self) -> int:
-        """Channels that a layer convolves; for kda, those of its three convolutions, next to each other."""
+        """Channels that a layer convolves; for kda, the sum over its three convolutions, which are laid out side by side."""
         return 3 * self.conv_channels if self.kind == "kda" else self.conv_channels
 
     @property
@@ -80,7 +80,7 @@ class LinearAttention(AttentionModel):
         return found.for_tokens(tokens)
 
     def _recurrence(self, io: DType) -> dict[str, Any]:
-        """What else there is: gates and betas as the projections give them, for the kernel to finish; log decays where models do that."""
+        """Gates and betas as the projections produce them, for the kernel to finish; log decays if the model computes them itself."""
         if self.kind == "lightning_attn":
             return {"delta": Delta.NONE, "gate": Gate.SLOPE, "g": DType.F32}
         if self.kind == "rwkv7":
@@ -101,16 +101,16 @@ class LinearAttentionAsk(StateAsk):
         return caller is not Client.MAMBA_SSM and model.kind != "rwkv7"
 
     def problems(self, model: Model, wanted: Wanted) -> list[Any]:
-        if model.kind == "lightning_attn" and wanted.caller is Client.TRANSFORMERS:  # whose cache has states of the activations' dtype
+        if model.kind == "lightning_attn" and wanted.caller is Client.TRANSFORMERS:  # its cache holds states of the activations' dtype
             wanted = replace(wanted, states=wanted.states or (wanted.io,))
         if model.kind == "lightning_attn" and wanted.caller is Client.ENGINES:
             wanted = replace(wanted, layout=Layout.KV)
         found: list[Any] = super().problems(model, wanted)
-        if model.kind in ("gated_delta_rule", "kda") and wanted.caller is Client.ENGINES:  # of a step beside prompts, packed
+        if model.kind in ("gated_delta_rule", "kda") and wanted.caller is Client.ENGINES:  # decode steps packed with prompts
             found += [replace(p, tokens=Tokens.RAGGED, cu_seqlens=Index.I32) for p in found if p.tokens is Tokens.ONE]
         if wanted.caller is not Client.TRANSFORMERS:
             return found
-        if model.kind == "gated_delta_rule":  # before 5.23 its layers repeat the heads of q and k
+        if model.kind == "gated_delta_rule":  # its layers before version 5.23 repeat the heads of q and k
             found += [replace(p, key_heads=p.nheads) for p in found if p.key_heads != p.nheads]
         return list(map(_finished, found))
 

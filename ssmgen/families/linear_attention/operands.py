@@ -1,4 +1,4 @@
-"""Which tensors each public function of linear attention takes, and what it calls them."""
+"""The tensors that each public function of linear attention takes, and their parameter names."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["FUNCTIONS", "OPERANDS", "Function"]
 
 
 class Function(NamedTuple):
-    """What a public function takes, beside the state and `out`.
+    """The tensors of a public function, except the state and `out`.
 
-    required: operands that it cannot do without
-    roles: those of its parameters that have another name than their operand
+    required: operands that it needs
+    roles: parameters whose name differs from their operand's
     """
 
     required: tuple[str, ...]
     roles: Mapping[str, str] = {}
-    commit: bool = False  # it replays a ring, and has no q and no output
+    commit: bool = False  # it replays a ring; there are neither q nor output
 
     @property
     def words(self) -> dict[str, str]:
-        """Operand -> parameter, where they have different names."""
+        """Operand -> parameter, if their names differ."""
         own = {operand: parameter for parameter, operand in self.roles.items()}
         if not self.commit:
             return own | {"ring_gk": "ring.g"} | {f"ring_{name}": f"ring.{name}" for name in ("k", "v", "g", "beta")}
@@ -31,7 +31,7 @@ class Function(NamedTuple):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """All that it cannot do without."""
+        """All tensors that it needs."""
         return ("state", *self.required, "num_accepted_tokens" if self.commit else "out")
 
 

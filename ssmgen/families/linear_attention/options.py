@@ -1,4 +1,4 @@
-"""What the functions of linear attention share: the options of a pool, and how their calls are made."""
+"""The options of a pool and the construction of calls, for all functions of linear attention."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class PoolOptions(NamedTuple):
     scale: factor of the output; None for K^-0.5
     state_layout: "vk" for a state [slots, HV, V, K], "kv" for [slots, HV, K, V]; never inferred. Its last three axes are dense
     state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. With num_accepted_tokens: [batch, columns]
-    dst_state_indices: [batch], where the state goes after the last token, None for in place; or [batch, T], a slot for the state after
+    dst_state_indices: [batch], the slot of the state after the last token, None for in place; or [batch, T], a slot for the state after
         each token. A slot that is not valid is not written. Slots must be distinct, else sequences race
     num_accepted_tokens: [batch] int32 or int64, from 1: the sequence starts from the slot in that column of state_indices
-    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool, or whose count of accepted tokens is out of range,
-        gets a zero output and touches no state
-    zero_padding: False leaves the output of such a sequence as it is, in an `out` that is given
-    cu_seqlens: [batch + 1] int32 or int64, where each sequence's tokens start; ends with their number. A sequence may have none
+    pad_slot_id: a sequence is padding if its slot is negative, equals this or is not in the pool, or if its count of accepted tokens is out
+        of range. It gets a zero output and touches no state
+    zero_padding: False leaves the output of padding unchanged; pass `out`
+    cu_seqlens: [batch + 1] int32 or int64, start of each sequence's tokens; ends with the number of tokens. A sequence may have none
     intermediate_states: [batch, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token
-    intermediate_state_indices: of gated_delta_rule, delta_rule and kda alone: [batch] int32 or int64, the row of intermediate_states, which
-        may have any number of them, of each sequence; one that is not there is not written
-    parents: of the same: [batch, T] int32 or int64, a draft tree; needs intermediate_states. Token t goes on from the state after token
-        parents[t], an earlier one of the sequence, as intermediate_states holds it; any other number means the state after token t - 1,
-        unrounded. Of packed sequences it may have any number of columns. A sequence whose row is not there is padding
-    update_state: False leaves the pool as it is
-    state_scale: [slots, HV, V] f32, of a state of int16, int8 or float8_e4m3fn in layout "vk", which is its elements times the scale of
-        their row, the K elements of a value channel; written with the state, see selective_state_update. Not with intermediate_states, nor
-        with a ring
-    ring: of gated_delta_rule, delta_rule and kda alone: receives the tokens' raw k, v, g and beta in the sequence's slot
+    intermediate_state_indices: only gated_delta_rule, delta_rule and kda: [batch] int32 or int64, the row of each sequence in
+        intermediate_states, which may have any number of rows; a row out of range is not written
+    parents: the same functions only: [batch, T] int32 or int64, a draft tree; needs intermediate_states. Token t continues from the state
+        after token parents[t], an earlier token of the sequence, as stored in intermediate_states. Any other number means the state after
+        token t - 1, unrounded. Packed sequences may have any number of columns. A sequence whose row is out of range is padding
+    update_state: False leaves the pool unchanged
+    state_scale: [slots, HV, V] f32, for a state of int16, int8 or float8_e4m3fn in layout "vk": the state is its elements times the scale
+        of their row, which is the K elements of a value channel. Written with the state, see selective_state_update. Not with
+        intermediate_states or a ring
+    ring: only gated_delta_rule, delta_rule and kda: receives the tokens' raw k, v, g and beta in the sequence's slot
     out: of v's shape; None for a new one
-    pdl: whether the kernel may start while the one ahead of it in the stream ends (it waits before it reads anything); None = where the
+    pdl: whether the kernel may start while the previous one in the stream ends (it waits before it reads anything); None = if the
         device can (sm_90 and later)
     """
 
@@ -73,7 +73,7 @@ def decode(
     write: Tensor | None = None, alpha: Tensor | None = None, bonus: Tensor | None = None, *,
     lower_bound: float | None = None, objections: tuple[str, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """The result of a function, of its tensors by their roles in the recurrence (spec.py)."""
+    """The result of a function, from its tensors by their roles in the recurrence (spec.py)."""
     scale, out = pool.scale, pool.out
     objections += padding_objections(pool.zero_padding, out)
     if out is None:
@@ -95,7 +95,7 @@ def commit(
     per_channel: bool, lower_bound: float | None = None, state_layout: str, state_indices: Tensor | None, pad_slot_id: int,
     pdl: bool | None, objections: tuple[str, ...],
 ) -> Tensor:  # fmt: skip
-    """The result of a call that replays accepted tokens of a ring; per_channel: it keeps a gate per key channel."""
+    """The result of a call that replays accepted tokens of a ring; per_channel: the ring holds a gate per key channel."""
     k, v, g, gk, beta = _by_operand(ring, per_channel)
     tensors = OPERANDS.Tensors(
         state=state, k=k, v=v, g=g, gk=gk, beta=beta, A_log=A_log, dt_bias=dt_bias, state_indices=state_indices,

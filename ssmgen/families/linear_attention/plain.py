@@ -1,4 +1,4 @@
-"""Decode steps of linear attention that adds to a state and takes nothing from it. `call.py` says what all share."""
+"""Decode steps of linear attention that adds to the state and subtracts nothing. `call.py` documents the rules of all functions."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ def batch_of(views: Mapping[str, Tensor]) -> int:
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands in token form (see reference.py). Adds to `problems` all that is wrong but where they lie."""
+    """The operands in token form (see reference.py). Adds every error to `problems`, except errors of addresses."""
     return commit.views_of(named, options.layout, problems) if options.commit else token_views(named, options, problems)
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearAttentionProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     if options.commit:
         return commit.problem_of(views, pointers, options)
     state, form = views["state"], options.form
@@ -45,7 +45,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     each = target is not None and target.dim() == 2
     ring = "ring_k" in views
     several = ragged or each or ring or kept is not None or views["q"].shape[1] != 1
-    lane = min(16 // state.element_size(), K & -K)  # elements of a vector that a lane owns
+    lane = min(16 // state.element_size(), K & -K)  # elements of a lane's vector
 
     along = -1 if options.layout == "vk" else -2
     states = [("state", state), *([("intermediate_states", kept)] if kept is not None else [])]

@@ -1,4 +1,4 @@
-"""What the axes of the linear-attention functions' tensors are."""
+"""The axes of the tensors of the linear-attention functions."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
 A row of the engine is one value channel v of a head: the K elements S[v, :] of the state. Per token, row by row,
 
-    p = <S or D∘S, read>          what the state holds for this key; of the state before or after its decay
+    p = <S or D∘S, read>          the state's value for this key, before or after its decay
     e = beta (w v - p)            its error
     S = D∘S + e write             (low rank: S = D∘S + p write + v k)
     o = <S, q> scale
 
-and every model is a choice of what is there: DeltaNet has no decay D, gated DeltaNet one per head, KDA one per key channel; GLA and its
-simpler forms have no read; Comba reads before the decay with a key of its own; RWKV-7 is the low-rank form.
+and each model selects some of these terms. DeltaNet omits the decay D, gated DeltaNet has one D per head, KDA one per key channel. GLA and
+its simpler forms omit the read. Comba reads before the decay with a separate key. RWKV-7 is the low-rank form.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class LinearAttentionSpec(AttentionKernel):
 
 
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
     axes = row_engine.axes(16 if problem.scaled else 8, interleaved=problem.interleaved)
     return row_engine.legal(lambda how: LinearAttentionSpec(**given, **how), axes, arch)
 
 
-# Of states of two bytes; measured on an H100 and an H200. 32 heads of 128 rows are 128 blocks of 32, one for an SM, and dependents may
-# start at once; of fewer or more, smaller blocks are faster.
+# States of two bytes; measured on an H100 and an H200. 32 heads of 128 rows are 128 blocks of 32 rows, one per SM, and dependents may
+# start at once. Smaller blocks are faster with fewer or more heads.
 FEWEST = Rule("fewest", 4, tile_kib=2, ilp=2)
 TWO_BYTES = [
     replace(FEWEST, max_mib=1),
@@ -53,16 +53,16 @@ TWO_BYTES = [
     replace(FEWEST, name="few"),
     *ONE_TOKEN,
 ]
-TWO_BYTES_PER_KEY = [FEWEST, ONE_TOKEN[0], Rule("latency", 48, tile_kib=16, steps=2), ONE_TOKEN[-1]]  # rows of a block share decays; so
-# Of four bytes, 16 KiB ahead for an SM: an H100 takes 3 % less than with twice as much (and as long as with none), an H200 0.1 … 0.8 %.
+TWO_BYTES_PER_KEY = [FEWEST, ONE_TOKEN[0], Rule("latency", 48, tile_kib=16, steps=2), ONE_TOKEN[-1]]  # rows of a block share decays
+# Four bytes, 16 KiB prefetched per SM: an H100 takes 3 % less than with twice as much (and as long as without), an H200 0.1 … 0.8 % less.
 FOUR_BYTES = [*ONE_TOKEN[:-1], replace(ONE_TOKEN[-1], prefetch=132)]
-NO_DELTA = [Rule("fewest", 4, tile_kib=8), *FOUR_BYTES]  # nothing is read of them ahead, one decay per head; measured on both
-READ_BEFORE_DECAY = [FEWEST, *FOUR_BYTES]  # with one decay per head: blocks of a warp took 8 and 9 % less, why is not known
-ONE_BYTE = [  # of such states; by count, not measured: a sixth fewer instructions in two steps
+NO_DELTA = [Rule("fewest", 4, tile_kib=8), *FOUR_BYTES]  # no state is prefetched; one decay per head; measured on both
+READ_BEFORE_DECAY = [FEWEST, *FOUR_BYTES]  # with one decay per head: one-warp blocks took 8 and 9 % less, for an unknown reason
+ONE_BYTE = [  # states of one byte; counted, not measured: a sixth fewer instructions in two steps
     Rule("latency", 48, tile_kib=8),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264, steps=2),
 ]
-# Of keys-first states, by bytes of an element. Measured with traffic of 512 and 1024 MiB; smaller calls go as before.
+# Keys-first states, by bytes of an element. Measured with traffic of 512 and 1024 MiB; smaller calls use the other rules.
 KEYS_FIRST = {
     2: [*ONE_TOKEN[:-1], Rule("bandwidth", float("inf"), tile_kib=16, piece=128, prefetch=264)],
     4: [*ONE_TOKEN[:-1], Rule("bandwidth", float("inf"), tile_kib=32, piece=128, prefetch=132)],
@@ -98,7 +98,7 @@ def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: boo
 
 
 def _fitting(spec: LinearAttentionSpec) -> LinearAttentionSpec:
-    """The variant that stages as many of its tokens at a time as there is room for."""
+    """The variant with `chunk` halved until the staged tokens fit in shared memory."""
     while spec.shared_bytes > MAX_SHARED and spec.chunk > 1:
         spec = replace(spec, chunk=spec.chunk // 2)
     return spec

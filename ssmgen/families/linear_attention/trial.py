@@ -1,4 +1,4 @@
-"""Trials of linear attention: operands from a spec alone, and what becomes of them."""
+"""Trials of linear attention: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .planning import CALLERS
 from .spec import LinearAttentionSpec
 from .views import Options
 
-LOWER_BOUND = -5.0  # of bounded log decays
+LOWER_BOUND = -5.0  # for bounded log decays
 
 
 def tokens_of(spec: LinearAttentionSpec, batch: int) -> list[int]:
-    """How many each sequence has: more than are staged at a time, where a call has several."""
+    """Tokens of each sequence: more than are staged at a time, if a call has several tokens."""
     if spec.tokens is Tokens.ONE:
         return [1] * batch
     most = FROZEN_TOKENS - 1 if spec.frozen else spec.chunk + 1
@@ -39,7 +39,7 @@ def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tens
     if spec.scaled:
         made["state_scale"] = scales(state, g)
     made["out"] = _placed(spec, "out", torch.full((*lead, spec.nheads, spec.dim_v), float("nan")))
-    if spec.intermediates:  # one column too many; or one too few, where calls may keep fewer than they have tokens
+    if spec.intermediates:  # one column too many; or one too few, if calls may keep fewer states than they have tokens
         by_index, ragged = spec.kept_index is not Index.NONE, spec.tokens is Tokens.RAGGED
         rows, columns = 2 * batch if by_index else batch, max(counts) + (-1 if ragged else 1)
         made["intermediate_states"] = _states(spec, rows, columns).fill_(7.0)
@@ -55,7 +55,7 @@ def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tens
 
 
 def _slots(spec: LinearAttentionSpec, counts: list[int], g: Generator) -> tuple[int, dict[str, Tensor]]:
-    """(size of the pool, what is int)"""
+    """(size of the pool, integer operands)"""
     most, made = max(counts), {}
     if spec.cu_seqlens is not Index.NONE:
         made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
@@ -97,7 +97,7 @@ def _values(spec: LinearAttentionSpec, name: str, shape: tuple[int, ...], g: Gen
 
 
 def _placed(spec: LinearAttentionSpec, name: str, values: Tensor, dense: bool = False) -> Tensor:
-    """A slice of a wider tensor of NaN: its rows are aligned, or begin at odd places and, if they may, are every second element."""
+    """A slice of a wider tensor of NaN. Its rows are aligned, or begin at odd offsets with stride 2 if the spec allows that."""
     vector = name in KEY_VECTORS or (name == "dt_bias" and spec.gk is not None)
     odd = vector and spec.operand_loads is Loads.ELEMENT
     start, step = (7 if odd else 8), (2 if odd and not dense else 1)
@@ -111,7 +111,7 @@ def linear_attention(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
     said = {"update_state": update, "commit": spec.commit, "zero_padding": spec.zero_padding}
     options = Options(form, spec.dim_k**-0.5, LOWER_BOUND, spec.layout.value, **said)
     return trial(
-        CALLERS["gated_delta_rule_commit" if spec.commit else "gated_delta_rule"],  # all recurrences are checked and launched alike
+        CALLERS["gated_delta_rule_commit" if spec.commit else "gated_delta_rule"],  # checks and launches are the same for all recurrences
         operands(spec, batch, seed),
         options,
         kept=() if update else ("state", "state_scale"),

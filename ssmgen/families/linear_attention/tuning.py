@@ -1,4 +1,4 @@
-"""What is tuned of linear attention: models' decode steps, or the benchmark's."""
+"""Tuning cases of linear attention: models' decode steps, or the benchmark's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a linear-attention call is given, and its checks: operands to views in token form, which kernels and reference share."""
+"""Operands and options of a linear-attention call, and their checks: kernels and reference share the views in token form."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ...engine.recurrences.attention.switches import Form
 
 
 class RawInputs(NamedTuple):
-    """The raw inputs of a call's tokens, by slot: what a speculative step keeps instead of states, for a commit to replay.
+    """The raw inputs of a call's tokens, by slot. A speculative step stores them instead of states, and a commit replays them.
 
     k: [slots, T, HK, K]; v: [slots, T, HV, V]; g: [slots, T, HV], for kda [slots, T, HV, K]; beta: [slots, T, HV], or [slots, T, HV, V] if
-    the call's is; each of its operand's dtype. Commits of several layers at once take them with a layers axis in front.
+    the call's beta has V too. Each has its operand's dtype. Commits of several layers at once add a leading layers axis.
     """
 
     k: Tensor
@@ -26,7 +26,7 @@ class RawInputs(NamedTuple):
 
 
 def ring_objections(ring: object) -> tuple[str, ...]:
-    """What is wrong with a ring, in words: it is neither None nor four tensors in a row."""
+    """The error of a ring that is neither None nor a sequence of four tensors, in words."""
     if ring is None or (isinstance(ring, (tuple, list)) and len(ring) == 4):
         return ()
     count = f" of {len(ring)}" if isinstance(ring, (tuple, list)) else ""
@@ -34,7 +34,7 @@ def ring_objections(ring: object) -> tuple[str, ...]:
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     form: Form
     scale: float
@@ -42,12 +42,12 @@ class Options(NamedTuple):
     layout: str = "vk"
     pad_slot_id: int = -1
     update_state: bool = True
-    commit: bool = False  # k, v, g and beta are a ring's, and there is no q and no output
+    commit: bool = False  # k, v, g and beta are a ring's; there are neither q nor output
     zero_padding: bool = True
 
 
 def token_views(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """Views of the operands in token form. Adds to `problems`; what comes back is only usable if that is nothing."""
+    """Views of the operands in token form. Adds errors to `problems`; the result is usable only if there are none."""
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_types(OPERANDS, named, "state", problems)
@@ -94,11 +94,11 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     return views
 
 
-Shapes = dict[str, dict[str, tuple[int, ...]]]  # of each operand, those that are allowed, by a name in words
+Shapes = dict[str, dict[str, tuple[int, ...]]]  # allowed shapes of each operand, by a name in words
 
 
 def _own_shapes(views: Mapping[str, Tensor], sizes: Mapping[str, int], ragged: bool) -> Shapes:
-    """What operands must be whose shapes depend on others."""
+    """Allowed shapes of operands that depend on other operands."""
     batch, T, HV, K = sizes["batch"], sizes["token"], sizes["head"], sizes["key"]
     allowed: Shapes = {
         "dt_bias": {"[heads, K]": (HV, K), "[heads * K]": (HV * K,)} if "gk" in views else {"[heads]": (HV,)},
@@ -122,7 +122,7 @@ def _own_shapes(views: Mapping[str, Tensor], sizes: Mapping[str, int], ragged: b
 
 
 def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool, problems: list[str]) -> Shapes:
-    """What the tensors of a ring must be: [slots, tokens or more, …] of what they keep."""
+    """Allowed shapes of a ring's tensors: [slots, tokens or more, …], the rest as in the operand they keep."""
     T = 1 if len(lead) == 1 else lead[1]
     if ragged:
         problems.append("a ring takes the same number of tokens of every sequence: not with cu_seqlens")

@@ -1,5 +1,5 @@
 """chain: causal_conv1d_update, selective_state_update, gated_rms_norm. Peers: flashinfer, FlashInfer's state update instead of ours;
-mamba_ssm, its state update and its norm, behind Dao-AILab's convolution where that is installed, else ours.
+mamba_ssm, its state update and its norm, after Dao-AILab's convolution if that is installed, else ours.
 """
 
 from __future__ import annotations

@@ -45,37 +45,37 @@ def mamba2_layer(
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """Decode steps of a Mamba-2 layer, from what its in-projection gives to what its out-projection takes.
+    """Decode steps of a Mamba-2 layer, from its in-projection's output to its out-projection's input.
 
     x, B, C <- silu(convolution of xBC); state <- exp(dt A) state + dt x B; y = C state + D x; out = the gated RMS norm of y and z.
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; channels = H P + 2 G N, in the order x, B, C. One
-    kernel convolves and updates the states, and one behind it norms. The same bits as causal_conv1d_update with SiLU,
-    selective_state_update and gated_rms_norm, one after the other. Floating tensors may be f32, f16 or bf16, each its own, but for
-    xBC and conv_state, which go together; arithmetic is f32.
+    kernel convolves and updates the states, and a second one norms. The result is bitwise equal to causal_conv1d_update with SiLU,
+    selective_state_update and gated_rms_norm, one after the other. Floating tensors may be f32, f16 or bf16, each with its own dtype; xBC
+    and conv_state have the same dtype. Arithmetic is f32.
 
-    […] is [batch] for one token per sequence, or [batch, T] for several, T up to 8: all of them in one launch, with the bits of the three
-    operators for T tokens. Packed sequences and draft trees are those operators' only.
+    […] is [batch] for one token per sequence, or [batch, T] for several, T up to 8, in one launch, bitwise equal to the three
+    operators for T tokens. Only these operators take packed sequences and draft trees.
 
     xBC: […, channels]; dt: […, H]; z, out: […, H P]: views of the in-projection's output, with any strides
     conv_state: [slots, channels, width - 1 or width], updated in place, the newest input last; any strides
     state: [slots, H, P, N], updated in place; its last three axes must be dense
-    arrivals: [slots, G] int32 of zeros, kept by the caller with the states: counts, within a launch, the blocks that have read a window
+    arrivals: [slots, G] int32 of zeros, kept by the caller with the states: counts the blocks that have read a window within a launch
     conv_weight: [channels, width], width 2 … 8; conv_bias: [channels] or None
-    A: [H], negative, or with A_is_log what checkpoints hold, log(-A); D: [H] or [H, P]; dt_bias: [H]
-    norm_weight: [H P], or [norm_group_size] for all groups; None: no norm, and y is multiplied by silu(z), where there is a z
-    norm_group_size: channels that are normed together, None for all of a row; norm_before_gate: z gates what is normed already
+    A: [H], negative, or with A_is_log the logarithm log(-A) that checkpoints hold; D: [H] or [H, P]; dt_bias: [H]
+    norm_weight: [H P], or [norm_group_size] for all groups; None: no norm, and y is multiplied by silu(z), if there is a z
+    norm_group_size: channels that are normed together, None for all of a row; norm_before_gate: z gates after the norm
     dt_softplus, dt_limit, state_indices, rand_seed, philox_rounds, pad_slot_id: as in selective_state_update, of both states. A padded row
         gets a zero output
-    update_state: False leaves window and state as they are
+    update_state: False leaves window and state unchanged
     intermediate_states: [rows, T or more, H, P, N], of f32, f16 or bf16: receives the state after each token, and
     intermediate_conv_window: [rows, T or more, channels, width - 1] of xBC's dtype: the window after each token, in row
-        intermediate_state_indices[b], [batch] int32 or int64, or b; a row that is not there is not written
-    num_accepted_tokens: [batch] int32 or int64, with state_indices [batch, columns] and dst_state_indices [batch, T]: of the last call's
-        tokens so many were accepted. The state is that of the slot in column num_accepted_tokens - 1, and the one after token t goes to
-        slot dst_state_indices[b, t], if there is one. The window is that of the slot in the first column, of length width - 2 + T or more:
-        its history begins at entry num_accepted_tokens - 1, and the new inputs are put behind it, at the front. A count that is no column,
-        or whose history is not in the window, is padding, and so is a sequence without either slot
-    pdl: whether the kernels may start while the ones ahead of them in the stream end; None = where the device can (sm_90 and later)
+        intermediate_state_indices[b], [batch] int32 or int64, or b; a row out of range is not written
+    num_accepted_tokens: [batch] int32 or int64, with state_indices [batch, columns] and dst_state_indices [batch, T]: number of
+        the last call's tokens that were accepted. The slot in column num_accepted_tokens - 1 holds the state. The state after token t goes
+        to slot dst_state_indices[b, t], if there is one. The slot in the first column holds the window, of length width - 2 + T or more.
+        Its history begins at entry num_accepted_tokens - 1; the step moves the history to the front and stores the new inputs after it. A
+        sequence is padding if its count names no column, if the history is not in the window, or if either slot is missing
+    pdl: whether each kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Returns out (new, of xBC's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError, UnsupportedError, CaptureError, NotBuiltError, CompileError, LoadError, LaunchError as selective_state_update.

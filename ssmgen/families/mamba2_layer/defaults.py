@@ -1,5 +1,5 @@
-"""Default variants of mamba2_layer: every layout of a window, the norm behind it or none; states of several tokens left behind, kept
-after each, or given slots of their own."""
+"""Default variants of mamba2_layer: every layout of a window, with and without a norm. States of several tokens: only the last one, one
+after each token, or a slot for each."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What Mamba-2 models ask of their decode layers."""
+"""The decode layer kernels that Mamba-2 models need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .spec import OPERATOR, Mamba2LayerProblem
 
 
 class Mamba2LayerAsk(LayerAsk):
-    """A decode step; without slots, also as transformers' modules have it: with the logarithm of A in the dtype of activations, and a
-    window that holds the input that has left the convolution."""
+    """A decode step. Without slots, also the form of transformers' modules: with the logarithm of A in the dtype of activations, and a
+    window that also holds the oldest input, which the convolution no longer reads."""
 
     def one_token(self, model: Model, wanted: Wanted) -> list[Any]:
         found = super().one_token(model, wanted)

@@ -21,13 +21,13 @@ from .views import Options, size_of, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> Mamba2LayerProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     state = views["state"]
     _, H, P, N = state.shape
-    vector = min(16 // state.element_size(), N & -N)  # elements of a state that a lane owns
+    vector = min(16 // state.element_size(), N & -N)  # state elements per lane
     aligned = all(checks.aligned(views[n], pointers[n], vector) for n in ("state", "intermediate_states") if n in views)
     dtypes: dict[str, Any] = {field: DTYPES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
-    dtypes |= {"z": None} if "norm_weight" in views else {}  # the norm's kernel has the gate
+    dtypes |= {"z": None} if "norm_weight" in views else {}  # the norm kernel applies the gate
     dtypes |= dict.fromkeys(("x", "B", "C"), DTYPES[views["xBC"].dtype])
     return Mamba2LayerProblem(
         d_state=N,

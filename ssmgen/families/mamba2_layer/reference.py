@@ -25,10 +25,10 @@ def mamba2_layer(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """xBC [batch, channels]; z, out [batch, H, P]; dt [batch, H]; conv_state [slots, channels, len]; conv_weight [channels, width];
-    state [slots, H, P, N]; A, D, dt_bias [H, P]; norm_weight [groups, size], where there is a norm; without, z gates by itself. Several
-    tokens: xBC, z, out and dt have an axis of them behind the batch's.
+    state [slots, H, P, N]; A, D, dt_bias [H, P]; norm_weight [groups, size], if there is a norm; otherwise z gates alone. Several
+    tokens: xBC, z, out and dt have a tokens axis after the batch axis.
 
-    Computes in `dtype`, and rounds what passes from one operator to the next as these do.
+    Computes in `dtype`, and rounds the values between operators as the operators do.
     """
     state, out = views["state"], views["out"]
     slots, (_, H, P, N) = slots_of(views, pad_slot_id), state.shape

@@ -1,4 +1,4 @@
-"""What the axes of mamba2_layer's tensors are."""
+"""The axes of mamba2_layer's tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _kinds(given: Mapping[str, Any]) -> dict[str, str]:
     H, P, N, G = found
     axes = {"channels": f"head:{H}x{P}+group:{G}x{N}+group:{G}x{N}"}
     weight: Any = given.get("norm_weight")
-    if hasattr(weight, "shape"):  # of the channels that are normed together
+    if hasattr(weight, "shape"):  # for the channels that are normed together
         size = given.get("norm_group_size") or H * P
         axes["norm_weight"] = f"{'head' if weight.shape == (H * P,) else 'row'}/{max(size // max(P, 1), 1)}"
     return axes

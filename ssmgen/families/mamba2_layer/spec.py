@@ -1,7 +1,7 @@
 """mamba2_layer: decode steps of a Mamba-2 layer between its projections: short convolution, state updates, gated norm.
 
-Two kernels: that of selective_state_update, which convolves x, B and C itself, and the gated norm behind it. Of several tokens, all are
-convolved at once, straight into the shared memory that tokens are staged in, and the norm is of all their rows.
+Two kernels: selective_state_update's, which convolves x, B and C itself, then the gated norm. Several tokens are convolved all at once,
+directly into the shared memory that tokens are staged in, and the norm covers all their rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPERATOR = "mamba2_layer"
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2LayerProblem(NormedLayer, SsuProblem):
-    """What a call fixes. x, B and C are channels of xBC, whose dtype is x's. `z` is of a gate without a norm."""
+    """The fields that a call fixes. x, B and C are channels of xBC, whose dtype is x's. `z` is the dtype of a gate without a norm."""
 
     A_is_log: bool = False  # A is the logarithm of its absolute value
 
@@ -72,8 +72,8 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
 
     family: ClassVar[str] = OPERATOR
 
-    norm_threads: int = 32  # of a block of the norm, about
-    windows_ahead: bool = field(default=False, metadata=LATER)  # asks L2 for the windows of the block that it asks the tile of, too
+    norm_threads: int = 32  # threads per block of the norm, about
+    windows_ahead: bool = field(default=False, metadata=LATER)  # with a block's tile, also prefetches its windows into L2
 
     @property
     def template(self) -> str:
@@ -81,7 +81,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
 
     @property
     def chunk(self) -> int:
-        """Tokens that are staged at a time: all."""
+        """Tokens that are staged at a time: all of them."""
         return self.conv.tokens
 
     @property
@@ -104,7 +104,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
 
     @property
     def shared_bytes(self) -> int:
-        """Staged tokens: B and C, x and z of the tile's rows, dt, its decay and perhaps a slot; and who is the last block of a group."""
+        """Bytes of staged tokens (B, C, the tile's x and z, dt, decay, perhaps a slot) and of the last-block flag of a group."""
         words = 2 * self.d_state + len(self.row_scalars()) * self.tile + (4 if self.update is Update.EACH else 2)
         return 4 * self.chunk * words + 16
 
@@ -117,7 +117,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
     def row_scalars(self) -> list[str]:
         return row_scalars_of(self)
 
-    norm_inside: ClassVar[bool] = False  # the norm is a kernel of its own
+    norm_inside: ClassVar[bool] = False  # the norm is a separate kernel
 
     def operands(self) -> list[str]:
         """Tensor arguments in order."""
@@ -140,7 +140,7 @@ def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamb
 
 
 def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     further: dict[str, Any] = {"prefetch": 264, "windows_ahead": True}
     hows = (how | more for how in row_engine.axes(ahead=132) for more in ([{}, further] if how["prefetch"] else [{}]))
     return row_engine.legal(lambda how: _spec(problem, how), hows, arch)
@@ -149,9 +149,9 @@ def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
 TWO_BYTES = [  # measured on an H100 and an H200
     Rule("few", 4, tile_kib=8, pdl=Pdl.TRIGGER_TOP),
     Rule("latency", 128, tile_kib=16),
-    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),  # with windows ahead; as much of tiles alone is no faster than 132
+    Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),  # with windows; prefetching 264 tiles alone is not faster than 132
 ]
-TWO_BYTES_LONG = [replace(TWO_BYTES[0], tile_kib=16), *TWO_BYTES[1:]]  # of rows of more than 256 bytes: as many in a block
+TWO_BYTES_LONG = [replace(TWO_BYTES[0], tile_kib=16), *TWO_BYTES[1:]]  # rows of more than 256 bytes: the same number per block
 FOUR_BYTES = [
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=32, prefetch=132),
@@ -159,8 +159,8 @@ FOUR_BYTES = [
 
 
 def _rules_of_tokens(problem: Mamba2LayerProblem) -> list[Rule]:
-    """Blocks with a thread for each four channels, so that all of them convolve at once. Few heads are spread over more SMs: tokens come
-    one behind the other, and what a thread does for each is most of the time then. Measured on an H200 with 128 heads, not with few."""
+    """Blocks with a thread per four channels, so that all channels convolve at once. Few heads are spread over more SMs: tokens run one
+    after the other, and a thread's work per token then takes most of the time. Measured on an H200 with 128 heads, not with few."""
     wide = 2 if problem.shared_channels >= 512 else 1
     if problem.state is not DType.F32:
         return [
@@ -176,8 +176,8 @@ def _rules_of_tokens(problem: Mamba2LayerProblem) -> list[Rule]:
 
 
 def _registers_of_tokens(problem: Mamba2LayerProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:
-    """`how`, with registers for 512 threads per SM; for 768 where ptxas can do that without spills; with all where operands are gathered.
-    Left alone, it spills a few bytes of some variants, to get below the next of such steps."""
+    """`how`, with registers for 512 threads per SM; for 768 if ptxas can do that without spills; with all if operands are gathered.
+    Without a bound, ptxas spills a few bytes in some variants, to reach the next lower register step."""
     vectors = {problem.conv.loads, problem.conv.taps, problem.state_loads} == {Loads.VECTOR} and not problem.philox_rounds
     narrow = problem.state is not DType.F32 and problem.conv_dtype is not DType.F32 and problem.d_state == 128
     short = problem.conv.tokens <= 4 and problem.conv.width <= 4
@@ -196,7 +196,7 @@ def candidates(problem: Mamba2LayerProblem, batch: int, arch: Arch, pdl: bool) -
             yield rule, None, reason
             continue
         if problem.accepted is not Index.NONE:
-            how["prefetch"] = 0  # it does not know the column that is started from
+            how["prefetch"] = 0  # a prefetch does not know which column the sequence starts from
         if how.get("prefetch") and not problem.several and problem.state.size == 2 and problem.conv.layout is StateLayout.RUNS:
             how["windows_ahead"] = True  # an H200 takes 3.5 % less at batch 64, 4 at 256; states of other sizes were not measured
         how = _registers_of_tokens(problem, how, arch) if problem.several else with_registers(how, arch)

@@ -1,4 +1,4 @@
-"""Trials of mamba2_layer: operands from a spec alone, and what becomes of them."""
+"""Trials of mamba2_layer: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .planning import CALLER
 from .spec import Mamba2LayerSpec
 from .views import Options
 
-LIMIT = (0.01, 0.1)  # of dt: in the midst of what softplus gives
+LIMIT = (0.01, 0.1)  # of dt: in the middle of the range of softplus
 
 
 def operands(spec: Mamba2LayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Operands by name, those that the spec has."""
+    """The operands that the spec has, by name."""
     make = Maker(seed)
     H, P, N, G = spec.nheads, spec.headdim, spec.d_state, spec.ngroups
     slots, inner, lead = batch if spec.index is Index.NONE else 3 * batch, spec.nheads * spec.headdim, lead_of(spec, batch)

@@ -1,4 +1,4 @@
-"""What is tuned of mamba2_layer: models' layers."""
+"""Tuning cases of mamba2_layer: models' layers."""
 
 from functools import partial
 

@@ -15,7 +15,7 @@ from .operands import OPERANDS
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     eps: float
     group_size: int | None
@@ -31,7 +31,7 @@ class Options(NamedTuple):
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with heads: z, out [batch(, tokens), H, P]; A, D, dt_bias [H, P]; norm_weight [groups, size]; rand_seed [slots].
 
-    There is a tokens axis where the call is one of several. Adds to `problems` all that is wrong."""
+    Calls of several tokens have a tokens axis. Adds every error to `problems`."""
     check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
@@ -48,7 +48,7 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
 
 
 def _check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
-    """Whether shapes fit: xBC is [batch, channels], or [batch, tokens, channels]. Adds to `problems` all that is wrong."""
+    """Whether shapes fit: xBC is [batch, channels], or [batch, tokens, channels]. Adds every error to `problems`."""
     checks.check_types(OPERANDS, named, "state", problems)
     state, xBC, window = named["state"], named["xBC"], named["conv_state"]
     if state.dim() != 4 or xBC.dim() not in (2, 3):
@@ -98,6 +98,6 @@ def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tens
 
 
 def size_of(views: Mapping[str, Tensor], options: Options) -> int:
-    """Channels that are normed together: all of a row where no such number is given."""
+    """Channels that are normed together: all of a row, if no number is given."""
     _, H, P, _ = views["state"].shape
     return H * P if options.group_size is None else options.group_size

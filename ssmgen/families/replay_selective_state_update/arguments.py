@@ -1,4 +1,4 @@
-"""Which operands the kernels of replay take, in which order, with which strides, and which of them they write."""
+"""The operands of the replay kernels: their order, strides and which of them are written."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Part(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayArguments(KernelSpec, ReplayProblem):
-    """A problem, and which of its kernels this is."""
+    """A problem, and the choice of one of its kernels."""
 
     part: Part = Part.FUSED
 
     @property
     def steps(self) -> bool:
-        """Whether the history is that of one step, in one of two buffers."""
+        """Whether the history covers one step, in one of two buffers."""
         return self.history is History.STEP
 
     @property
@@ -36,7 +36,7 @@ class ReplayArguments(KernelSpec, ReplayProblem):
 
     @property
     def makes(self) -> bool:
-        """Whether this kernel makes what the tokens have to do with each other."""
+        """Whether this kernel computes the products between tokens (`mix`)."""
         return self.part is not Part.MAIN
 
     @property

@@ -1,14 +1,15 @@
 """The benchmark of replay_selective_state_update and, with a ring, checkpoint_selective_state_update.
 
-Slots are those of enough sets for 200 MB of states, and of 200 sets at most, in random order; every set has slots and inputs of its own.
-Nobody does the bookkeeping, so that every call of a set does the same. window 0: the history of one step, of which so many tokens were
-accepted. A ring: so many count, and no state is written, but in the share of sequences that writes, where as many count as it takes. With
-conv1d, a call is two or three launches: the update of the convolution of x, B and C, whose output they are views of, comes first.
+Slots of enough sets for 200 MB of states, at most 200 sets, in random order; every set has its own slots and inputs. The bookkeeping is
+off, so that every call of a set does the same work. window 0: a history of one step, with `accepted` of its tokens accepted. A ring:
+`accepted` entries count and no state is written, except in the share of sequences that write, where enough entries count to force a write.
+With conv1d, a call is two or three launches: the update of the convolution of x, B and C comes first, and these are views of its output.
 
-Contenders: one kernel, and two; external PDL is of the first kernel (behind the convolution, it reads all else before that ends), internal
-PDL of the second. TB/s counts states, read and written. The copy reads and writes all of them, even where we only read.
+Contenders: one kernel, and two. External PDL is PDL of the first kernel, which after the convolution reads all its other inputs before the
+convolution ends; internal PDL is PDL of the second. TB/s counts states, read and written. The copy reads and writes all of them, even
+where we only read.
 Peers: FlashInfer's checkpointing_ssu, with PDL, on a ring of the same window (window 0: the shortest on which every step writes), and
-TensorRT-LLM's replay_selective_state_update; not behind our convolution. Both round factors of products to bf16; `precision` is ours.
+TensorRT-LLM's replay_selective_state_update; not after our convolution. Both round factors of products to bf16; `precision` is ours.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ WINDOWS = (0, 16)
 TOKENS, ACCEPTED = 6, 3
 SHAPE = (16, 64, 128, 1)  # heads, headdim, d_state, groups
 STATE_BYTES, MAX_SETS = 200e6, 200
-WIDTH = 4  # of the convolution
-CHECKED = 4  # rows that the gate looks at
+WIDTH = 4  # taps of the convolution
+CHECKED = 4  # rows that the correctness gate compares
 STATE_GATE = GATE | {torch.float32: 4e-6}  # an exponential and a sum of a step's tokens, in f32
 PRECISION_GATE = {"f32": 0.0, "bf16x2": 2.0**-15, "bf16": 2.0**-7}
 HISTORY_LIMITS = {"old_x": EXACT, "old_B": EXACT, "old_dt": 1e-5, "old_dA_cumsum": 1e-5}
@@ -62,7 +63,7 @@ def forms(two_kernels: bool | None, external: bool | None, internal: bool | None
 
 
 def fits(tokens: int, accepted: int, window: int, writing: float) -> str:
-    """Why a case cannot be; empty if it can."""
+    """The reason why a case is impossible; empty if it is possible."""
     if not window:
         return "" if accepted <= tokens else f"{accepted} accepted of a step of {tokens} tokens"
     if accepted > window:
@@ -110,11 +111,11 @@ def inputs(at: At, device: torch.device) -> Case:
         history["old_dA_cumsum"] = -history["old_dt"].cumsum(-1)
         history["cache_buf_idx"] = torch.randint(2, (count,), device=device, dtype=torch.int32)
     sizes = (H * P, G * N, G * N)
-    joined = randn(sets, B, T, sum(sizes))  # of the convolution: in and out
+    joined = randn(sets, B, T, sum(sizes))  # input and output of the convolution
     conv = convolution(at, joined, slots) if at.with_conv1d else None
     parts = (joined if conv is None else conv.more["out"]).split(sizes, -1)
     operands = {n: t.unflatten(-1, s) for n, t, s in zip(("x", "B", "C"), parts, ((H, P), (G, N), (G, N)), strict=True)}
-    if conv is None:  # each by itself, as projections without a convolution would give them
+    if conv is None:  # separate tensors, as projections without a convolution would produce them
         operands = {n: t.contiguous() for n, t in operands.items()}
     dt, D, bias = randn(sets, B, T, H), randn(H), (torch.rand(H, device=device) - 4).bfloat16()
     rotating = {**operands, "dt": dt[..., None].expand(*dt.shape, P), "state_indices": slots}
@@ -149,7 +150,7 @@ def inputs(at: At, device: torch.device) -> Case:
 
 
 def convolution(at: At, x: Tensor, slots: Tensor) -> Case:
-    """The update of the convolution of x, B and C, which goes ahead. x: [sets, batch, tokens, channels]"""
+    """The update of the convolution of x, B and C, which runs first. x: [sets, batch, tokens, channels]"""
     device, channels, out = x.device, x.shape[-1], torch.zeros_like(x)
     state, bias = (
         torch.randn(*sizes, device=device).bfloat16() for sizes in ((slots.numel(), channels, WIDTH - 2 + at.tokens), (channels,))
@@ -218,7 +219,7 @@ def mistakes(
 
 def words(row: Mapping[str, Any]) -> str:
     H, P, N, G = row["shape"]
-    share = row.get("writing", row.get("written"))  # what was asked for; at first, reports only had what that is at a batch size
+    share = row.get("writing", row.get("written"))  # the requested share; early reports hold only the share at the batch size
     history = f"ring of {row['window']}, {f'{share:.0%} write' if share else 'none write'}" if row["window"] else "history of one step"
     what = [f"{H} heads of {P} x {N}", f"{G} group{'s' if G > 1 else ''}", f"{row['state']} state", history]
     what += [f"{row['tokens']} token{'s' if row['tokens'] > 1 else ''}, {row['accepted']} accepted"]

@@ -1,4 +1,4 @@
-"""Speculative decoding of Mamba-2 by replay: the public functions. `planning.py` has what they do."""
+"""Speculative decoding of Mamba-2 by replay: the public functions. `planning.py` implements them."""
 
 from __future__ import annotations
 
@@ -48,36 +48,37 @@ def replay_selective_state_update(
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """T draft tokens of Mamba-2 on a state that stands where the last step began.
+    """T draft tokens of Mamba-2 on a state from before the last step.
 
-    First the state catches up with the tokens of the last step that were accepted, of which the history holds the inputs, and is written.
-    Then the outputs of the new tokens are computed, none of whose states is made, and their inputs become the history.
+    First the state is advanced over the accepted tokens of the last step, whose inputs the history holds, and written. Then the outputs of
+    the new tokens are computed without their states, and their inputs become the history.
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; T and W up to 32. x, B, C and their history are of one
     dtype, f32, f16 or bf16; each other floating tensor may have its own. Arithmetic is f32, in `precision`. A block keeps a step in 48 KiB
-    of shared memory: with f16 or f32 operands, or N = 256, T and W end at 16 or 24 (an UnsupportedError says so).
+    of shared memory: with f16 or f32 operands, or N = 256, T and W are at most 16 or 24 (beyond, an UnsupportedError is raised).
 
     state: [slots, H, P, N], updated in place                      old_x: [slots, W, H, P], W >= T
     old_B: [slots, 2, W, G, N]                                     old_dt, old_dA_cumsum: [slots, 2, H, W] f32
-    cache_buf_idx: [slots] int32, which of the two buffers is the last step's; the other one receives this step's
-    prev_num_accepted_tokens: [slots] int32, how many entries of the history count; one out of 0 … W counts as 0
+    cache_buf_idx: [slots] int32, the buffer of the last step, 0 or 1; the other buffer receives this step's inputs
+    prev_num_accepted_tokens: [slots] int32, how many entries of the history count; a number out of 0 … W counts as 0
     x, z, out: [batch, T, H, P]; dt: [batch, T, H] or [batch, T, H, P] with equal P; B, C: [batch, T, G, N]
     A, dt_bias: [H] or expanded from it; D: [H] or [H, P]          cu_seqlens: [batch + 1]; then x is [tokens, H, P], and so on
     state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else they race
-    state_scale: [slots, H, P] f32, of a state of int16, int8 or float8_e4m3fn, which is its elements times the scale of their row; written
-        where the state is. See selective_state_update
-    rand_seed: [1] or [slots] int64, with which states, but f32 ones, are rounded stochastically (Philox-4x32, `philox_rounds`), by the
-        seed and the element's place in the pool; None for rounding to nearest. Finite numbers stay finite
-    arrivals: [slots] int32 of zeros, kept by the caller: the kernel then does the bookkeeping of the slots it serves: it flips
-        cache_buf_idx, sets prev_num_accepted_tokens to 0, to which the caller adds what is accepted, and adds 1 to a seed per slot that it
-        has used. Without it the caller does this between the steps
-    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches nothing
-    zero_padding: False leaves the output of such a sequence as it is, in an `out` that is given
-    precision: of products: "f32" (exact to 2^-24), "bf16x2" (2^-16) or "bf16" (2^-8, what other packages compute)
-    after_conv: the kernel ahead in the stream is this package's causal_conv1d_update, of x, B and C: all else is then read before it ends
-    two_kernels: one that prepares, for several heads of a group at a time, what the tokens have to do with each other and with the
-        history, and one that goes through the states
-    internal_pdl: of two kernels, whether the second may start while the first one ends
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and later)
+    state_scale: [slots, H, P] f32, for a state of int16, int8 or float8_e4m3fn: the state is its elements times the scale of their row;
+        written with the state. See selective_state_update
+    rand_seed: [1] or [slots] int64: states, except f32 ones, are rounded stochastically (Philox-4x32, `philox_rounds`), by the seed and the
+        element's place in the pool; None for rounding to nearest. Finite numbers stay finite
+    arrivals: [slots] int32 of zeros, kept by the caller: the kernel then does the bookkeeping of the slots it serves. It flips
+        cache_buf_idx, sets prev_num_accepted_tokens to 0, and adds 1 to each per-slot seed that it has used; the caller then adds the
+        number of accepted tokens. Without `arrivals` the caller does all this between the steps
+    pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no other tensor
+    zero_padding: False leaves the output of such a sequence unchanged; pass `out`
+    precision: of products: "f32" (exact to 2^-24), "bf16x2" (2^-16) or "bf16" (2^-8, as in other packages)
+    after_conv: the previous kernel in the stream is this package's causal_conv1d_update, of x, B and C: all other inputs are read before it
+        ends
+    two_kernels: the first kernel prepares the products of the tokens with each other and with the history, for several heads of a group at
+        a time; the second one updates the states and computes the outputs
+    internal_pdl: with two kernels, whether the second may start while the first one ends
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Returns out (new, of x's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
@@ -130,15 +131,15 @@ def checkpoint_selective_state_update(
 ) -> Tensor:
     """replay_selective_state_update with a longer history, so that most steps need not write the state.
 
-    The history is a ring of R entries: old_x [slots, R, H, P], old_B [slots, R, G, N], old_dt [slots, H, R] f32. Entry ring_start [slots]
-    int32 is its first, and prev_num_accepted_tokens [slots] int32 of them count; the new tokens are put behind those. Where they and the
-    new ones are more than the window, R - T, the state catches up with all that count, and the next history begins at the first new token.
-    The window is at most 32.
-
-    arrivals: the kernel then moves ring_start and sets prev_num_accepted_tokens to 0 where the state caught up, and the caller adds what is
-        accepted. Without it the caller does both: a step of T tokens catches up if prev_num_accepted_tokens + T > window
-    max_tokens: the T of the window, if it is not that of x; needed with cu_seqlens
-    All else, and what is raised, as in replay_selective_state_update.
+    The history is a ring of R entries: old_x [slots, R, H, P], old_B [slots, R, G, N], old_dt [slots, H, R] f32. ring_start [slots]
+    int32 is its first entry, and prev_num_accepted_tokens [slots] int32 entries count; the new tokens are stored after them. If these
+    entries and the new tokens exceed the window, R - T, the state is advanced over all entries that count, and the next history begins at
+    the first new token. The window is at most 32.
+    arrivals: if the state was advanced, the kernel moves ring_start and sets prev_num_accepted_tokens to 0; the caller adds the number of
+        accepted tokens. Without `arrivals` the caller does both: a step of T tokens advances the state if prev_num_accepted_tokens + T >
+        window
+    max_tokens: the T of the window, if it differs from x's T; needed with cu_seqlens
+    All other arguments, and the errors: as in replay_selective_state_update.
     Source: NVIDIA/TensorRT-LLM#14203, flashinfer-ai/flashinfer#3975.
     """
     tensors = OPERANDS.Tensors(
@@ -174,12 +175,12 @@ def materialize_selective_state(
     """The states of slots as they are after the accepted tokens of their histories, for a prefix cache or a move to another pool.
 
     state, old_x, old_B, old_dt, prev_num_accepted_tokens: of replay_selective_state_update, with its old_dA_cumsum and cache_buf_idx; or of
-        checkpoint_selective_state_update, with its ring_start, A and max_tokens. Nothing of them is changed
-    state_indices: [batch] int32 or int64; None for all slots. One that is no slot of the pool, or equals pad_slot_id, gives zeros
-    state_scale: of a state in fewer bits; out is then f32, f16 or bf16
-    out: [batch, H, P, N] of the state's dtype, dense but for the distance between its states
+        checkpoint_selective_state_update, with its ring_start, A and max_tokens. None of them is changed
+    state_indices: [batch] int32 or int64; None for all slots. An index that is not in the pool, or equals pad_slot_id, gives zeros
+    state_scale: for a state in fewer bits; out is then f32, f16 or bf16
+    out: [batch, H, P, N] of the state's dtype; each state is dense, with any stride between states
 
-    Returns out (new, if not given). Raises what replay_selective_state_update does.
+    Returns out (new, if not given). Raises the same errors as replay_selective_state_update.
     """
     if out is None and isinstance(state, Tensor):
         slots = state_indices.numel() if isinstance(state_indices, Tensor) else len(state) if state.dim() else 0

@@ -1,4 +1,4 @@
-"""Default variants of replay: one shape, whose history is that of the last step or a ring."""
+"""Default variants of replay: one shape, with a history of the last step or a ring."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What speculative decoding by replay asks for, of Mamba-2 models."""
+"""The kernels that speculative decoding by replay needs, for Mamba-2 models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spec import OPERATOR
 
 
 class ReplayAsk(Ask):
-    """Steps by themselves, and those behind the model's convolution."""
+    """Steps alone, and steps after the model's convolution."""
 
     operator = OPERATOR
     role = Role.REPLAY
@@ -55,7 +55,7 @@ class ReplayAsk(Ask):
 
 
 def room(tokens: int) -> int:
-    """What a kernel makes room for: eights."""
+    """Tokens that a kernel has room for: a multiple of eight."""
     return max(8, -(-tokens // 8) * 8)
 
 

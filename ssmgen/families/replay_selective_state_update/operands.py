@@ -83,7 +83,7 @@ OPERANDS = table(
         there="applies&scaled",
         strides="slot:64 head row",
     ),
-    # The first of two kernels writes these, the second one reads them.
+    # The first of two kernels writes these, and the second one reads them.
     Operand("mix", "batch head made entries", Types.F32, optional=True, written=True, writes="makes", there="!fused"),
     Operand("sums", "batch head made", Types.F32, optional=True, written=True, writes="makes", there="!fused"),
     head="heads",
@@ -98,4 +98,4 @@ OPERANDS = table(
     entries="W + T",
 )
 BETWEEN = ("mix", "sums")
-LATE = ("B", "C", "x", "out", *BETWEEN)  # written, or still read, by the kernel ahead, where that is the convolution or the first of two
+LATE = ("B", "C", "x", "out", *BETWEEN)  # written, or still read, by the previous kernel, if that is the convolution or the first of two

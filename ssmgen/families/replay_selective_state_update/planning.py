@@ -26,7 +26,7 @@ PRECISION = one_of(f"one of {', '.join(map(repr, PRECISIONS))}", *PRECISIONS)
 
 
 def call(name: str, tensors: Any, options: Options, pdl: bool | None) -> Tensor:
-    """The result of the public function `name`. Makes an output, and the tensors between two kernels, where they are missing."""
+    """The result of the public function `name`. Makes an output, and the tensors between two kernels, if they are missing."""
     named = tensors._asdict()
     objections = checks.padding_objections(options.zero_padding, named["out"])
     if named["out"] is None and isinstance(named["x"], Tensor):
@@ -37,9 +37,9 @@ def call(name: str, tensors: Any, options: Options, pdl: bool | None) -> Tensor:
 
 
 def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
-    """What the first of two kernels leaves for the second: mix [batch, H, tokens, window + tokens] and sums [batch, H, tokens], f32.
+    """The tensors from the first of two kernels to the second: mix [batch, H, tokens, window + tokens] and sums [batch, H, tokens], f32.
 
-    Nothing where the operands are wrong, which the checks say.
+    Empty if the operands are wrong; the checks report that.
     """
     named = {n: t for n, t in given.items() if t is not None}
     try:
@@ -52,7 +52,7 @@ def _between(given: Mapping[str, Any], options: Options) -> dict[str, Tensor]:
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> ReplayProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     state = views["state"]
     _, H, P, N = state.shape
     materialize = options.materialize

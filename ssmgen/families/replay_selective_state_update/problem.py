@@ -1,4 +1,4 @@
-"""What a step of replay can ask for: its history, its tokens, what it keeps, and the kernels that its caller wants."""
+"""The problem of a replay step: its history, its tokens, the data it keeps, and the kernels that its caller wants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class History(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayProblem(Problem):
-    """What a call fixes. Batch, tokens and strides are not among it."""
+    """The fields that a call fixes. Batch, tokens and strides are not fixed."""
 
     d_state: int
     headdim: int
@@ -36,20 +36,20 @@ class ReplayProblem(Problem):
     out: DType = DType.BF16
     dt_softplus: bool = True
     history: History = History.STEP
-    tokens: int = 8  # room for those of a step, and of the history, in eights
+    tokens: int = 8  # room for the tokens of a step, and of the history, in multiples of eight
     window: int = 8
-    materialize: bool = False  # S' is all that is wanted, and goes to a tensor of its own
+    materialize: bool = False  # only S' is wanted; it goes to a separate tensor
     cu_seqlens: Index = Index.NONE
     index: Index = Index.NONE
     advance: bool = False  # the kernel does the bookkeeping of its slots
     two_kernels: bool = False
-    internal_pdl: bool = True  # of two kernels, whether the second may start before the first has ended
-    after_conv: bool = False  # the kernel ahead in the stream wrote x, B and C, and nothing else that is read here
+    internal_pdl: bool = True  # with two kernels, whether the second may start before the first has ended
+    after_conv: bool = False  # the previous kernel in the stream wrote x, B and C, and no other input of this one
     philox_rounds: int = 0  # of stochastic rounding; 0 = to nearest
     terms: int = 3  # bf16 terms of an f32 in a product
     state_loads: Loads = Loads.VECTOR
     operand_loads: Loads = Loads.VECTOR  # of x, B, C, z, out and the history
-    zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded sequences is zero; else it stays as it is
+    zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded sequences is zero; else it is unchanged
 
     @property
     def scaled(self) -> bool:
@@ -57,7 +57,7 @@ class ReplayProblem(Problem):
         return isinstance(self.state, Narrow)
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         room = range(8, MAX_TOKENS + 1, 8)
         return [
             *must(self.d_state % 32 == 0 and 32 <= self.d_state <= 256, f"d_state {self.d_state} is not 32 … 256 in steps of 32"),

@@ -1,4 +1,4 @@
-"""What the axes of the replay functions' tensors are."""
+"""The axes of the replay functions' tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...calls.sharding import Rule
 from .operands import BETWEEN, OPERANDS
 
 _AXES = OPERANDS.axes()
-# Noise goes by an element's place in the pool, so that a call with seeds is not divided.
+# Noise depends on an element's place in the pool, so a call with seeds is not divided.
 _step = Rule(_AXES, tuple([name for name in OPERANDS.written if name not in ("rand_seed", *BETWEEN)]), "x")
 
 RULES = {

@@ -1,13 +1,13 @@
-"""replay_selective_state_update: Mamba-2 on several tokens of which the next step keeps a prefix (speculative decoding).
+"""replay_selective_state_update: Mamba-2 on several tokens; the next step keeps a prefix of them (speculative decoding).
 
-The pool holds a state, and by slot the inputs of tokens that came after it: the history. Of these K are valid. With the sums
-s of dt A over the history and over the T new tokens, and the state S,
+The pool holds a state per slot, and its history: the inputs of the tokens after the state. K of these inputs are valid. s is the running
+sum of dt A over the history and over the T new tokens, and S the state:
 
-    S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k             k < K; written where the history is to be emptied
+    S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k             k < K; written if the history is emptied
     out_t = exp(s_t) C_t S' + sum_j exp(s_t - s_j) dt_j (C_t B_j) x_j + D x_t           j <= t
 
-No state of a new token is ever made. `mix` [T, K + T] is what the tokens' x are multiplied with; like all products with B or C it comes
-from the tensor cores, where numbers travel as sums of bf16 terms: exact ones, of an f32 state three. The traffic is the state.
+The states of new tokens are never computed. `mix` [T, K + T] multiplies the tokens' x. Like all products with B or C it comes from the
+tensor cores, which take numbers as exact sums of bf16 terms, three for an f32 state. Memory traffic is mostly the state.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class ReplaySpec(ReplayArguments):
     template: ClassVar[str] = "replay_selective_state_update/replay_selective_state_update.cu.j2"
 
     warps: int = 4  # of 16 rows each
-    helpers: int = 0  # warps that do all but the rows, which then have that much less to do; 0 = each does its part of everything
+    helpers: int = 0  # warps that do all work except the rows, whose warps then have less to do; 0 = each warp does its part of all work
     group_heads: int = 1  # PRECOMPUTE, and by_group: heads of a group per block
     min_blocks: int = 0  # blocks per SM that ptxas must leave registers for; 0 = its own choice
     prefetch: int = 0  # ask L2 for the tile of the block this many blocks ahead; 0 = off
     pdl: Pdl = Pdl.OFF
-    ahead_pdl: Pdl = Pdl.OFF  # MAIN: of the kernel ahead of it
-    by_group: bool = field(default=False, metadata=LATER)  # a block makes what the heads of a group share once, then goes from head to head
-    prefetch_inputs: bool = field(default=False, metadata=LATER)  # L2 is asked for all else that block reads, too
+    ahead_pdl: Pdl = Pdl.OFF  # MAIN: PDL of the first kernel
+    by_group: bool = field(default=False, metadata=LATER)  # a block computes the shared part of a group's heads once, then loops over heads
+    prefetch_inputs: bool = field(default=False, metadata=LATER)  # also prefetches that block's other inputs into L2
 
     @property
     def needs(self) -> Needs:
@@ -65,7 +65,7 @@ class ReplaySpec(ReplayArguments):
 
     @property
     def blocks(self) -> int:
-        """Per sequence."""
+        """Blocks per sequence."""
         return self.nheads // self.group_heads if self.part is Part.PRECOMPUTE or self.by_group else self.nheads * self.tiles
 
     @property
@@ -80,12 +80,12 @@ class ReplaySpec(ReplayArguments):
 
     @property
     def entries(self) -> int:
-        """Rows of x that the outputs are made of: the history, then the tokens."""
+        """Rows of x that the outputs sum over: the history, then the tokens."""
         return self.window + (0 if self.materialize else self.tokens)
 
     @property
     def vec(self) -> int:
-        """Elements of the state in 16 bytes; of 8 bits in 8, with which all else lies as with 16 bits."""
+        """Elements of the state in 16 bytes, or in 8 bytes if they have 8 bits: the other layouts are then the same as with 16 bits."""
         return 16 // max(2, self.state.size)
 
     @property
@@ -132,7 +132,7 @@ class ReplaySpec(ReplayArguments):
 
     @property
     def early(self) -> bool:
-        """Whether what the kernel ahead does not write is read before the wait for it."""
+        """Whether inputs that the previous kernel does not write are read before the wait for it."""
         return self.pdl is not Pdl.OFF and (self.after_conv or self.part is Part.MAIN)
 
     def violations(self, arch: Arch) -> list[str]:
@@ -172,7 +172,7 @@ class ReplaySpec(ReplayArguments):
         ]
 
     def _inputs_violations(self) -> list[str]:
-        """What keeps a block from asking for the inputs of another one, if it is to."""
+        """Reasons why a block cannot prefetch the inputs of another one, if the spec wants that."""
         if not self.prefetch_inputs:
             return []
         return [
@@ -187,7 +187,7 @@ class ReplaySpec(ReplayArguments):
         ]
 
     def _by_group_violations(self) -> list[str]:
-        """What a block that goes from head to head cannot do, if it is one."""
+        """Broken constraints of a block that loops over heads, if the spec has one."""
         if not self.by_group:
             return []
         half = (DType.BF16, DType.F16)
@@ -203,17 +203,17 @@ class ReplaySpec(ReplayArguments):
             *must(self.operand_loads is self.state_loads is Loads.VECTOR, "rows of a warp's own are read by vectors"),
         ]
 
-    # --- what is staged in shared memory
+    # --- data staged in shared memory
 
     @property
     def pitch(self) -> int:
-        """Vectors from one row of B or C to the next: four lanes times eight rows then meet all 32 banks."""
+        """Vectors from one row of B or C to the next: four lanes times eight rows then use all 32 banks."""
         vectors, period = self.d_state // self.vec, 32 // (self.vec // 2)
         return vectors + (4 - vectors) % period
 
     @property
     def old_pitch(self) -> int:
-        """The same for the history's B, of which lanes read rows two apart."""
+        """The same for the history's B, where lanes read every second row."""
         return self.d_state // self.vec + 1
 
     @property
@@ -231,12 +231,12 @@ class ReplaySpec(ReplayArguments):
 
     @property
     def state_terms(self) -> int:
-        """The same of what the state holds; 8 bits are one term, exactly."""
+        """The same for an element of the state; 8 bits are exactly one term."""
         return min(self.terms, {DType.F16: 2, Narrow.I16: 2, DType.F32: 3}.get(self.state, 1))
 
     @property
     def write_terms(self) -> int:
-        """The same of what is added to the state: 2^-17 is far below the rounding of f16, but half of the greatest one of int16."""
+        """The same for the addition to the state: 2^-17 is far below the rounding of f16, but half of the largest rounding of int16."""
         return min(self.terms, 3 if self.state in (DType.F32, Narrow.I16) else 2)
 
     @property
@@ -272,7 +272,7 @@ class ReplaySpec(ReplayArguments):
             "x_fits": " && tile * kTile + column < kHeadDim" if self.headdim % self.tile else "",
             "rounded": {self.state.value} if self.philox_rounds else set(),
             "narrow_noise": self.scaled and bool(self.philox_rounds),
-            # Pairs of terms of the two factors of a product; what is left out is below 2^-24 of it.
+            # Pairs of terms of the two factors of a product; the omitted pairs are below 2^-24 of it.
             "state_C": [(a, b) for a, b in products if a < self.state_terms and b < self.x_terms],
             "C_B": [(a, b) for a, b in products if a < self.x_terms and b < self.x_terms],
             "x_B": self._paired(self.window // 8, [(a, b) for a, b in products if a < self.write_terms and b < self.x_terms]),
@@ -281,7 +281,7 @@ class ReplaySpec(ReplayArguments):
 
     @staticmethod
     def _paired(slices: int, products: list[tuple[int, int]]) -> list[tuple[Any, Any]]:
-        """(slice of 8 entries, terms), two and two: an instruction sums over 16."""
+        """(slice of 8 entries, terms) in pairs: an instruction sums over 16."""
         units: list[Any] = [(s, a, b) for a, b in products for s in range(slices)]
         units += [None] * (len(units) % 2)
         return list(zip(units[::2], units[1::2], strict=True))
@@ -292,7 +292,7 @@ def _spec(problem: ReplayProblem, **how: Any) -> ReplaySpec:
 
 
 def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     part = Part.MAIN if problem.two_kernels else Part.FUSED
     for warps, helpers, min_blocks, prefetch, pdl in product((1, 2, 4, 5), (0, 1, 2, 4), (0, 4, 5), (0, 264, 396), Pdl):
         how = {"warps": warps, "helpers": helpers, "min_blocks": min_blocks, "prefetch": prefetch}
@@ -311,14 +311,14 @@ def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
-# Choosing a variant, by the heads of all sequences. Measured on an H200 (132 SMs); docs/performance.md holds what was tried.
+# Choosing a variant, by the heads of all sequences. Measured on an H200 (132 SMs); docs/performance.md lists all trials.
 
 LATENCY, MIDDLE, BANDWIDTH = 64, 256, 768  # heads
-LARGEST = 4096  # whose inputs are asked for ahead, too: 4 % less time, and 5 % more with 1024; nothing between was measured
+LARGEST = 4096  # from here on inputs are prefetched too: 4 % less time, and 5 % more with 1024; no number between was measured
 
 
-# (state, history, rounded stochastically): (heads of all sequences, at least; heads of a block that goes from one to the next), as
-# measured. Four such blocks fit an SM, 528 in all: as many heads of a block as leave about so many blocks.
+# (state, history, rounded stochastically): (heads of all sequences, at least; heads that a block loops over), as measured. Four such blocks
+# fit on an SM, 528 in all: the heads per block are chosen to leave about 528 blocks.
 BY_GROUP: dict[tuple[Any, History, bool], tuple[tuple[int, int], ...]] = {
     (DType.BF16, History.RING, False): ((2048, 4), (1024, 2), (256, 1)),
     (DType.BF16, History.RING, True): ((4096, 2),),
@@ -329,7 +329,7 @@ BY_GROUP: dict[tuple[Any, History, bool], tuple[tuple[int, int], ...]] = {
 
 
 def _by_group(problem: ReplayProblem, heads: int, arch: Arch) -> dict[str, Any] | None:
-    """Choices for blocks that go from head to head, where those were measured to be faster; None for all else."""
+    """Choices for blocks that loop over heads, if these were measured to be faster; otherwise None."""
     step, noisy = problem.history is History.STEP, problem.philox_rounds > 0
     steps = BY_GROUP.get((problem.state, problem.history, noisy), ())
     most = next((n for least, n in steps if heads >= least), 0)
@@ -340,13 +340,13 @@ def _by_group(problem: ReplayProblem, heads: int, arch: Arch) -> dict[str, Any] 
 
 
 def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str, Any]]:
-    """(rule, choices) for so many heads. Warps are of 16 rows each."""
+    """(rule, choices) for this number of heads. Warps have 16 rows each."""
     long = problem.tokens > 8
-    if max(problem.tokens, problem.window) > 16:  # what a thread brings of so many rows is too much beside its share of the state
+    if max(problem.tokens, problem.window) > 16:  # a thread's share of these rows is too large in addition to its share of the state
         return "long", {"warps": 2, "helpers": 4}
     if problem.materialize:
         return "all", {"warps": 4}
-    if heads <= LATENCY:  # few blocks: what a warp has to do one after the other is what counts
+    if heads <= LATENCY:  # few blocks: the serial work of a warp decides the time
         if long or problem.history is not History.STEP:
             return "latency", {"warps": 2, "helpers": 4 if long else 2}
         if problem.state is DType.F32:
@@ -386,5 +386,5 @@ def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Ite
     ):
         edge["pdl"] = Pdl.WAIT  # 2 … 3 % less time; measured for bf16 states only
     yield rule, _spec(problem, **edge, **how), ""
-    for warps in (4, 2, 1):  # what a small head, or shared memory, has room for
+    for warps in (4, 2, 1):  # the largest number that fits a small head and shared memory
         yield f"{warps} warps", _spec(problem, **edge, warps=warps), ""

@@ -1,4 +1,4 @@
-"""Trials of the replay functions: operands from a spec alone, and what becomes of them."""
+"""Trials of the replay functions: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .planning import CALLERS, PRECISIONS
 from .spec import OPERATOR, History, Part, ReplaySpec
 from .views import Options
 
-BETWEEN = ("mix", "sums")  # what the first of two kernels leaves for the second
+BETWEEN = ("mix", "sums")  # written by the first of two kernels for the second
 
 
 def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
-    """Histories of all lengths, and anything where they end."""
+    """Histories of all lengths, with arbitrary data after their end."""
     g = torch.Generator().manual_seed(seed)
     H, P, N, G = spec.nheads, spec.headdim, spec.d_state, spec.ngroups
     step, ragged = spec.history is History.STEP, spec.cu_seqlens is not Index.NONE
@@ -77,7 +77,7 @@ def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
 
 
 def _poison(made: dict[str, Tensor], slot: int, step: bool) -> None:
-    """NaN wherever a slot's history is not read."""
+    """Writes NaN to all entries of a slot's history that are not read."""
     valid, room = int(made["prev_num_accepted_tokens"][slot]), made["old_x"].shape[1]
     first = 0 if step else int(made["ring_start"][slot])
     dead = [(first + k) % room for k in range(valid, room)]
@@ -92,7 +92,7 @@ def _poison(made: dict[str, Tensor], slot: int, step: bool) -> None:
 
 
 def replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
-    """Raises SsmgenError for the first of two kernels by itself."""
+    """Raises SsmgenError for the first of two kernels alone."""
     if spec.part is Part.PRECOMPUTE:
         raise SsmgenError(f"{spec.name} is the first of two kernels and is checked with the second: give that one's spec, of part=main")
     named = operands(spec, batch, seed)

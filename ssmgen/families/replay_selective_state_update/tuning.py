@@ -1,4 +1,4 @@
-"""What is tuned of replay: steps of models' shapes, or the benchmark's."""
+"""Tuning cases of replay: steps of models' shapes, or the benchmark's."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .problem import MAX_TOKENS
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     dt_softplus: bool = False
     pad_slot_id: int = -1
@@ -30,14 +30,14 @@ class Options(NamedTuple):
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands as the reference takes them. Adds to `problems` all that is wrong."""
+    """The operands as the reference takes them. Adds every error to `problems`."""
     if options.philox_rounds == 0 and "rand_seed" in named:
         problems.append("philox_rounds is 0, and rand_seed is given: noise takes 1 … 10 of them")
     needed = ("A",) if options.materialize and "cache_buf_idx" not in named else () if options.materialize else ("x", "dt", "A", "B", "C")
     problems += [f"{name} is needed" for name in needed if named.get(name) is None]
     if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
         return {}
-    given = {name: t for name, t in named.items() if name not in BETWEEN}  # these are the call's own memory
+    given = {name: t for name, t in named.items() if name not in BETWEEN}  # the call allocates these itself
     checks.check_types(OPERANDS, given, "state", problems)
     state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
     step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
@@ -172,7 +172,7 @@ def window_of(views: Mapping[str, Tensor], options: Options) -> int:
 
 
 def room_of(views: Mapping[str, Tensor], options: Options) -> tuple[int, int]:
-    """(tokens, entries of the history) that a kernel makes room for."""
+    """(tokens, entries of the history) that a kernel has room for."""
     window = window_of(views, options)
     if options.materialize:
         return eights(1), eights(window)

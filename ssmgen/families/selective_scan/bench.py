@@ -1,13 +1,13 @@
 """The benchmark of selective_scan: bf16 except A, D, the bias and states, which are f32; softplus, D, a gate; N 16, one group.
 
-Inputs and outputs rotate over as many sets as exceed 640 MB; A, D and delta_bias do not rotate. Bytes: u, delta, z, B, C and the output
-once, and the states that are written. The ceiling is torch's multiplication of dense tensors, out of place, that moves as many bytes.
+Inputs and outputs rotate over enough sets to exceed 640 MB; A, D and delta_bias do not rotate. Bytes: u, delta, z, B, C and the output
+once, and the states that are written. The ceiling is torch's out-of-place multiplication of dense tensors that moves the same bytes.
 
-Forms. first: [batch, dim, T], tokens contiguous, as mamba-ssm has them. last: [batch, T, dim], channels contiguous. Sequences of equal
-lengths, from zeros, which leave their final states. Packed: the sequences lie end to end, as cu_seqlens says.
+Forms. first: [batch, dim, T], tokens contiguous, as in mamba-ssm. last: [batch, T, dim], channels contiguous. Sequences of equal
+lengths, from zeros, which leave their final states. Packed: the sequences are concatenated, with cu_seqlens.
 
-Peer: mamba-ssm's selective_scan_fn, of channels first that are not packed. It returns new tensors; those are kept until the set's next
-turn, so that its outputs rotate too. Host times are eager calls, arguments at hand.
+Peer: mamba-ssm's selective_scan_fn, for channels first, not packed. It returns new tensors, which are kept until the set's next turn,
+so that its outputs rotate too. Host times are eager calls with prepared arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...bench.prompts import HOST_TOKENS, PACKED, PROMPT, even_cuts, moving, pac
 from ...select.models import Model
 
 SHAPES = [(8192, 1, 2048), (8192, 1, 8192), (8192, 1, 32768), (8192, 8, 2048)]
-CHECKED = 64  # channels that are compared with float64: as many as are next to each other in any block, and of others
+CHECKED = 64  # channels that are compared with float64: neighbours in one block, and channels of other blocks
 
 
 class Form(Enum):
@@ -52,7 +52,7 @@ def inputs(at: At, device: torch.device) -> Case:
         return torch.randn(sets, *lead, *axes_of, device=device, dtype=torch.bfloat16)
 
     rotating = {"u": made(dim), "delta": made(dim), "z": made(dim), "B": made(N), "C": made(N), "out": made(dim)}
-    # Log-uniform, as trained ones are or so; steps of 0.001 … 0.1.
+    # Log-uniform, similar to trained values; steps of 0.001 … 0.1.
     A = -torch.exp(torch.rand(dim, N, device=device) * math.log(N))
     bias = torch.rand(dim, device=device) * 4.6 - 6.9
     some = torch.arange(0, dim, max(1, dim // CHECKED), device=device)[:CHECKED]

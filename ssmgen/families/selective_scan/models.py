@@ -1,4 +1,4 @@
-"""What the prompts of Mamba-1 models ask for."""
+"""The kernels that prompts of Mamba-1 models need."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...select.models import Ask, Client, Model, Role, Wanted
 from ...spec.kernel import DType, Index
 from .problem import OPERATOR, Order, SelectiveProblem, asked
 
-# What lies contiguous: mamba-ssm has tokens, of B and C too, transformers states of those; serving engines have views whose channels are.
+# Contiguous axes: tokens in mamba-ssm, also of B and C; in transformers states of B and C; channels in serving engines, which pass views.
 TOKENS: dict[str, Any] = {"layout": Order.FIRST, "key_layout": Order.FIRST}
 BATCHES: tuple[dict[str, Any], ...] = (TOKENS | {"final": True}, {"layout": Order.FIRST, "final": True}, {"final": True})
 POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True}
 
 
 class SelectiveAsk(Ask):
-    """The prompts of Mamba-1 models; neither tokens nor channels are among what is asked.
+    """The prompts of Mamba-1 models; the problems fix neither tokens nor channels.
 
-    Without slots, batches in all three layouts, from zeros; with slots, packed sequences, whose channels are contiguous, of a pool that
-    says itself which of them go on. Where channels are few, also for prompts that are long enough to be cut. Built when a call asks for
-    them: other states, and rows that begin at odd places.
+    Without slots: batches in all three layouts, from zeros. With slots: packed sequences with contiguous channels and a pool, where a flag
+    per sequence tells whether it continues. With few channels, also prompts that are long enough to be cut. Other states, and rows that
+    begin at odd offsets, are built when a call needs them.
     """
 
     operator = OPERATOR
@@ -43,12 +43,12 @@ class SelectiveAsk(Ask):
         batches = BATCHES
         if wanted.caller is Client.MAMBA_SSM:
             batches = BATCHES[:1]
-        elif wanted.caller is Client.TRANSFORMERS:  # its functions pass weights in f32, whole layers in the dtype of activations
+        elif wanted.caller is Client.TRANSFORMERS:  # its functions pass weights in f32, its layers in the dtype of activations
             batches = tuple(BATCHES[-1] | {"D": dtype, "delta_bias": dtype} for dtype in (DType.F32, wanted.io))
         kinds = [kind for index in wanted.indices for kind in (batches if index is Index.NONE else [POOL | {"index": index}])]
         found = [SelectiveProblem(**same | kind, state=s) for s in wanted.states or (model.state,) for kind in kinds]
         few: dict[str, Any] = asked(None, model.headdim, model.d_state, sys.maxsize)
-        return list(dict.fromkeys(found + [replace(problem, **few) for problem in found if few]))  # and of prompts that are cut
+        return list(dict.fromkeys(found + [replace(problem, **few) for problem in found if few]))  # and for prompts that are cut
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         return batch * (model.headdim if isinstance(model, MambaModel) else 0)

@@ -23,7 +23,7 @@ _LAST = {Order.FIRST: 1, Order.LAST: -1}  # which axis of a view is contiguous
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     delta_softplus: bool = False
     channels_first: bool = False
@@ -32,9 +32,9 @@ class Options(NamedTuple):
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands as [batch, T, dim] and [batch, T, G, N]; of packed sequences, the batch is 1.
+    """The operands as [batch, T, dim] and [batch, T, G, N]; for packed sequences, the batch is 1.
 
-    Adds to `problems`; what comes back is only usable if that is nothing.
+    Adds errors to `problems`; the result is usable only if there are none.
     """
     if not checks.check_tensors(named, problems):
         return {}
@@ -95,7 +95,7 @@ def _shapes_fit(named: Mapping[str, Tensor], views: Mapping[str, Tensor], proble
 
 
 def _order(views: Mapping[str, Tensor], names: Sequence[str]) -> Order:
-    """The axis along which more of these operands are contiguous, the first one if that does not tell."""
+    """The axis along which more of these operands are contiguous; the first one in a tie."""
     there = [views[n] for n in names if n in views]
     first = sum(t.stride(1) == 1 and t.stride(-1) != 1 for t in there)
     last = sum(t.stride(-1) == 1 and t.stride(1) != 1 for t in there)
@@ -103,11 +103,11 @@ def _order(views: Mapping[str, Tensor], names: Sequence[str]) -> Order:
 
 
 def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: Sequence[str], order: Order) -> int:
-    """Bytes of all of these operands, of one dtype, that can be copied at once, from where any group begins; 0 where only elements can."""
+    """Bytes per copy that all of these operands of one dtype allow, from the start of any group; 0 for single elements."""
     copied = [n for n in names if n in views]
     one = views[copied[0]].element_size()
     sizes = [size for size in (16, 8, 4) if size >= one]
-    if order is Order.FIRST and "cu_seqlens" in views:  # packed sequences begin at any token
+    if order is Order.FIRST and "cu_seqlens" in views:  # packed sequences may begin at any token
         sizes = [one] if one == 4 else []
     if order is Order.LAST and names is ROWS and (groups := views["B"].shape[2]) > 1:
         sizes = [size for size in sizes if views["u"].shape[2] // groups * one % size == 0]
@@ -116,7 +116,7 @@ def _together(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: S
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> SelectiveProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     _, longest, dim = views["u"].shape
     order, key_layout = _order(views, ROWS), _order(views, KEYS)
     return SelectiveProblem(

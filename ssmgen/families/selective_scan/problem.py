@@ -1,4 +1,4 @@
-"""What a call of selective_scan fixes, and what it may be."""
+"""The fields that a call of selective_scan fixes, and their legal values."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ...spec.kernel import LATER, DType, Index, Loads, Problem, must
 OPERATOR = "selective_scan"
 MAX_STATE = 256
 
-# Where a sequence's channels are few, parts of it are walked side by side, by the blocks of a cluster. It is cut by its own length, at
-# multiples of CUT tokens, which all tiles divide: how does not hang on the variant.
+# If a sequence has few channels, the blocks of a cluster scan parts of it in parallel. It is cut by its own length, at multiples of CUT
+# tokens, which all tiles divide: the cut does not depend on the variant.
 CUT = 128
 MOST = 8  # parts
-LEAST = 256  # tokens of a part, as the rule has it. There are four at least: with P, a sequence takes the time of two of them
-FEWEST = 8  # parts that the rule asks for: fewer save too little of what they add
-OF_BLOCK, BLOCKS_OF_CARD = 512, 2 * 132  # states of a block's channels, as the rule has it; blocks: two for each SM of an H200
-MOST_PADDED = 64  # states of a channel of which parts keep each other's
+LEAST = 256  # tokens of a part by the rule. There are at least four parts: with P parts, a sequence takes the time of two of them
+FEWEST = 8  # least parts by the rule: fewer save too little for the work that they add
+OF_BLOCK, BLOCKS_OF_CARD = 512, 2 * 132  # states of a block's channels by the rule; blocks: two for each SM of an H200
+MOST_PADDED = 64  # most states of a channel that parts exchange
 
 
 def by_rule(dim: int, padded: int) -> int:
-    """Parts of a sequence at most, by its channels and the states of each: as many as are on the card at once."""
+    """Most parts of a sequence, by its channels and the states of each: the number that is on the card at once."""
     most = min(MOST, BLOCKS_OF_CARD // -(-dim * padded // OF_BLOCK)) if dim else 1
     return most if most >= FEWEST else 1
 
 
 def asked(segments: int | None, dim: int, d_state: int, longest: int) -> dict[str, Any]:
-    """The fields of a problem that say how sequences are cut: as a call asks for (None: the rule), where none is longer than `longest`."""
+    """The fields of a problem that fix how sequences of at most `longest` tokens are cut: by the call, or by the rule if it gives None."""
     padded = padded_states(d_state)
     most, least = (by_rule(dim, padded), LEAST) if segments is None else (min(segments, MOST), CUT)
     cut = most > 1 and padded <= MOST_PADDED and longest >= cut_from(least)
@@ -36,12 +36,12 @@ def asked(segments: int | None, dim: int, d_state: int, longest: int) -> dict[st
 
 
 def cut_from(least: int) -> int:
-    """Tokens from which on a sequence is cut into parts of at least so many."""
+    """Least tokens of a sequence that is cut into parts of at least `least` tokens."""
     return 2 * CUT if least <= CUT else 4 * least
 
 
 def padded_states(d_state: int) -> int:
-    """States of a channel as they are summed: a power of two of quads; those beyond d_state are 0."""
+    """States of a channel in the sum: a power of two of quads; states beyond d_state are 0."""
     return 4 << max(0, (d_state - 1) // 4).bit_length()
 
 
@@ -54,11 +54,11 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveProblem(Problem):
-    """What a call fixes: dtypes, size of a channel's state, which operands there are. Channels, groups and tokens are not among it."""
+    """The fields that a call fixes: dtypes, size of a channel's state, present operands. Channels, groups and tokens are not fixed."""
 
     d_state: int
     layout: Order = Order.LAST  # of u, delta, z and out
-    copy: int = 16  # bytes of those that lie together and aligned; 0: single elements, at any distances along both axes
+    copy: int = 16  # contiguous and aligned bytes of these; 0: single elements, at any strides along both axes
     key_layout: Order = Order.LAST  # of B and C
     key_copy: int = 16
     x: DType = DType.BF16  # of all of them
@@ -70,12 +70,12 @@ class SelectiveProblem(Problem):
     cu_seqlens: Index = Index.NONE  # type of it: u is packed sequences
     initial: bool = False  # initial_states are read
     final: bool = False  # final_states are written
-    pool: bool = False  # `state` is written, in place of final_states, and read where has_initial_state says so
-    started: bool = False  # there is a has_initial_state
+    pool: bool = False  # `state` is written instead of final_states, and read if has_initial_state is true
+    started: bool = False  # has_initial_state is given
     index: Index = Index.NONE  # type of state_indices
-    state_loads: Loads = Loads.VECTOR  # of states: four numbers at once
+    state_loads: Loads = Loads.VECTOR  # of states: four elements at once
     segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
-    segment_tokens: int = field(default=CUT, metadata=LATER)  # of a segment, at least: a short sequence has fewer
+    segment_tokens: int = field(default=CUT, metadata=LATER)  # of a segment, at least: a short sequence has fewer segments
 
     @property
     def ragged(self) -> bool:
@@ -86,7 +86,7 @@ class SelectiveProblem(Problem):
         return padded_states(self.d_state)
 
     def cut(self, tokens: int) -> tuple[int, int]:
-        """(parts, tokens of each but the last) of a sequence of so many tokens."""
+        """(parts, tokens of each part except the last) of a sequence of `tokens` tokens."""
         if self.segments == 1 or tokens < cut_from(self.segment_tokens):
             return 1, tokens
         most = min(self.segments, tokens // self.segment_tokens)
@@ -94,7 +94,7 @@ class SelectiveProblem(Problem):
         return -(-tokens // each), each
 
     def faults(self) -> list[str]:
-        """What no variant could serve."""
+        """Reasons why no variant can serve this problem."""
         return [
             *must(1 <= self.d_state <= MAX_STATE, f"d_state {self.d_state} is not 1 … {MAX_STATE}"),
             *must(

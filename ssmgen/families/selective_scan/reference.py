@@ -11,7 +11,7 @@ def _softplus(v: Tensor) -> Tensor:
 
 
 def _walk(h: Tensor, u: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """(last state [D, N], y [T, D]) of one sequence: u, d [T, D]; A [D, N]; B, C [T, D, N], or [T, 1, N] where all channels share them."""
+    """(last state [D, N], y [T, D]) of one sequence: u, d [T, D]; A [D, N]; B, C [T, D, N], or [T, 1, N] if all channels share them."""
     y = torch.empty_like(u)
     for t in range(u.shape[0]):
         h = h * torch.exp(d[t, :, None] * A) + (d[t] * u[t])[:, None] * B[t]
@@ -58,5 +58,5 @@ def selective_scan(
 
 
 def _span(begin: int, end: int, tokens: int) -> slice:
-    """The tokens of a packed sequence; one that ends before it begins, or outside of the tokens, has none."""
+    """The tokens of a packed sequence; a sequence that ends before it begins, or outside of the tokens, has none."""
     return slice(begin, end) if 0 <= begin < end <= tokens else slice(0, 0)

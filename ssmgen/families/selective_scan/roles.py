@@ -1,11 +1,11 @@
-"""selective_scan by warps of two kinds: those that walk, and aides that prepare what they walk and make the output of it.
+"""selective_scan by warps of two kinds: scanning warps, and aides that prepare their inputs and compute the output.
 
-Of a tile, aides copy the operands, and make d, d u, and B and C as f32, ahead of the walk; behind it they add up the sums of C h, and make
-D u, the gate and the output. Warps that walk have no other work, and lanes have the states of one or two channels each, which share a load
-of B and C; exponentials are made some tokens ahead of the states that they are for, also across tiles. So each scheduler has two kinds of
-warps, and what one kind waits for is the other's time. All meet once for each tile.
+Before the scan of a tile, aides copy its operands, and compute d, d u, and B and C as f32. After the scan they add up the sums of C h, and
+compute D u, the gate and the output. Scanning warps have no other work. Their lanes hold the states of one or two channels, which share a
+load of B and C. Exponentials are computed some tokens before their states need them, also across tiles. Each scheduler has both kinds of
+warps, so one kind runs while the other waits. All warps synchronise once per tile.
 
-Sums are those of `SelectiveSpec`, in their order: the two give the same bits.
+Sums and their order are as in `SelectiveSpec`: both give the same bits.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ...spec.kernel import Arch, Needs, Pdl, is_pow2, must
 from .problem import Order, SelectiveProblem
 from .spec import GROUP, MOST_STATES, POLYNOMIAL, SelectiveSpec, parts_of
 
-# Channels of all sequences, up to which blocks have so many warps that walk, and as many aides: each of 132 SMs has one block at most.
-# On an H200 one sequence took, without roles and so, 106 and 61 us (2048 tokens of 1536 channels), 109 and 80 (3072), 420 and 319 (8192
-# tokens of 4096), 2350 and 2062 (32768 tokens of 8192).
+# (most channels of all sequences, scanning warps of a block); a block has the same number of aides: each of 132 SMs has one block at most.
+# On an H200 one sequence took, without and with roles, 106 and 61 us (2048 tokens of 1536 channels), 109 and 80 us (3072 channels), 420 and
+# 319 us (8192 tokens of 4096 channels), 2350 and 2062 us (32768 tokens of 8192 channels).
 BLOCKS = tuple((132 * 8 * warps, warps) for warps in (2, 4, 8))
-AHEAD = 8  # states of a lane, at most, where there are registers for exponentials ahead of them
+AHEAD = 8  # most states of a lane that leave registers for precomputed exponentials
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolesSpec(SelectiveSpec):
-    """A problem, and how warps of two kinds compute it. No choice here but `polynomial` and `parts` changes a bit of the result."""
+    """A problem, and how warps of two kinds compute it. Only `polynomial` and `parts` change bits of the result."""
 
     family: ClassVar[str] = "selective_scan_roles"
     template: ClassVar[str] = "selective_scan/roles/scan.cu.j2"
 
     abreast: int = 2  # channels of a lane
-    aides: int = 4  # warps of a block, beside the `warps` that walk
-    apart: bool = False  # whether those that make the output are others than those that prepare, half of the aides each
-    lead: int = 1  # tokens by which exponentials are made ahead
+    aides: int = 4  # warps of a block, in addition to the `warps` that scan
+    apart: bool = False  # whether separate halves of the aides prepare inputs and compute the output
+    lead: int = 1  # tokens by which exponentials are computed early
 
     @property
     def needs(self) -> Needs:
@@ -52,12 +52,12 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def hands(self) -> int:
-        """Threads that share a tile's work of a kind."""
+        """Threads that share one kind of a tile's work."""
         return 32 * self.aides // (1 + self.apart)
 
     @property
     def places(self) -> int:
-        """Groups of lanes of a block that share a channel, or two."""
+        """Groups of lanes in a block, each with one channel or two."""
         return 32 * self.warps // self.lanes
 
     @property
@@ -70,7 +70,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def stages(self) -> int:
-        """Tiles as they are: one whose output is made, one that is walked, the next one, one that is prepared, and those on their way."""
+        """Raw tiles: one in output, one in the scan, the next one, one in preparation, and the tiles that are loading."""
         return 5 if self.tile >= 32 else 6
 
     @property
@@ -81,13 +81,13 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def row_words(self) -> int:
-        """Words from one row to the next one: where lanes have runs of several rows, an odd number of four banks."""
+        """Words from one row to the next one: if lanes have runs of several rows, an odd number of four banks."""
         words = self._words(self.layout, self.channels)
         return words | 4 if self.layout is Order.FIRST else words
 
     @property
     def half(self) -> int:
-        """Quads ahead of those of odd channels, where a lane has one: four banks' quads lie between them and their neighbours."""
+        """Quads before the quads of odd channels, if a lane has one channel: four banks' quads lie between them and their neighbours."""
         return self.places // 2 + (4 - self.places // 2) % 8
 
     @property
@@ -97,7 +97,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def pitch(self) -> int:
-        """Words from d and d u of a token and the channels abreast to the next token's; or from those of two tokens and a channel."""
+        """Words from d and d u of a token and a lane's channels to the next token's; with one channel, of two tokens."""
         return 4 * (self.places_quads + (self.layout is Order.FIRST))
 
     @property
@@ -107,7 +107,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def sum_pitch(self) -> int:
-        """Words from 4 tokens' sums of a lane, of all places, to the next lane's: eight neighbouring lanes of a warp meet all banks."""
+        """Words from 4 tokens' sums of a lane, of all places, to the next lane's: eight neighbouring lanes of a warp use all banks."""
         apart = 8 // self.lanes if self.abreast == 2 else max(1, 4 // self.lanes)
         return GROUP * (self.places_quads + (apart - self.places_quads) % 8)
 
@@ -115,7 +115,7 @@ class RolesSpec(SelectiveSpec):
     def sum_run(self) -> int:
         """Words from 4 tokens' sums to the next ones'."""
         words = self.abreast * self.lanes * self.sum_pitch
-        beside = min(4, self.tile // GROUP)  # runs that neighbouring lanes have, where tokens lie together
+        beside = min(4, self.tile // GROUP)  # runs of neighbouring lanes, if tokens are contiguous
         return words + ((8 // beside * GROUP - words) % 32 if self.layout is Order.FIRST else 0)
 
     @property
@@ -135,7 +135,7 @@ class RolesSpec(SelectiveSpec):
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Copies of a row, of u and its kin, and of B and C."""
+        """Copies per row, for u, delta and z, and for B and C."""
         inner = self.channels if self.layout is Order.LAST else self.tile
         key_inner = self.padded if self.key_layout is Order.LAST else self.tile
         return (
@@ -162,14 +162,15 @@ class RolesSpec(SelectiveSpec):
     def constants(self) -> dict[str, Any]:
         return super().constants() | {
             "ahead": self.ahead_of_states,
-            "few_cells": self.tile * self.channels <= 2 * 8 * self.hands,  # 2 of 4 tokens and 2 channels, at most, for each lane of aides
+            # at most 2 cells of 4 tokens and 2 channels per lane of the aides
+            "few_cells": self.tile * self.channels <= 2 * 8 * self.hands,
             "shared_rows": self.copy > 0,
             "shared_keys": self.key_copy > 0 and self.d_state == self.padded,
         }
 
 
 def roles_space(problem: SelectiveProblem, arch: Arch) -> Iterator[RolesSpec]:
-    """Every legal variant within the axes worth trying."""
+    """Every legal variant, within the axes that are worth a trial."""
     fixed: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)} | {"parts": parts_of(problem, arch)}
     shares = (0, 1, 2) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
     for lanes, warps, abreast, tile, polynomial, pdl in product((2, 4, 8), (4, 8), (1, 2), (16, 32), shares, Pdl):
@@ -179,7 +180,7 @@ def roles_space(problem: SelectiveProblem, arch: Arch) -> Iterator[RolesSpec]:
 
 
 def by_roles(problem: SelectiveProblem, size: int, wait: Pdl, parts: int) -> Iterator[tuple[str, RolesSpec | None, str]]:
-    """One candidate: for 16 states and 16-bit operands that can be copied, of as many channels as a block of each SM can have."""
+    """One candidate: for 16 states and 16-bit operands that can be copied, if one block per SM holds all channels."""
     name, warps = "4 lanes by roles, tile 32", next((warps for most, warps in BLOCKS if size <= most), 0)
     if problem.padded != 16 or problem.x.size != 2 or not problem.copy or not problem.key_copy or parts > 1:
         yield name, None, "it is for 16 states and whole sequences of 16-bit operands that can be copied"

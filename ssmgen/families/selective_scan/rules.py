@@ -1,4 +1,4 @@
-"""Which variants of selective_scan there are for a problem, and which of them a call gets."""
+"""The variants of selective_scan for a problem, and the choice for a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .problem import SelectiveProblem
 from .roles import by_roles, roles_space
 from .spec import MOST_STATES, POLYNOMIAL, SelectiveSpec, parts_of
 
-SIZE, MAX_SIZE = "channels of all sequences", 2**31 - 1  # what the rules look at
+SIZE, MAX_SIZE = "channels of all sequences", 2**31 - 1  # the rules compare this size
 
 
 def _spec(problem: SelectiveProblem, **how: Any) -> SelectiveSpec:
@@ -20,7 +20,7 @@ def _spec(problem: SelectiveProblem, **how: Any) -> SelectiveSpec:
 
 
 def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     shares = (0, 1, 2, 3, 4) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
     for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8), (2, 4), (16, 32, 64), shares, Pdl):
         spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl, parts=parts_of(problem, arch))
@@ -29,11 +29,11 @@ def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
     yield from roles_space(problem, arch)
 
 
-# Fewer lanes share more of a token's work, but there must be threads: 2 warps for each scheduler of 132 SMs, at least. One lane for 16
-# states would save 5 % of the instructions, but leaves ptxas no register to spare with as many threads as that needs.
+# Fewer lanes share more of a token's work, but need enough threads: at least 2 warps for each scheduler of 132 SMs. One lane for 16 states
+# would save 5 % of the instructions, but leaves ptxas no spare register at the necessary number of threads.
 TWO_LANES = 24576
 RESIDENT, RESIDENT_PARTS = {2: 4, 4: 1}, 3  # blocks per SM, by lanes of 16 states; and of sequences that are cut
-# By those too: larger ones have less work of their own, and leave room for fewer blocks.
+# By lanes too: larger tiles have less overhead, and leave room for fewer blocks.
 TILES = {2: (16, 8), 4: (32, 16, 8)}
 
 

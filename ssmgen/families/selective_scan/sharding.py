@@ -1,4 +1,4 @@
-"""What the axes of selective_scan's tensors are: channels are what others call heads."""
+"""The axes of selective_scan's tensors are: its channels are the heads of other functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .operands import KEYS, OPERANDS, ROWS
 
 
 def _per_token(given: Mapping[str, Any]) -> dict[str, str]:
-    """Axes of what has tokens: whether channels come first is an option, and whether there are groups the number of axes."""
+    """Axes of tensors with tokens: an option tells whether channels come first, the number of axes whether there are groups."""
     u, first = given["u"], given.get("channels_first", False)
     batch = "batch " if u.dim() == 3 else ""
     rows, groups, keys = ("head token", "group n token", "n token") if first else ("token head", "token group n", "token n")

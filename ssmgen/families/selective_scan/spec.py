@@ -1,16 +1,16 @@
 """selective_scan: Mamba-1 over whole sequences, token by token, with the states of a channel in registers.
 
-With d = softplus(delta + bias), per token, channel and state n
+Per token, channel and state n, with d = softplus(delta + bias),
 
     h_n <- 2^(d A_n log2(e)) h_n + d u B_n        y = sum_n C_n h_n + D u, times silu(z)
 
-A block has `channels` channels of one sequence, and walks its tokens in tiles of `tile`, which come by asynchronous copies; B and C become
-f32 in shared memory, a tile ahead. The rest of a tile is each warp's own: its lanes share d and d u of its channels, through shared memory;
-then `lanes` lanes per channel walk the tokens, with d_state / lanes states each in registers, and leave their sums of C h; then they share
-what makes these the output.
-Of exponentials 16 per clock and SM come from the special function units, in eight cycles for a warp; a walk has 6.7 instructions for each,
-and three more are its share of the rest, of which the special function units have 1.5 cycles. So `polynomial` of every 4 tokens x 4 states
-come from a polynomial on the FMA pipe instead, in 11 instructions.
+A block has `channels` channels of one sequence, and scans its tokens in tiles of `tile`, loaded by asynchronous copies; B and C are
+converted to f32 in shared memory, one tile early. Each warp does the rest of a tile alone. Its lanes first share d and d u of its channels,
+through shared memory. Then `lanes` lanes per channel scan the tokens, with d_state / lanes states each in registers, and store their sums
+of C h. Finally they share the work from these sums to the output.
+The special function units compute 16 exponentials per clock and SM, eight cycles for a warp. The scan has 6.7 instructions per exponential,
+and three more for its share of the rest, 1.5 cycles of them on the special function units. `polynomial` exponentials of every 4 tokens x 4
+states are therefore computed by a polynomial on the FMA pipe, in 11 instructions.
 y is summed over quads of states, then pairwise: the same tree for any number of lanes.
 """
 
@@ -26,9 +26,9 @@ from .problem import CUT, OPERATOR, Order, SelectiveProblem, cut_from
 
 GROUP = 4  # tokens whose y are summed at once
 MOST_STATES = 32  # per lane
-STATIC = 48 << 10  # bytes of shared memory that a text may declare
-# (token, state) of a group of 4 x 4 whose exponentials come from the polynomial, as many as `polynomial` says: spread over tokens first, so
-# that both pipes have something to do at any time.
+STATIC = 48 << 10  # bytes of shared memory that a kernel's text may declare
+# (token, state) of a group of 4 x 4; the first `polynomial` of them use the polynomial. Spread over tokens first, so that both pipes always
+# have work.
 TURNS = [(token, n) for n in (3, 1, 2, 0) for token in (3, 1, 2, 0)]
 
 # 2^f = 1 + f c1 + … + f^6 c6 for f in -0.5 … 0.5, minimax of the relative error (2.6e-9 before rounding; 8.4e-8 in f32): c6 first.
@@ -37,7 +37,7 @@ EXPONENTIAL = ("0.000155946778", "0.00134066434", "0.00961769279", "0.0555031039
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveSpec(KernelSpec, SelectiveProblem):
-    """A problem, and how one variant computes it. No choice here but `polynomial` and `parts` changes a bit of the result."""
+    """A problem, and how one variant computes it. Only `polynomial` and `parts` change bits of the result."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "selective_scan/selective_scan.cu.j2"
@@ -45,7 +45,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     lanes: int  # per channel
     warps: int  # of a block
     tile: int  # tokens in shared memory
-    polynomial: int = 1  # of 16 exponentials, those that come from the polynomial
+    polynomial: int = 1  # number of 16 exponentials that use the polynomial
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
     parts: int = field(default=1, metadata=LATER)  # of a sequence, at most, each by a block of a cluster: the problem's segments, or 1
@@ -78,7 +78,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def quads(self) -> int:
-        """Four states each, of a lane."""
+        """Quads of states per lane."""
         return self.padded // (4 * self.lanes)
 
     @property
@@ -92,10 +92,10 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def shared_by(self) -> str:
-        """What its name says of warps with parts of their own."""
+        """The part of the name for warps with separate roles."""
         return ""
 
-    # Shared memory, in 32-bit words: two stages of u, delta, z, B and C as they are, with rows of the contiguous axis.
+    # Shared memory, in 32-bit words: two stages of raw u, delta, z, B and C, with rows of the contiguous axis.
 
     def _words(self, layout: Order, inner: int) -> int:
         """32-bit words of a row of `inner` numbers, or of a tile's tokens."""
@@ -103,7 +103,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def row_words(self) -> int:
-        """From one row to the next one. Lanes of a warp read neighbouring runs of several rows, which meet all banks."""
+        """Words from one row to the next one. Lanes of a warp read neighbouring runs of several rows, which use all banks."""
         if self.layout is Order.LAST:
             return self._words(self.layout, self.channels) + max(4, self.warp_channels // 4 * self.x.size)
         return self._words(self.layout, self.channels) + (4 * self.x.size if self.tile > 16 else 0)
@@ -125,12 +125,12 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     @property
     def sum_pitch(self) -> int:
-        """Sums of each lane, from those of 4 tokens to the next ones."""
+        """Words from the lanes' sums of 4 tokens to the next 4 tokens' sums."""
         return GROUP * self.threads_per_block + 4
 
     @property
     def sum_words(self) -> int:
-        """Room for those of a tile; or for what each part but the last leaves: the states of each thread, and its sum of d."""
+        """Words of a tile's sums; or, if more, of the results of all parts except the last: the states of each thread, and its sum of d."""
         return max(self.tile // GROUP * self.sum_pitch, (self.parts - 1) * self.threads_per_block * (4 * self.quads + 1))
 
     @property
@@ -203,9 +203,9 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             "key_first": self.key_layout is Order.FIRST,
             "vector_state": self.state_loads is Loads.VECTOR and self.d_state % 4 == 0,
             "pooled": self.index is not Index.NONE,
-            "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
+            "past": "state" if self.started else "initial_states" if self.initial else "",  # holds the state before the first token
             "past_slot": "sequence" if self.pool and self.initial else "slot",
-            "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
+            "kept": "state" if self.pool else "final_states" if self.final else "",  # receives the last state
             "cut": CUT,
             "cut_from": cut_from(self.segment_tokens),
             "turns": sum(1 << (4 * token + n) for token, n in TURNS[: self.polynomial]),
@@ -218,9 +218,9 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
         }
 
 
-# Of 16 exponentials. What the special function units make may be off by 2 units of the last place, and to one side. Where decays are near 1
-# that adds up: 0.1 * 2^-24 on average would leave 1.4e-5 of a state after 4096 tokens (on an H200 it was 1.3e-5), the polynomial's rounding
-# leaves 1.2e-6. With f32 operands that counts.
+# Out of 16 exponentials. Results of the special function units may be off by 2 units of the last place, with a bias. If decays are near 1,
+# this adds up: an average of 0.1 * 2^-24 would cause an error of 1.4e-5 of a state after 4096 tokens (1.3e-5 on an H200); the polynomial's
+# rounding causes 1.2e-6. This matters with f32 operands.
 POLYNOMIAL = {DType.BF16: 1, DType.F16: 1, DType.F32: len(TURNS)}
 
 

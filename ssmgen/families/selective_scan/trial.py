@@ -1,4 +1,4 @@
-"""Trials of selective_scan: operands from a spec alone, and what becomes of them."""
+"""Trials of selective_scan: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SLACK = {DType.BF16: 0.0, DType.F16: 0.0, DType.F32: 1e-5}
 
 
 def operands(spec: SelectiveSpec, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
-    """Sequences of more than a tile, and of so many tokens at least, channels of more than a block; packed sequences also of less than a
-    tile, of one token and of none."""
+    """Sequences longer than a tile, with at least `tokens` tokens, and more channels than a block; packed sequences also shorter than a
+    tile, of one token and without tokens."""
     g = torch.Generator().manual_seed(seed)
     most = max(spec.tile + 5, tokens)
     counts = cycled((most, 3, 0, spec.tile, 1), batch)
@@ -31,7 +31,7 @@ def operands(spec: SelectiveSpec, batch: int, seed: int, tokens: int = 0) -> dic
     slots = batch if spec.index is Index.NONE else 3 * batch
 
     def along(values: Tensor, layout: Order, copy: int) -> Tensor:
-        """[batch, tokens, …] with the axis contiguous that the spec says; with gaps, where it takes those."""
+        """[batch, tokens, …] with the spec's contiguous axis; with gaps, if the spec allows them."""
         one = TORCH_DTYPES[spec.x].itemsize
         turned = values.movedim(1, -1) if layout is Order.FIRST else values
         step = 2 if copy == 0 else 1

@@ -1,7 +1,8 @@
 """The benchmark of selective_state_update.
 
-Intermediates: the state after each token goes to a buffer and the pool is only read, 1 + tokens passes over the state; otherwise it is read
-and written, 2 passes, as the slot copy does in place. TB/s counts the state. FlashInfer gets the same call; mamba-ssm has one token only.
+Intermediates: the state after each token goes to a buffer and the pool is only read, 1 + tokens passes over the state. Otherwise the pool
+is read and written, 2 passes, like the slot copy in place. TB/s counts the state. FlashInfer gets the same call; mamba-ssm takes one token
+only.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Unnamed(str):
 
 
 def states_of(at: At) -> Sequence[Any]:
-    """State types where none is given."""
+    """State types, if none is given."""
     return DEFAULTS[at.model] if isinstance(at.model, Unnamed) else (find_model(at.model).state,)
 
 
 def settle(at: At) -> Iterator[At]:
-    """The case with its model's share, if there is such a case. Raises SsmgenError for models that other functions decode."""
+    """The case with its model's share, if that case exists. Raises SsmgenError for models that other functions decode."""
     model = share_of(at)
     if model.function != "selective_state_update":
         raise SsmgenError(f"not decoded by selective_state_update: {model.name}")
@@ -119,7 +120,7 @@ def flashinfer(case: Case) -> Launch | None:
         call = {"z": None} | {theirs.get(name, name): value for name, value in ours.items() if name != "update_state"}
         if case.at.tokens > 1:
             call |= {"cache_steps": case.at.tokens, "disable_state_update": case.at.intermediates}
-        if case.at.intermediates:  # without rows, FlashInfer takes the slots for them
+        if case.at.intermediates:  # if no rows are given, FlashInfer uses the slots as rows
             slots = ours["state_indices"]
             call["intermediate_state_indices"] = torch.arange(case.at.batch, device=slots.device, dtype=slots.dtype)
         calls.append(call)

@@ -1,4 +1,4 @@
-"""Default variants of selective_state_update: decode steps of models, and all that several tokens may come with."""
+"""Default variants of selective_state_update: decode steps of models, and all options of several tokens."""
 
 from ...select.models import find_model
 from ...spec.kernel import FP8, DType, Index, Narrow, PoolMode

@@ -1,4 +1,4 @@
-"""What Mamba models ask of decoding."""
+"""The decode kernels that Mamba models need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of tensors, which layers share."""
+"""The table of tensors; the layer families use it too."""
 
 from __future__ import annotations
 

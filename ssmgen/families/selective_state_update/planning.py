@@ -22,12 +22,12 @@ from .views import Options, is_tied, views_of
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> SsuProblem:
-    """The problem that checked operands pose, given where they lie."""
+    """The problem of checked operands and their addresses."""
     dt_softplus, dt_limit, _, philox_rounds, update_state, zero_padding = options
     state, target = views["state"], views.get("dst_state_indices")
     _, H, P, N = state.shape
     tied = is_tied(views)
-    vector = min(16 // state.element_size(), N & -N)  # elements that a lane owns
+    vector = min(16 // state.element_size(), N & -N)  # elements per lane
 
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]

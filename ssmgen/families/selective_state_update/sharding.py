@@ -1,4 +1,4 @@
-"""What the axes of selective_state_update's tensors are."""
+"""The axes of selective_state_update's tensors."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """selective_state_update: decode steps of Mamba-1 and Mamba-2, one or several tokens per call.
 
-A row of the engine is one of headdim, d_state long.
+A row of the engine is one of the headdim rows, with d_state elements.
 Mamba-1 is one head of `dim` rows; its A and dt differ per row ("untied"). Mamba-2 ties A, dt and dt_bias per head.
 
-Of several tokens, which Mamba-2 has, a block stages some in shared memory and walks them with its rows in registers: a state is read once,
-and written as often as the call asks for. Token by token the arithmetic is that of the single-token kernels.
+Calls with several tokens are Mamba-2 only. A block stages some tokens in shared memory and scans them with its rows in registers, so a
+state is read once, and written as often as the call needs. The arithmetic per token is the same as in the single-token kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SsuSpec(MambaKernel):
 
 
 def _spec(problem: SsuProblem, how: dict[str, Any]) -> SsuSpec:
-    """A variant that stages as many tokens at a time as fit: 8, or fewer of long rows."""
+    """A variant that stages the most tokens at a time that fit: 8, or fewer with long rows."""
     given = {f.name: getattr(problem, f.name) for f in fields(SsuProblem)}
     if problem.several:
         token = 4 * (2 * problem.d_state + 2 * how["tile"] + 3)
@@ -43,7 +43,7 @@ def _spec(problem: SsuProblem, how: dict[str, Any]) -> SsuSpec:
 
 
 def space(problem: SsuProblem, arch: Arch) -> Iterator[SsuSpec]:
-    """Every legal variant of a problem within the axes worth trying."""
+    """Every legal variant of a problem, within the axes that are worth a trial."""
     return row_engine.legal(lambda how: _spec(problem, how), row_engine.axes(16 if problem.narrow else 8), arch)
 
 
@@ -51,22 +51,22 @@ WIDE = [  # d_state above 32
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264),
 ]
-# Of rows of at most 256 bytes of such states; measured on an H100 and an H200.
+# States of two bytes, rows of at most 256 bytes; measured on an H100 and an H200.
 TWO_BYTES = [Rule("fewest", 0.5, tile_kib=4, pdl=Pdl.TRIGGER_TOP, ilp=1), *WIDE]
-# A lane goes over a row of more than 256 bytes in two passes or more, each of which asks for its shares of all its rows: fewer rows at
-# once make more blocks, which few states need more. By bytes of an element; measured on an H100 and an H200.
+# A lane covers a row of more than 256 bytes in two passes or more, and each pass loads its share of all the lane's rows. Fewer rows at once
+# make more blocks, which helps when there are few states. By bytes of an element; measured on an H100 and an H200.
 LONG_ROWS = {
     2: [Rule("smallest", 4, tile_kib=4, ilp=1), *WIDE],
     4: [Rule("smallest", 10, tile_kib=8, ilp=2), *WIDE],
 }
-# Of 4 bytes, with heads that whole blocks of four warps do not divide: one warp a block. An H100 gains 3.6 % where the card is full for
-# long, an H200 neither gains nor loses.
+# 4 bytes, and blocks of four warps do not divide the heads: one warp per block. An H100 gains 3.6 % when the card is full for long, an H200
+# neither gains nor loses.
 UNEVEN = [*LONG_ROWS[4][:-1], Rule("bandwidth", 1024, tile_kib=16, prefetch=264), Rule("largest", float("inf"), tile_kib=4, prefetch=264)]
-ONE_BYTE = [  # of such states: fewer fixed instructions in several steps, and as many bytes ahead as with two
+ONE_BYTE = [  # states of one byte: several steps have fewer fixed instructions; prefetches the same number of bytes as with two
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=528, steps=2),
 ]
-INT8 = [  # two rows at once leave room for more warps; 528 tiles ahead were measured to be 1 % slower than 264
+INT8 = [  # two rows at once leave room for more warps; prefetching 528 tiles was measured to be 1 % slower than 264
     Rule("latency", 48, tile_kib=16),
     Rule("bandwidth", float("inf"), tile_kib=16, prefetch=264, steps=4, ilp=2),
 ]

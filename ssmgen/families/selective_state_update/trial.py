@@ -1,4 +1,4 @@
-"""Trials of selective_state_update: operands from a spec alone, and what becomes of them."""
+"""Trials of selective_state_update: operands from a spec alone, and the call that takes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .planning import CALLER
 from .spec import SsuSpec
 from .views import Options
 
-LIMIT = (0.01, 0.1)  # of dt: in the midst of what softplus gives
+LIMIT = (0.01, 0.1)  # of dt: in the middle of the range of softplus
 
 
 def one_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
@@ -26,7 +26,7 @@ def one_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
         values = torch.randn(*shape, generator=g).to(TORCH_DTYPES[dtype])
         if not odd:
             return values
-        wide = torch.empty(*shape[:-1], shape[-1] + 1, dtype=values.dtype)  # rows that start at odd places
+        wide = torch.empty(*shape[:-1], shape[-1] + 1, dtype=values.dtype)  # rows that start at odd offsets
         wide[..., 1:] = values
         return wide[..., 1:]
 
@@ -87,7 +87,7 @@ def tokens_operands(spec: SsuSpec, batch: int, seed: int) -> dict[str, Tensor]:
     made["A"] = -(torch.rand(H, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
     made["state"] = state = states(spec.state, (slots,), (H, P, N), gap)
     fill(state, g)
-    if spec.intermediate_states:  # one column too many; or one too few, where calls may keep fewer than they have tokens
+    if spec.intermediate_states:  # one column too many; or one too few, if calls may keep fewer states than they have tokens
         columns = most + (-1 if spec.ragged else 1)
         made["intermediate_states"] = states(spec.intermediate_states, (2 * batch, columns), (H, P, N), gap).fill_(7.0)
     if spec.intermediate_indices is not Index.NONE:

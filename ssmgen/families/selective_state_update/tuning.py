@@ -1,4 +1,4 @@
-"""What is tuned of selective_state_update: models' decode steps."""
+"""Tuning cases of selective_state_update: models' decode steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operands of selective_state_update, checked, as views of one shape for all ways to give them."""
+"""The operands of selective_state_update, checked, as views whose shapes do not depend on how the caller passes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROUNDED = (torch.float16, torch.bfloat16, *checks.NARROW)
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """The arguments of a call that are not tensors."""
 
     dt_softplus: bool
     dt_limit: tuple[float, float] | None
@@ -28,8 +28,8 @@ class Options(NamedTuple):
 
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands as the reference takes them, with a tokens axis where there may be several. Adds to `problems` all that is wrong with
-    dtypes, devices, shapes and strides; what comes back is only usable if that is nothing."""
+    """The operands as the reference takes them, with a tokens axis if there may be several tokens. Adds every error of dtypes, devices,
+    shapes and strides to `problems`; the result is usable only if there are none."""
     update_state = options.update_state
     check_seed(named, update_state, problems)
     if not checks.check_tensors(named, problems):
@@ -53,7 +53,7 @@ def is_tied(views: Mapping[str, Tensor]) -> bool:
 
 
 def _headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Tensor]:
-    """Operands of one token, as [slots, H, P, N], [batch, H, P], [H, P, N], [batch, G, N], [H, P], with stride 0 for what is shared."""
+    """Operands of one token, as [slots, H, P, N], [batch, H, P], [H, P, N], [batch, G, N], [H, P], with stride 0 along shared axes."""
     state, x, B = named["state"], named["x"], named["B"]
     if state.dim() not in (3, 4):
         problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state] or [slots, dim, d_state]")
@@ -109,7 +109,7 @@ def _check_layout(views: dict[str, Tensor], problems: list[str]) -> None:
 
 
 def _token_views(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> dict[str, Tensor]:
-    """Operands of several tokens, with a tokens axis behind the batch's; see the reference."""
+    """Operands of several tokens, with a tokens axis after the batch axis; see the reference."""
     state, x, B = named["state"], named["x"], named["B"]
     ragged = "cu_seqlens" in named
     if state.dim() != 4:
