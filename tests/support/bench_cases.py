@@ -1,4 +1,4 @@
-"""What the benchmarks' tests share: small cases of every operator on CPU tensors, without a device and without a clock."""
+"""Small cases of every operator on CPU tensors, for the tests of the benchmarks: no device and no clock."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def slow_times(calls, sets, specs, rounds, captures) -> dict[KernelSpec, float]:
 
 
 def stand_in(put: Callable[[Any, str, Any], None]) -> None:
-    """Puts a card's stand-in, and one operator's cases, in the place of what `tune` uses; a death in that of a compilation."""
+    """Replaces the card and the cases that `tune` uses with stand-ins for one operator. A compilation may then die as planned."""
     begun: list[int] = []
     variants = [s for s in registry.OPERATORS[OP].space(PROBLEM, SM90) if s.pdl.value != "off"][:6]
     bench = search.Bench(GPU, model.Card(SM90, 132, 4.2), "CUDA 13.0", "a build")

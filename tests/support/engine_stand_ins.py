@@ -14,12 +14,12 @@ from engine_signatures import IMPORTS, SIGNATURES, VERSIONS
 
 DEFINED = "def {name}({parameters}):\n    return {answer!r}\n"
 METHOD = "class {owner}(Kernel):\n{static}    def {name}({parameters}):\n        return {answer!r}\n"
-# What a class inherits says what its methods can do.
+# A class inherits its methods' capabilities from here.
 KERNEL = "class Kernel:\n    supports_track_state_snapshot = False\n"
 
 
 def answer(module: str, name: str) -> str:
-    """What a stand-in returns."""
+    """The value that a stand-in returns."""
     return f"the engine's {module}.{name}"
 
 

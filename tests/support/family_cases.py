@@ -1,4 +1,4 @@
-"""What tests of all families ask of each, of families that say it in a file of their own, `tests/support/cases/<family>.py`."""
+"""Loads the calls for tests that run on every family, from each family's file `tests/support/cases/<family>.py`."""
 
 from __future__ import annotations
 

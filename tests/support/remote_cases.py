@@ -1,4 +1,4 @@
-"""Stores that machines share, for tests: fixtures, of which modules have this one as a plugin, and what machines do."""
+"""Stores that machines share: fixtures, which modules load as a plugin, and the machines' actions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def url(request, url_of) -> str:
 
 
 def fresh(server) -> str:
-    """A part of the bucket that nobody has used."""
+    """A part of the bucket that has not been used."""
     return f"{server.url}/{os.urandom(6).hex()}"
 
 
