@@ -73,7 +73,7 @@ def _image(q: Tensor, k: Tensor, rq: Tensor, rk: Tensor, beta: Tensor, a: Tensor
     """(T, P, c_x, c_u, c_o, decay) of a chunk's tokens."""
     count = len(a)
     behind = torch.ones(count, count, dtype=torch.float64).tril(-1).bool()
-    through = torch.where(behind, a[:, None], 1.0).cumprod(0).tril()  # the part of position j's write that remains at i
+    through = torch.where(behind, a[:, None], 1.0).cumprod(0).tril()  # the part of the state after token j that remains at token i
     A = rk[:, None] * (beta * rk) * through * (k @ k.T)
     T = torch.linalg.inv(torch.eye(count, dtype=torch.float64) + A.tril(-1))
     P = (rq[:, None] * (beta * rk) * through * (q @ k.T)).tril()

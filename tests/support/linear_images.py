@@ -131,7 +131,7 @@ def _image(rule: Rule, q: Tensor, e: Tensor, w: Tensor, second: Tensor, a: Tenso
     reading = (torch.arange(ROWS) >= ROWS - rule.tokens).double()[:, None]
     count = len(a)
     behind = torch.ones(count, count).tril(-1).bool()[..., None]
-    through = torch.where(behind, a[:, None], 1.0).cumprod(0)  # [i, j]: the part of position j's write that remains at i
+    through = torch.where(behind, a[:, None], 1.0).cumprod(0)  # [i, j]: the part of the state after token j that remains at token i
     since = a.cumprod(0)
     ahead, since_ahead = through, since  # for the operand that e reads
     if rule in (Rule.OLD, Rule.LOW_RANK):

@@ -34,7 +34,7 @@ from ssmgen.spec.kernel import Arch, DType, Index, Layout, Pdl
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SMALL, WIDE = Sizes(heads=2, head_k=32, head_v=32), Sizes(heads=1, head_k=64, head_v=64)
-# Of 1, 6, 1, 3, 2, no and 5 chunks; the second list has fewer sequences that may be cut than it has sequences.
+# Sequences of 1, 6, 1, 3, 2, 0 and 5 chunks. The second list has fewer sequences that may be cut than sequences.
 RAGGED = (1, 330, 64, 192, 65, 0, 257)
 SPARSE = (3,) * 9 + (330, 1, 0, 1, 129)
 FORMS = [(SMALL, Backend.WARPS), (WIDE, Backend.WARPGROUPS)]
@@ -86,13 +86,13 @@ def test_neighbours_do_not_matter():
 @pytest.mark.parametrize("arch", few([Arch(80), SM90]))
 @pytest.mark.parametrize("sizes", [Sizes(heads=3, key_heads=3, head_k=48, head_v=16, x=F16), Sizes(heads=1, head_k=160, head_v=64)])
 def test_sizes_of_all_kinds(arch, sizes):
-    """Rows of M in blocks of their own size; more than one batch of them to join."""
+    """Blocks of M's rows have a different size, and several batches of them are joined."""
     laws.is_accurate(partial(emulated, arch=arch, segments=4), sizes, 260)
 
 
 @needs_emulator
 def test_two_warpgroups_share_a_block():
-    """With 128 rows of N or M each."""
+    """Each warpgroup has 128 rows of N or M."""
     sizes = Sizes(heads=1, head_k=128, head_v=128)
     spec = variant(Backend.WARPGROUPS, problem_of(**make(sizes, 1, 200), segments=4))
     _, lead, sums, _ = spec.ahead
@@ -111,7 +111,7 @@ def test_a_pool_is_touched_where_it_should_be(sizes, form):
 @needs_emulator
 @pytest.mark.parametrize("form", list(Backend))
 def test_states_may_go_where_they_come_from(form):
-    """A first segment reads, or has read, what the last one writes over."""
+    """A first segment reads a state, or has read it, before the last segment overwrites it."""
     run, sizes = served(form, 3), WIDE
     lengths, slots = (330, 0, 200), torch.tensor([2, 0, 1]).int()
     call = make(sizes, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu")}
@@ -280,7 +280,7 @@ def body_of(part: Any) -> str:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_workspace_is_waited_for(spec):
-    """And blocks that have nothing to do wait too: a kernel that is over before the one ahead of it would let the next one begin."""
+    """Blocks without work wait too: a kernel that ends before the upstream kernel would let the next one begin."""
     for part in spec.kernels[1:]:
         body = body_of(part)
         assert "wait_for_upstream();" in body and getattr(part, "beside", False) == ("workspace" in part.early_operands()), part.name
@@ -300,7 +300,7 @@ def test_sums_go_on_beside_the_first_segments(spec):
     assert len(behind) == 2 and "wait_for_upstream" not in behind[0] and behind[1].lstrip().startswith("wait_for_upstream();")
 
 
-# Mistakes: (which kernel, what stands in its text, what stands there instead, words of what is found; off: a result is)
+# Mistakes: (kernel, text to replace, replacement, words of the finding; off: a result is wrong)
 
 EDITS = {
     "M: no identity": ("sums", "? 1.f : 0.f", "? 0.f : 0.f", "off"),

@@ -95,8 +95,8 @@ def problem_of(sizes: Sizes, views: Mapping[str, Tensor], **more: Any) -> ImageP
 def run(
     sizes: Sizes, views: dict[str, Tensor], *, arch: Arch = SM90, change: Callable[[str], str] = str, **more: Any
 ) -> tuple[Tensor, Images, ImageProblem]:
-    """([numbers, HV, image] bytes, as the kernel makes them in the emulator, NaN where it writes nothing; what they should say). `change`
-    edits its text; more: fields of the problem."""
+    """([numbers, HV, image] bytes from the kernel in the emulator, NaN where it writes nothing; the expected images). `change` edits its
+    text; more: fields of the problem."""
     packed = "cu_seqlens" in views
     views = {n: t[None] if packed and n not in ("A_log", "dt_bias", "cu_seqlens") else t for n, t in views.items()}
     problem = problem_of(sizes, views, **more)
@@ -198,8 +198,8 @@ def test_what_is_hard(sizes, kind, change):
 
 @needs_emulator
 def test_blocks_on_the_diagonal_have_two_terms():
-    """They are off by less than half of what one term would leave: without decay just E is rounded ahead of them, and averages up. And W is
-    exact, keys times powers of two."""
+    """Their error is less than half of the error of one term. Without decay only E is rounded before them, which averages out. W is exact:
+    keys times powers of two."""
     sizes = Sizes(gate=None, l2norm=True, form=Beta.SIGMOID)
     found, wanted, problem = run(sizes, make(sizes, 1, 64, near=0.05))
     images = unpack(found.flatten(), wanted, problem)
@@ -211,7 +211,7 @@ def test_blocks_on_the_diagonal_have_two_terms():
 
 @needs_emulator
 def test_what_never_decays_is_kept():
-    """Not by what a decay of one, or nearly one, is rounded to, token by token: a chunk's is within 2^-22 of what it should be."""
+    """Roundings of decays of one, or nearly one, do not add up token by token: a chunk's decay is within 2^-22 of its exact value."""
     sizes = Sizes()
     views = make(sizes, 1, 64, decay=1e-4)
     views["gk"][..., 5] = 0

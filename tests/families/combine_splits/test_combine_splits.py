@@ -68,7 +68,7 @@ def test_reference_against_the_textbook_formula():
 
 
 def features(case: Case) -> set[tuple]:
-    """What the generated text depends on, dtypes apart, each with the form."""
+    """The generated text's inputs, without dtypes, each paired with the form."""
     call = make(case, "cpu")
     if not call.named["out"].numel():
         return {("rows", 0)}

@@ -82,7 +82,7 @@ def test_reference_against_the_modules_of_transformers():
 
 
 def features(case: Case) -> set[tuple]:
-    """What the generated text depends on, dtypes of the operands each by itself."""
+    """The generated text's inputs, with each operand's dtype separately."""
     call = make(case, "cpu")
     if not call.out.numel():
         return {("rows", 0)}
@@ -193,7 +193,7 @@ def test_a_group_does_not_see_its_neighbours():
 @needs_emulator
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_a_closed_gate_is_zero(dtype):
-    """Where the gate's factor underflows nothing is left of x, and zeros normalise to zeros."""
+    """If the gate's factor underflows, x becomes zero, and zeros normalise to zeros."""
     case = replace(MAMBA, gate=dtype, x=F32, out=F32)
     call = make(case, "cpu")
     call.kwargs["gate"].fill_(-1e4)

@@ -36,7 +36,7 @@ by_both = pytest.mark.parametrize(
 
 
 def polynomial_of(d: Tensor, a: Tensor) -> Tensor:
-    """In f32, operation by operation, as the kernel has it: an fma is one rounding of what float64 holds exactly, or to 2^-53 of it."""
+    """In f32, operation by operation, as in the kernel: an fma rounds once a value that float64 holds exactly, or to 2^-53."""
 
     def fma(x: Tensor, y: Tensor, z: Tensor | float) -> Tensor:
         return (x.double() * y.double() + z).float()
@@ -167,7 +167,7 @@ def test_variants_are_bit_equal(first, d_state):
 
 @by_both
 def test_states_of_sequences_without_tokens(run):
-    """Dense ones go through, those in a pool stay where they are."""
+    """Dense states pass through; states in a pool stay unchanged."""
     call, before = make(SMALL, 0), laws.states(SMALL, 2)
     starts = torch.zeros(3, dtype=torch.int32)
     _, after = run(**call, cu_seqlens=starts, initial_states=before, return_final_states=True)

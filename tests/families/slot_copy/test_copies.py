@@ -320,7 +320,7 @@ def test_ptxas_takes_barriers(arch):
     assert "UBLKCP" in text and "SYNCS" in text
 
 
-# out = 64 columns of 96 tokens of a, of a head, by boxes of 32 tokens: those from `rows` on are zero.
+# out = 64 columns of 96 tokens of one head of a, in boxes of 32 tokens; tokens from `rows` on are zero.
 BOXES = """
 extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows, const __grid_constant__ TensorMap a_tiles) {
   SHARED(u64, full, 1);
