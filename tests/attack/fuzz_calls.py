@@ -1,4 +1,4 @@
-"""Valid calls of every public function, small: what a fuzzer begins with. Those of drop-in functions are in fuzz_drop_ins.py."""
+"""Small valid calls of every public function, from which the fuzzer starts. fuzz_drop_ins.py has the calls of drop-in functions."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ssmgen.bench.html import as_html
 from ssmgen.cache.files import plain
 
 SOUND = json.loads(MEASURED.read_text())
-# What terminals act on, and readers are misled by: C0 but for line breaks, DEL, C1, marks that reorder or hide text, line separators.
+# Characters that act on terminals or mislead readers: C0 except line breaks, DEL, C1, marks that reorder or hide text, line separators.
 ACTING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 

@@ -1,5 +1,4 @@
-"""What fuzzing found, one by one: operands that are no plain tensors, rings of the wrong kind, empty axes, and copies that nobody had
-checked."""
+"""The findings of fuzzing, one by one: operands that are not plain tensors, rings of the wrong kind, empty axes, and unchecked copies."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ FORMS = {f.id: f for f in forms()}
 
 
 def call(id: str, **change: object) -> tuple[fuzz.Form, dict]:
-    """A form's function, and its arguments but for a change."""
+    """A form's function, and its arguments with a change."""
     form = FORMS[id]
     return form, fuzz.with_own_memory(form.arguments) | change
 
