@@ -37,7 +37,7 @@ def arch() -> Arch:
 
 
 def prepare(operator: str, specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
     device = torch.cuda.current_device()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         wait([pool.submit(runtime.load, spec, device, operator) for spec in dict.fromkeys(specs)])

@@ -115,7 +115,7 @@ def test_checkpoints_of_a_batch(heads, scan):
 
 @of_heads
 def test_ids_and_checkpoints_of_long_sequences(heads):
-    """Divided or not, they are right, and change no bit of what is there without positions."""
+    """Divided or not, they are right, and they change no bit of the results without positions."""
     tokens = 1500
     call = make(sizes_of(heads), 2, tokens, decay=0.02)
     call["seq_idx"] = (torch.arange(tokens, device="cuda") // 350).int().repeat(2, 1)

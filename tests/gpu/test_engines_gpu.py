@@ -82,7 +82,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, form) -> list[str]:
 @pytest.mark.refused
 @captured
 def test_a_graph_that_nothing_was_warmed_for(request, form, nothing_is_loaded, caplog):
-    """The engine's own function serves it, once said, with what to do. The capture goes on, and later ones have ours."""
+    """The engine's own function serves it. One warning says so and gives the remedy. The capture continues, and later ones use ours."""
     function = function_of(request, form)
     with torch.inference_mode():
         call = form.make(DEVICE)
@@ -194,7 +194,7 @@ def test_stochastic_rounding_is_the_backend_s_setting(vllm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_drafts_with_their_norm(vllm, graph, dtype):
-    """What the two references give on the CPU, within roundings to the output's dtype ahead of the norm and behind it."""
+    """The results of the two references on the CPU, within roundings to the output's dtype before and after the norm."""
     shapes = {"q": (6, 2, 128), "k": (6, 2, 128), "v": (6, 4, 64), "a": (6, 4), "b": (6, 4), "A_log": (4,), "dt_bias": (4,)}
     x = {n: randn(*shape, seed=seed) for seed, (n, shape) in enumerate(shapes.items())}
     state = randn(int(TABLE.max()) + 2, 4, 64, 128, seed=9).to(dtype)

@@ -28,7 +28,7 @@ SIZE = {"few": 1, "roles": 8192, "many": 65536}  # channels of all sequences, as
 
 
 def served(size: int, **how: Any) -> Any:
-    """What runs a call by the rule for so many channels, or as a variant of that."""
+    """A function that runs a call by the rule for `size` channels, or as a variant of that choice."""
 
     def spec(problem: SelectiveProblem) -> Any:
         arch = runtime.device_arch(torch.cuda.current_device())
