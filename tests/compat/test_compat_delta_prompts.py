@@ -35,7 +35,7 @@ from ssmgen.compat import fla, flashinfer
 from ssmgen.compat.shared import replacing
 from ssmgen.errors import ArgumentError, UnsupportedError
 
-# What the packages publish, without annotations.
+# The packages' published parameters, without annotations.
 FLA = (
     "scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, {} cu_seqlens=None, cu_seqlens_cpu=None, {} "
     "**kwargs"
@@ -109,7 +109,7 @@ def test_fla_delta_rule():
 
 
 def test_fla_prompts_go_on_in_steps():
-    """The last states are those that fused_recurrent_gated_delta_rule takes, and gives."""
+    """fused_recurrent_gated_delta_rule takes the last states, and returns the same ones."""
     call, options = operands(1, 70), {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     o, last = fla.chunk_gated_delta_rule(**call, **options)
     again, same = fla.fused_recurrent_gated_delta_rule(**call, **options)
@@ -149,7 +149,7 @@ def test_flashinfer_forgets_where_the_decay_is_zero():
 
 
 def test_flashinfer_more_heads_of_q_than_of_v():
-    """Head h of q is with head h // 2 of k and v, and has a state of its own."""
+    """Head h of q uses head h // 2 of k and v, and has a separate state."""
     call = flashinfer_call(output_final_state=True) | {"q": randn(TOKENS, 2 * HV, K, seed=3), "k": randn(TOKENS, HV, K, seed=4) / 6}
     call |= {n: call[n].repeat(1, 2) * 0.9 for n in ("g", "beta")} | {"initial_state": torch.cat([states(len(LENGTHS))] * 2, 1)}
     repeated = call | {n: call[n][:, [h // 2 for h in range(2 * HV)]] for n in ("k", "v")}
@@ -199,7 +199,7 @@ def test_flashinfer_slots_of_no_pool_are_padding(bad):
 
 @pytest.mark.parametrize(("pool", "every", "dtype"), [(True, CHUNK, F32), (True, 2 * CHUNK, F32), (False, CHUNK, BF16)])
 def test_flashinfer_checkpoints(pool, every, dtype):
-    """Sequences shorter than that have none, rows behind the last one stay."""
+    """Sequences shorter than that have none; rows after the last one stay unchanged."""
     lengths = (130, 0, 1, 64)
     checkpoints = checkpointed(lengths, dtype, every)
     rows, first = checkpoints["state_checkpoints"], checkpoints["checkpoint_cu_starts"].tolist()
@@ -215,7 +215,7 @@ def test_flashinfer_checkpoints(pool, every, dtype):
         assert all(close(rows[first[i] + n], each[i][(n + 1) * every]) for n in range(length // every))
 
 
-# What is refused, in words, and nothing written.
+# Refused calls: the error's words, and nothing is written.
 
 X = operands(1, 4)
 PACKED = flashinfer_call()

@@ -52,7 +52,7 @@ def test_operands_in_another_order_change_no_bit(name, make):
 
 
 def test_one_order_goes_to_the_kernel(monkeypatch):
-    """What lies otherwise than u is copied; B and C, and what lies like u, are not."""
+    """Operands laid out unlike u are copied. B, C and operands laid out like u are not."""
     call = operands(2, T=23)
     given = call | {"delta": call["delta"].contiguous()}
     monkeypatch.setattr(mamba1_prompts, "selective_scan", lambda *args, **more: args)
@@ -95,7 +95,7 @@ def test_vllm_slots_of_no_page_are_padding(vllm, bad):
 
 
 def test_vllm_rows(vllm):
-    """Without starts each row is a sequence, and without indices its number is its slot; nothing of what is given is overwritten."""
+    """Without starts each row is a sequence, and without indices its number is its slot. No operand is overwritten."""
     pool, call = pages(4, D, N), operands(3, T=20)
     given = {n: t.clone() for n, t in call.items() if isinstance(t, Tensor)}
     out = vllm.selective_scan_fn(**call, ssm_states=pool, null_block_id=None)

@@ -70,7 +70,7 @@ def doubled(calls):
 
 
 def assert_as_near(ours: Prompt, theirs: Prompt, exact: Prompt) -> None:
-    """The error against f32 is at most twice the model's own: that is left to chance in so few numbers."""
+    """The error against f32 is at most twice the model's own: that is left to chance with few numbers."""
     assert [state.dtype for state in ours.states] == [state.dtype for state in theirs.states]
     assert norm_of_error(ours, exact) <= 2 * norm_of_error(theirs, exact)
 

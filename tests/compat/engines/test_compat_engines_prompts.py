@@ -1,4 +1,4 @@
-"""Prompts that the engines give to other backends by default, and those with states inside them, in float64."""
+"""Prompts that the engines give to other backends by default, and prompts with states inside them, in float64."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def vllm_flashkda() -> Any:
 
 
 class Layer:
-    """What the method looks at of GLM5-Next's layer; exported: what it gave on."""
+    """The parts of GLM5-Next's layer that the method reads; exported: the values that it passed on."""
 
     def __init__(self, x: dict[str, Tensor], dtype: torch.dtype):
         shape, self.exported = (len(LENGTHS) + 2, HV, V, K), {}
@@ -142,7 +142,7 @@ def test_sglang_leaves_prompts_to_the_backend_that_ssmgen_serves(sglang, monkeyp
 @pytest.mark.refused
 @pytest.mark.parametrize("why", ["another card", "another method"])
 def test_sglang_keeps_its_default(sglang, monkeypatch, caplog, why):
-    """Where FlashInfer has not been compared, and where the method that would be called is SGLang's own."""
+    """The default stays if FlashInfer has not been compared, and if the method to be called is SGLang's own."""
     from ssmgen.compat import sglang as plugin
 
     backend = import_module("sglang.srt.layers.attention.linear.gdn_backend")
@@ -212,7 +212,8 @@ def test_sglang_drafts_of_jet_nemotron(sglang):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_sglang_tracks_states_of_segments(sglang, dtype):
-    """After so many tokens of a prompt, into a slot of their own; none for a prompt of no slot, without tokens, or of fewer."""
+    """Tracks the state after a number of tokens of a prompt, in a separate slot. A prompt without a slot, without tokens or with fewer has
+    none."""
     tokens, pool = bag(1, TOKENS), pages(12, HK, K, V, dtype=dtype)
     q, k, v = (tokens[n][0] for n in ("q", "k", "v_narrow"))
     kept, slope, slots = pool.clone(), torch.tensor([0.3, 0.01]).view(HK, 1, 1), SLOTS.clone()

@@ -37,7 +37,7 @@ class Impatient(Engine):
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """Runs options with stand-ins; the pairs, what was noted, and the journal's entries."""
+    """Runs options with stand-ins; returns the pairs, the notes, and the journal's entries."""
     monkeypatch.setenv("SERVING_JOURNAL", str(tmp_path / "journal"))
     monkeypatch.setenv("VLLM_PLUGINS", "another,ssmgen")
 

@@ -1,4 +1,4 @@
-"""What the installed transformers has is found by name, parameters and source; parameters of its forwards by what they are for."""
+"""Parts of the installed transformers are found by name, parameters and source; parameters of its forwards by their use."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ TOKENS = 6
 every_kind = pytest.mark.parametrize("name", LAYERS)
 one_of_each = pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
 
-# Kinds of mixers that differ from the tiny model's: by name, with what its configuration is told
+# Kinds of mixers that differ from the tiny model's: by name, with changes of its configuration
 VARIANTS = {
     "mamba2-g1": ("mamba2", {"n_groups": 1}),
     "mamba2-g4": ("mamba2", {"n_groups": 4}),
@@ -74,7 +74,7 @@ def the_originals_are_back(nothing_stays_patched):
     assert all(now is before[label] for label, now in replaced().items()), "the identical objects"
 
 
-# What they generate.
+# Generated tokens.
 
 
 @every_kind
@@ -182,12 +182,12 @@ def test_which_models_are_fusible(monkeypatch):
     assert not hf.fusible(offloaded)
 
 
-# What stays with the original.
+# Calls that stay with the original.
 
 
 @one_of_each
 def test_training_and_steps_under_grad_keep_the_original(name):
-    """No count and no warning of the layer: the functions within it say what there is to say."""
+    """The layer gives no count and no warning; the functions within it give them."""
     model = built(name).requires_grad_(False)
     with torch.no_grad():
         step = DecodeStep(model)
@@ -281,7 +281,7 @@ class Hook:
     ("attributes", "ours"), [({"offload": False}, 3), ({"offload": True}, 2), ({}, 2)], ids=["in-place", "offloaded", "of-another-kind"]
 )
 def test_a_layer_whose_weights_accelerate_brings_is_the_originals(attributes, ours):
-    """It brings them when the layer is called, and what is fused does not call the convolution."""
+    """Accelerate loads the weights when the layer is called. The fused code does not call the convolution."""
     model, hook = built("mamba2"), Hook(**attributes)
     mixers(model)[0].conv1d._hf_hook = hook
     want, before = generate(model, TOKENS), hook.calls
@@ -309,7 +309,7 @@ def test_a_change_of_the_rates_is_seen(how):
 
 
 def test_a_model_made_in_inference_mode():
-    """Its weights have no version."""
+    """The weights of such a model have no version."""
     with torch.inference_mode():
         model = built("mamba2")
         want = generate(model, TOKENS)
