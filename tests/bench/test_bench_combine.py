@@ -1,4 +1,4 @@
-"""combine_splits' benchmark, as far as it needs no GPU: cases on CPU tensors, the byte model, what peers are called with, options."""
+"""combine_splits' benchmark, the parts that run without a GPU: cases on CPU tensors, the byte model, the peers' arguments, options."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_bytes():
 
 @pytest.fixture
 def flashinfer(monkeypatch):
-    """Functions that do what FlashInfer's do, and what they were called with; `factor` makes their results wrong."""
+    """Functions that replace FlashInfer's, and their recorded arguments; `factor` makes their results wrong."""
     calls: dict[str, tuple] = {}
     state = {"calls": calls, "factor": 1.0}
 

@@ -1,4 +1,4 @@
-"""How a call finds the plan of one like it, without a GPU: what is launched is recorded."""
+"""Plans of repeated calls are found without a GPU: launches are recorded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_keywords_positions_and_rings_bring_the_same_pointers(launched):
 
 
 def test_keywords_in_any_order(launched):
-    """Kernels take pointers in an order of their own."""
+    """Kernels take pointers in a separate, fixed order."""
     step = Step("gated_delta_rule", BF16)
     out = torch.empty_like(step.inputs["v"])
     named = {"state": step.state, **step.inputs, **step.options, "out": out}

@@ -1,4 +1,4 @@
-"""Decode layers on DTensors: each rank of a mesh, one at a time, computes its heads' part of what one device computes."""
+"""Decode layers on DTensors: each rank of a mesh, one at a time, computes its heads' part of one device's result."""
 
 from __future__ import annotations
 

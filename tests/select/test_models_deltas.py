@@ -1,4 +1,4 @@
-"""Prompts of gated delta rules: what is built for models is what this package and drop-ins of engines ask for."""
+"""Prompts of gated delta rules: the kernels built for models are the kernels that this package and the engines' drop-ins request."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def slow_times(calls, sets, specs, rounds, captures) -> dict[KernelSpec, float]:
 
 
 def stand_in(put: Callable[[Any, str, Any], None]) -> None:
-    """Replaces the card and the cases that `tune` uses with stand-ins for one operator. A compilation may then die as planned."""
+    """Replaces the card and the cases that `tune` uses with stand-ins for one operator. `begin` may kill it."""
     begun: list[int] = []
     variants = [s for s in registry.OPERATORS[OP].space(PROBLEM, SM90) if s.pdl.value != "off"][:6]
     bench = search.Bench(GPU, model.Card(SM90, 132, 4.2), "CUDA 13.0", "a build")

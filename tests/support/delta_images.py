@@ -124,7 +124,7 @@ def unpack(workspace: Tensor, images: Images, x: torch.dtype) -> Images:
 
 
 def images_are_right(found: Images, wanted: Images, x: torch.dtype, bound: float | None = None, coefficients: float = 1e-5) -> None:
-    """Chunks with tokens agree within `bound`, or `coefficients`, relative L2 by chunk and head. Rows after the last token agree too."""
+    """Chunks with tokens agree within `bound`, or `coefficients`, relative L2 by chunk and head. T and P are exact after the last token."""
     limit = ROUNDED[x] if bound is None else bound
     for at, count in enumerate(wanted.served.tolist()):
         for name in ("T", "P", "c_x", "c_u", "c_o", "decay") if count else ():

@@ -1,4 +1,4 @@
-"""The scaffold of a family: what it writes works, and is what the guide shows. That all other tests pass with it, CI sees in a copy."""
+"""The scaffold of a family works, and its files are the guide's. CI checks in a copy that all other tests pass with it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_a_step_fails_with_its_command():
 
 @pytest.mark.parametrize(("passed", "fails"), [(5, False), (4, True)])
 def test_fewer_tests_than_there_were_fail(passed, fails, monkeypatch):
-    """The report is what pytest writes: 7 tests, of which some were skipped."""
+    """The report has pytest's form: 7 tests, of which some were skipped."""
     monkeypatch.setattr(ci, "_of_readme", lambda pattern: f"{sys.executable} -c 'import sys; {WRITE % (7 - passed)}'")
     with pytest.raises(SystemExit, match="tests have gone") if fails else contextlib.nullcontext():
         ci._suite("", at_least=5)

@@ -1,4 +1,4 @@
-"""Rows of tables: which variants they may name, what the rules lose to them, and what comes to be timed for them."""
+"""Rows of tables: the variants that they may name, the rules' losses against them, and the variants timed for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["home"]  # a fixture of all tests here
 
 @pytest.mark.parametrize("operator", ["chunk_scan", "selective_scan"])
 def test_rows_of_an_operators_other_spec_classes_are_believed(operator):
-    """Some have one for kernels by warpgroups, or by roles, beside the one that is named as the operator is."""
+    """Some operators have further classes, for kernels by warpgroups or by roles, in addition to the class with the operator's name."""
     arch = Arch(90, "a")
     problem = next(p for _, p in default_problems() if OPERATOR_OF[type(p)] == operator)
     rule = registry.select(operator, problem, 4096, arch, True)
@@ -41,7 +41,7 @@ def test_rows_of_an_operators_other_spec_classes_are_believed(operator):
 
 
 def test_rules_that_choose_the_runner_up_by_now_lose_what_it_does():
-    second = row(us=2.0, rule_us=2.5, runner_up_us=2.02)  # the runner-up is what the rules choose
+    second = row(us=2.0, rule_us=2.5, runner_up_us=2.02)  # the rules choose the runner-up
     assert loss(second) == pytest.approx(0.01)
     assert loss(replace(second, runner_up="tile=no")) == loss(replace(second, runner_up="")) == pytest.approx(0.25)
 
