@@ -1,4 +1,4 @@
-"""Many threads that use the package for the first time, all at once, in one fresh process after the other. Prints what they saw go wrong.
+"""Many threads use the package for the first time, all at once, in one fresh process after the other. Prints the errors that they saw.
 
 python tests/attack/first_use.py TRIALS [SEED] [--own-torch]: torch is imported ahead, once for all processes; with --own-torch the threads
 import it, too, which takes a second or two each time.
@@ -26,7 +26,7 @@ def public() -> list[str]:
 
 
 def uses() -> list[Callable[[], object]]:
-    """All that a thread may do first: ask for a public name, import one by name, import a module."""
+    """All first uses of a thread: look up a public name, import one by name, import a module."""
     init = Path(find_spec("ssmgen").origin)
     folders = ("", "cache", "calls", "compat", "engine", "tuned", "families", "families/*")
     files = [path for folder in folders for path in init.parent.glob(f"{folder}/*.py".lstrip("/"))]

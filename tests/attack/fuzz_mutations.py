@@ -139,7 +139,7 @@ def with_grad(t: Tensor, rng: Random) -> Tensor:
 
 
 def negated(t: Tensor, rng: Random) -> Tensor:
-    """A view that says: minus what is in memory."""
+    """A view with torch's negative bit: its values are minus the values in memory."""
     view = torch.complex(t.float(), -t.float()).conj().imag
     return view if view.is_neg() else _none()
 

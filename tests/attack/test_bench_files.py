@@ -50,7 +50,7 @@ def render(path: Path, *options: str) -> tuple[int, str]:
 
 
 def places(value, path=()):
-    """The path of every value but the whole."""
+    """The path of every value except the whole."""
     if path:
         yield path
     for name, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():

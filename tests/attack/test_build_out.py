@@ -125,7 +125,7 @@ def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
     assert all(level.stat().st_mode & 0o777 == 0o700 for level in (tmp_path / "deep", tmp_path / "deep/out"))
 
 
-# Directories that take some: whatever was compiled and is not there is named, and the build fails.
+# Directories that take only some files: the build fails and names every compiled file that is missing.
 
 
 def check_said(said: str, out: Path, *words: str) -> None:

@@ -67,7 +67,7 @@ def imported(name: str) -> list[str]:
     return found
 
 
-# Packages that people import by name, and that import what is in them.
+# Packages that people import by name, and that import their own modules.
 DOORS = tuple(f"ssmgen.compat.{peer}" for peer in ("fla", "flashinfer", "hf", "sglang", "vllm"))
 
 
@@ -105,6 +105,6 @@ def test_no_two_modules_wait_for_each_other():
 
 
 def test_torch_is_imported_whole_before_parts_of_it():
-    """torch's modules do wait for each other: only whoever imports torch itself first waits for all of it."""
+    """torch's modules do wait for each other: only a thread that imports torch itself first waits for all of it."""
     of_torch = {name: [m for m in imported(name) if m.partition(".")[0] == "torch"] for name in MODULES}
     assert {name: found[0] for name, found in of_torch.items() if found and found[0] != "torch"} == {}

@@ -157,7 +157,7 @@ def test_a_call_like_one_before_is_still_checked():
 
 
 def test_indices_of_two_types_are_integers():
-    """Those of 32 and 64 bits become one; a float index stays one, and is refused."""
+    """Indices of 32 and 64 bits become the same; a float index stays a float, and is refused."""
     form, given = call("flashinfer.gated_delta_rule_decode_pretranspose-pool", output_state_indices=torch.tensor([0, 2]))
     form.function(**given)
     refused(form.id, "state_indices is torch.float32", initial_state_indices=torch.tensor([1.0, 3.0]))

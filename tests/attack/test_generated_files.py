@@ -1,4 +1,4 @@
-"""`ssmgen generate` and its lock: whatever is altered, added or taken away is found, and nothing that is not ours is lost."""
+"""`ssmgen generate` and its lock: every alteration, addition and removal is found, and no file of others is lost."""
 
 from __future__ import annotations
 

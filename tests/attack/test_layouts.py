@@ -100,7 +100,7 @@ class Said(NamedTuple):
 
 @functools.cache
 def reasons_against(problem: Any, size: int) -> list[str]:
-    """As `ssmgen.supported` says them."""
+    """The reasons as `ssmgen.supported` gives them."""
     return registry.explain(OPERATOR_OF[type(problem)], problem, size, fuzz.SM90, True, None).reasons
 
 

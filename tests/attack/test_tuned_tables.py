@@ -41,7 +41,7 @@ SOUND = {"schema": table.SCHEMA, "gpu": GPU, "rows": [ROW | {"size": n} for n in
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """No tables but the one that a test writes."""
+    """Only the table that a test writes exists."""
     monkeypatch.setenv("SSMGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
     yield tmp_path

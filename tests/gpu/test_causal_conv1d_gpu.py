@@ -194,7 +194,7 @@ def test_many_packed_sequences_equal_segments(last):
 
 
 def launch(spec: KernelSpec, call: Call) -> runtime.Plan:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device = torch.cuda.current_device()
     kernel = runtime.load(spec, device, call.op.OPERATOR)
     values = call.op.kernel_values(spec, call.views, call.options)

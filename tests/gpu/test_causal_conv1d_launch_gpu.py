@@ -165,7 +165,7 @@ def test_capture_of_an_unloaded_kernel_names_the_remedy():
         words = rf"ssmgen.warm\(ssmgen.{call.op.OPERATOR}"
         with pytest.raises(CaptureError, match=words), torch.cuda.graph(torch.cuda.CUDAGraph()):
             call.run()
-        call.run()  # and outside of it all is well
+        call.run()  # and outside the capture everything works
         torch.cuda.synchronize()
         assert_matches(call, want)
 

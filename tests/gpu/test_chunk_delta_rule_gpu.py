@@ -147,7 +147,7 @@ def test_a_prompt_in_pieces_and_then_steps(run):
 
 
 def test_nothing_is_written_beyond_what_is_said():
-    """Guarded buffers on all sides, of poison; the workspace as large as it says."""
+    """All buffers are guarded and poisoned; the workspace has exactly its stated size."""
     memory, lengths = Memory("cuda"), (65, 0, 130, 1)
     call = make(FEW, sum(lengths)) | {"cu_seqlens": laws.starts_of(lengths, "cuda")}
     wanted, last = SERVED(**call, return_final_states=True)

@@ -180,7 +180,7 @@ def test_batches_change_no_bit(case, run):
 
 
 def test_nothing_is_written_beyond_what_is_said():
-    """Guarded buffers on all sides, of poison; the workspace as large as it says."""
+    """All buffers are guarded and poisoned; the workspace has exactly its stated size."""
     lengths = (65, 0, 130, 1)
     for case in (KDA, GLA, RWKV7):
         memory = Memory("cuda")

@@ -133,7 +133,7 @@ def test_many_checkpoints():
 @pytest.mark.parametrize("lengths", [(4103,), (1, 1000, 0, 2000)], ids=["one", "several"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_division_changes_no_bit(sizes, lengths, in_place):
-    """In place, the last part overwrites what the others have begun with, every time after they have."""
+    """In place, the last part overwrites the initial state only after the other parts have read it."""
     call = make(sizes, sum(lengths), decay=1e-2) | {"cu_seqlens": laws.starts_of(lengths, "cuda"), "return_final_states": True}
     before = torch.randn(len(lengths), sizes.heads, sizes.headdim, sizes.d_state, device="cuda")
     start = {"initial_states": before} if in_place else {}

@@ -71,7 +71,7 @@ def prepare(specs: Iterable[KernelSpec]) -> None:
 
 
 def launch(spec: KernelSpec, call: Call, kernel: runtime.Kernel | None = None) -> runtime.Plan:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device = torch.cuda.current_device()
     values = op.kernel_values(spec, call.views, call.options)
     launched = runtime.Launch(kernel or runtime.load(spec, device, op.OPERATOR), device, op.grid_of(spec, call.views), values)
@@ -205,7 +205,7 @@ def test_tensors_above_2_31_elements(axis, odd, room):
 
 
 def test_many_launches_are_equal_in_place_too():
-    """In place, a row's LSE is written while other warps of its block may still be reading it, if nothing keeps them together."""
+    """A barrier is needed in place: other warps of a block may still read a row's LSE while it is written."""
     case = replace(PAIR, rows=(700, 32), d_v=512, in_place=True, empty=0.0)
     call = make(case, DEVICE)
     before = [t.clone() for t in call.results()]

@@ -1,4 +1,4 @@
-"""`python -m tools.demo` on a card, with narrow models: everything is measured, and a captured step goes on as eager ones do."""
+"""`python -m tools.demo` on a card, with narrow models: everything is measured, and a captured step continues as eager steps do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """vLLM's and SGLang's functions as their layers call them, on a card: eager, in CUDA graphs, and in graphs that nothing was warmed for.
 
-The engines are stood in for (`engine_stand_ins`): their functions have the published parameters, and only say that they ran.
+`engine_stand_ins` replaces the engines: its functions have the published parameters, and only report that they ran.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def function_of(request: pytest.FixtureRequest, form):
 @named
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_results_are_within_the_families_bounds(request, form, mode):
-    """Twice, elsewhere in memory: the second call finds what the first has made."""
+    """Two calls at different addresses: the second call uses the first one's plan."""
     function = function_of(request, form)
     with mode():
         for seed in (0, 1):
@@ -70,7 +70,7 @@ def test_a_graph_follows_its_inputs(request, form):
 
 @pytest.fixture
 def nothing_is_loaded():
-    """As in a process that has made no call yet; kernels that graphs hold stay where they are."""
+    """The state of a process that has made no call yet; kernels that graphs hold stay loaded."""
     runtime._forget_in_child()
     fast_path.forget()  # its rows hold the kernels that they launch
 
@@ -178,7 +178,7 @@ def test_parameters_of_vllm_s_own_type(vllm):
 
 
 def test_stochastic_rounding_is_the_backend_s_setting(vllm):
-    """The backend passes on what its configuration says."""
+    """The backend passes on its configuration's values."""
     (form,) = [f for f in FORMS if f.id == "vllm-m2-f16"]
     noisy = type(vllm.ssu_backend)(SimpleNamespace(enable_stochastic_rounding=True, stochastic_rounding_philox_rounds=7))
     states = []

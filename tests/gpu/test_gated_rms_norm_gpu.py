@@ -48,7 +48,7 @@ def prepare(specs: Iterable[KernelSpec]) -> None:
 
 
 def launch(spec: KernelSpec, call: Call, kernel: runtime.Kernel | None = None) -> runtime.Plan:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device = torch.cuda.current_device()
     values = op.kernel_values(spec, call.views, call.options)
     launched = runtime.Launch(kernel or runtime.load(spec, device, op.OPERATOR), device, op.grid_of(spec, call.views), values)

@@ -34,7 +34,7 @@ from ssmgen.launch import runtime
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 63, 64, 65, 300)
-_WIDE = {"hidden_size": 256, "initializer_range": 0.05}  # weights of wide layers are small, else a rounding decides what is attended to
+_WIDE = {"hidden_size": 256, "initializer_range": 0.05}  # weights of wide layers are small; otherwise a rounding decides the attention
 _HYBRID = {**_WIDE, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 2, "mamba_d_state": 128}
 _DELTA = {**_WIDE, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 # Heads of published models, in two layers or in the tiny model's number of layers; their chunks have a usual length

@@ -65,7 +65,7 @@ def test_capture_of_an_unloaded_kernel_names_the_remedy():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(CaptureError, match=r"ssmgen.warm\(ssmgen.selective_state_update"), torch.cuda.graph(graph):
         ssmgen.selective_state_update(*call.args, **call.kwargs)
-    ssmgen.selective_state_update(*call.args, **call.kwargs)  # and outside of it all is well
+    ssmgen.selective_state_update(*call.args, **call.kwargs)  # and outside the capture everything works
     torch.cuda.synchronize()
 
 

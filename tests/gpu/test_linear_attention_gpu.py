@@ -66,7 +66,7 @@ def test_arguments_by_position_and_without_out(tokens):
 
 
 def launch(spec, call: Call) -> runtime.Plan:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device = torch.cuda.current_device()
     kernel = runtime.load(spec, device, call.case.rule)
     made = runtime.Launch(kernel, device, op.grid_of(spec, call.views), op.kernel_values(spec, call.views, call.built.options))

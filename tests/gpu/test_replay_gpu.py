@@ -68,7 +68,7 @@ def equal(a: Call, b: Call) -> list[str]:
     return [n for n, t in a.results().items() if not same(t, b.results()[n])]
 
 
-# Against float64. Outputs are f32, so that what the tensor cores leave out would show.
+# Against float64. Outputs are f32, so that bits dropped by the tensor cores would show.
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_variants_are_bit_equal(case):
 
 
 def launch(spec: KernelSpec, call: Call) -> Any:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device, launches, places = torch.cuda.current_device(), [], []
     for part in spec.kernels:
         kernel, values = runtime.load(part, device, op.OPERATOR), op.kernel_values(part, call.views, call.options)
@@ -286,7 +286,7 @@ def test_ten_thousand_launches_are_equal():
     for _ in range(2500):
         graph.replay()
     assert wrong.item() == 0
-    want[0]["state"].view(-1)[7] += 1  # and it counts what is wrong
+    want[0]["state"].view(-1)[7] += 1  # and it counts errors
     graph.replay()
     assert wrong.item() == 1
 

@@ -48,7 +48,7 @@ def test_out_is_allocated_like_x():
 
 
 def launch(spec, call) -> None:
-    """Runs one variant, whatever the registry would choose."""
+    """Runs one given variant, independent of the registry's choice."""
     named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
     views = op.views_of(named, call.options, problems := [])
     assert not problems

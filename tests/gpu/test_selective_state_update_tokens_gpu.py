@@ -57,7 +57,7 @@ def test_pdl_changes_nothing(name):
 
 
 def launch(spec, call) -> None:
-    """Runs one variant, whatever the registry would choose."""
+    """Runs one given variant, independent of the registry's choice."""
     device, family = call.kwargs["state"].device.index, call.caller.family
     values, grid = family.values_of(spec, call.views, call.options), family.grid_of(spec, call.views)
     kernel = runtime.load(spec, device, "selective_state_update")

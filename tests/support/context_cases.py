@@ -145,7 +145,7 @@ def forms_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float, fl
 
 
 def dtensors_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float, float], over_heads: bool = False) -> None:
-    """Tensors sharded over their tokens, and on another axis of the mesh over heads: outputs lie as they do, final states everywhere."""
+    """Tensors sharded over tokens, and on another mesh axis over heads. Outputs are sharded like them; final states are replicated."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -195,7 +195,7 @@ def what_is_begun_is_finished(mesh: Any, call: Tensors, form: Tensors) -> None:
 
 
 def nothing_goes_on(mesh: Any, call: Tensors) -> None:
-    """A convolution of width 1, and packed sequences that are none."""
+    """A convolution of width 1, and an empty list of packed sequences, pass no state on."""
     pieces, rank = PIECES[mesh.size()], mesh.get_local_rank()
     mine = {n: t.clone() for n, t in divided("causal_conv1d", call, pieces, rank).items()}
     want = divided("causal_conv1d", {"x": ssmgen.causal_conv1d(**call)}, pieces, rank)["x"]

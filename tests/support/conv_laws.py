@@ -90,7 +90,7 @@ def assert_matches(call: Call, want: Expected) -> None:
     assert (difference <= 1).all(), f"out off by {float(difference.nan_to_num(nan=torch.inf).max()):.2f} x its bound"
 
 
-# The emulator: kernels on a CPU. It stops at what is out of bounds, misaligned, or written by two threads.
+# The emulator: kernels on a CPU. It stops at accesses that are out of bounds or misaligned, and at elements written by two threads.
 
 
 def emulate(op: ModuleType, given: tuple[Any, ...], options: Any, spec: KernelSpec | None = None, arch: Arch = SM90, change=str) -> None:

@@ -81,7 +81,7 @@ def stand_in(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """For processes whose caches lie in a folder."""
+    """The environment of processes whose caches lie in a folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SSMGEN_", "TORCHELASTIC"))}
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     return kept | {"SSMGEN_CACHE_DIR": str(folder), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more

@@ -99,7 +99,7 @@ def emulated(
     problem, size = family.problem_of(views, where, call.options), family.size_of(views)
     if size:
         spec = spec(problem) if callable(spec) else spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
-        call.operands["workspace"].fill_(0xFF)  # NaN, whatever it is read as
+        call.operands["workspace"].fill_(0xFF)  # NaN in every dtype
         if prepared:
             packed = pack(images_of(views, call.options), views["v"].dtype)
             call.operands["workspace"][: len(packed)] = packed
@@ -237,7 +237,7 @@ def a_pool_is_touched_where_it_should_be(run: Run, sizes: Sizes, state: torch.dt
 
 
 def neighbours_do_not_matter(run: Run, sizes: Sizes, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
     call = make(sizes, sum(lengths) + 9)
     starts = starts_of((4, *lengths), sizes.device)[1:]
     plain, last = run(**call, cu_seqlens=starts, return_final_states=True)
@@ -251,7 +251,7 @@ def neighbours_do_not_matter(run: Run, sizes: Sizes, lengths: Sequence[int]) -> 
 
 
 def states_of_a_pool_may_begin_elsewhere(run: Run, sizes: Sizes, state: torch.dtype, index: torch.dtype | None) -> None:
-    """From dense states into a pool: the bits of the call without one; a sequence of no slot or without tokens touches none."""
+    """Dense states into a pool give the bits of a call without a pool. A sequence without a slot or without tokens changes no slot."""
     lengths = (65, 7, 0, 16)
     memory, call = Memory(sizes.device), make(sizes, sum(lengths))
     call |= {"cu_seqlens": starts_of(lengths, sizes.device), "initial_states": states(sizes, len(lengths), state)}
@@ -294,8 +294,8 @@ def order_of_states_changes_no_bit(run: Run, sizes: Sizes, state: torch.dtype) -
 
 
 def gates_agree(run: Run, plain: Run, sizes: Sizes) -> None:
-    """A raw gate, a linear one and a log decay say the same, and so do a logit of beta and beta; a decay of 0 forgets everything, one of 1
-    nothing. plain: as ssmgen.chunk_delta_rule."""
+    """A raw gate, a linear gate and a log decay agree, and so do a logit of beta and beta. A decay of 0 erases the state, a decay of 1
+    keeps it. plain: as ssmgen.chunk_delta_rule."""
     call = make(sizes, 1, 70)
     call["v"][:, :2] *= 100
     raw = torch.randn(1, 70, sizes.heads, generator=torch.Generator().manual_seed(3)).to(sizes.device)

@@ -33,7 +33,7 @@ def operands(*lead: int, unit: bool = True) -> dict[str, Tensor]:
     return call | {"g": logsigmoid(randn(*lead, HV, seed=2, dtype=F32) + 2), "beta": randn(*lead, HV, seed=3).sigmoid()}
 
 
-# Checkpoints of whole chunks, as FlashInfer's callers ask for them; and one row more than there are.
+# Checkpoints of whole chunks, as FlashInfer's callers ask for them; and one row more than needed.
 STARTS = starts_of([length // CHUNK for length in LENGTHS], torch.int64)
 KEPT = {"state_checkpoints": torch.zeros(3, *POOL), "checkpoint_cu_starts": STARTS, "checkpoint_every_n_tokens": CHUNK}
 # Operands that functions write, under all of their names.
@@ -107,7 +107,7 @@ def logs(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def sglang_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, Any]:
-    """As SGLang's Triton kernels call their function: the states are a pool, which is to be given."""
+    """The call of SGLang's Triton kernels: the states are a pool, which the caller must pass."""
     call: dict[str, Any] = operands(1, sum(lengths), unit=False) | {"cu_seqlens": starts_of(lengths), "head_first": False}
     return call | {"initial_state_indices": SLOTS[: len(lengths)], "use_qk_l2norm_in_kernel": True} | more
 
@@ -123,7 +123,7 @@ def extend_call(pool: Tensor, **more: Any) -> dict[str, Any]:
 
 
 def assert_refused(function: Callable[..., Any], call: dict[str, Any], kind: type[Exception], words: str) -> None:
-    """In words, and nothing written."""
+    """The call raises this error with these words, and writes nothing."""
     written = [t for n in WRITTEN if (t := call.get(n)) is not None]
     before = [t.clone() for t in written]
     with pytest.raises(kind, match=words):

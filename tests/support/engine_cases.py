@@ -100,7 +100,7 @@ def _transposed(call: Any) -> None:
 
 
 def _zero_accepted_is_like_one(call: Any) -> None:
-    """A padded sequence has too large a count, as 0 is none here."""
+    """A padded sequence gets a count that is too large, because 0 is not padding here."""
     accepted = call.kwargs["num_accepted_tokens"]
     accepted[accepted == 0] = 1000
     accepted[accepted == 1] = 0

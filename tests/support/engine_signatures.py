@@ -188,7 +188,7 @@ SIGNATURES = {
     (f"{_ATTENTION}.fla.layernorm_gated", "rms_norm_gated"): (
         "*, x, weight, bias, z=None, eps=1e-06, group_size=None, norm_before_gate=True, is_rms_norm=False, activation='swish'"
     ),
-    # Of sgl_kernel, from which this module imports it.
+    # This module imports it from sgl_kernel.
     (f"{_LAYERS}.flashattention_backend", "merge_state_v2"): "v_a, s_a, v_b, s_b, v_merged=None, s_merged=None",
     (f"{_ATTENTION}.linear.lightning_attn", "lightning_attention"): _LIGHTNING,
     (f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
@@ -208,7 +208,7 @@ _PACKED_AND_SIGMOID = "fused_recurrent_gated_delta_rule_packed_decode, fused_sig
 _TRITON = f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as causal_conv1d_update_triton"
 _WRAPPED = f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn, causal_conv1d_update"
 
-# The backend takes the function when it is made, and passes what is optional by name.
+# The backend takes the function when it is constructed, and passes optional arguments by name.
 _DISPATCH = """\
 class TritonSSUBackend:
     def __init__(self, config=None):

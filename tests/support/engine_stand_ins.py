@@ -1,4 +1,4 @@
-"""Packages that stand in for the engines: the published functions, which only say that they ran, and the published imports of them."""
+"""Packages that stand in for the engines: the published functions, which only report that they ran, and their published imports."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ CASES = Path(__file__).parent / "cases"
 
 
 def cases(kind: str) -> dict[str, Any]:
-    """Those of a kind, of all in one.
+    """The entries of one kind, of all families together.
 
     CALLS: {public name: makes the arguments by name of a small call on a device}; BENCH: {operator: options of its benchmark's `run`, two
     cases or more on CPU tensors}.

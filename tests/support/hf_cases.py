@@ -50,7 +50,7 @@ NORMS = {
 
 
 def undo_leaks() -> list[str]:
-    """Undoes every patch that is still in place. Returns what these had replaced."""
+    """Undoes every patch that is still active. Returns the objects that these had replaced."""
     leaked = sorted({r.label for r in hf._active.values()})
     for patch in {owner for r in list(hf._active.values()) for owner in r.owners}:
         patch.undo()
@@ -78,7 +78,7 @@ def built(name: str, **changes: Any) -> torch.nn.Module:
 
 
 def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The model as `from_pretrained` loads it in this dtype: with those weights in f32 that its code names."""
+    """The model as `from_pretrained` loads it in this dtype: with f32 weights where its code names them."""
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for name, parameter in model.named_parameters():
         if not any(part in name for part in kept):
@@ -257,7 +257,7 @@ def norm_of_error(got: Prompt, exact: Prompt) -> float:
     return (sum(((a.double() - b.double()).norm() / b.double().norm()).item() ** 2 for a, b in pairs) / len(pairs)) ** 0.5
 
 
-# Of layers that are fused.
+# Fused layers.
 
 
 def mixer_class(name: str) -> type[torch.nn.Module]:
@@ -340,7 +340,7 @@ def norms_of_a_pass(model: torch.nn.Module, mask: torch.Tensor | None = None) ->
 
     norms = [layer for layer in model.modules() if hf_between.style_of(type(layer)) is not None]
     hooks = [norm.register_forward_hook(count) for norm in norms]
-    patched = {r: (r.served, r.kept) for r in hf._active.values()}  # whose calls this pass is none of
+    patched = {r: (r.served, r.kept) for r in hf._active.values()}  # this pass must not change their counts
     with torch.no_grad():
         if mask is None:
             model(input_ids=torch.ones(1, 1, dtype=torch.long, device=next(model.parameters()).device))

@@ -49,7 +49,7 @@ class Case:
     lengths: tuple[int, ...] = ()  # ragged: packed as [tokens, …], or as [1, tokens, …] if `tokens` is 1
     batch: int = 5
     state: torch.dtype = F32
-    x: torch.dtype | None = BF16  # of all operands but the state, the weights and out; None: each of another type
+    x: torch.dtype | None = BF16  # of all operands except the state, weights and out; None: types differ
     weights: torch.dtype = F32
     out: torch.dtype | None = None  # None: the dtype of v
     omit: tuple[str, ...] = ()  # operands left out
@@ -201,7 +201,7 @@ class Call:
 
 
 def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Sequence]]:
-    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are none."""
+    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are invalid."""
     B, longest = len(case.counts), max(case.counts)
     columns = longest if case.dst == "own" else 4
     slots = B + 1 if case.index is None else 2 * B * max(columns, longest) + 9
@@ -320,7 +320,7 @@ def step(S: Approx, reach: Tensor, x: Mapping[str, Approx], options: op.Options,
         elif form.gate == "bounded":
             g = exact(torch.tensor(options.lower_bound)) * (x["A_log"].exp() * biased if "A_log" in x else biased).sigmoid()
         decays.append(across((-g if form.gate == "slope" else g).exp()))
-    if "bonus" in x:  # of the state as it is: the rest is as ever
+    if "bonus" in x:  # the output reads the state before its update, which is as usual
         own = dot(k * x["bonus"], q, roundings + 4)[..., None] * v
         seen = dot(S, across(q), roundings + 6, reach)
         y = seen + own

@@ -1,4 +1,4 @@
-"""Draft trees of the delta rules: cases, and laws of whatever calls the public functions, on any device."""
+"""Draft trees of the delta rules: cases, and laws of calls of the public functions, on any device."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class LayerCall:
         return {n: bits(self.kwargs[n]).clone() for n in names if self.kwargs.get(n) is not None}
 
     def assert_unharmed(self) -> None:
-        """Nothing but the output and the states of live rows has changed, and nothing is counted any more."""
+        """Only the output and the states of live rows have changed, and all counters are zero again."""
         allowed = {"out": None, "state": self.used, "conv_state": self.windows, **dict.fromkeys(KEPT, self.rows)}
         pools = () if self.case.update else ("state", "conv_state")
         wrong = self.memory.untouched({n: t for n, t in allowed.items() if n not in pools})
@@ -150,7 +150,7 @@ class _Maker:
     def pool(
         self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, slots: Tensor, offset: int = 64
     ) -> Tensor:
-        """Only the slots that are used hold anything but poison. Those of many are alike up to a factor, which takes less time."""
+        """All slots that are not used hold poison. Many used slots are equal up to a factor, which takes less time."""
         view = self.memory.view(name, (self.case.slots, *shape), strides, dtype, offset)
         rows = torch.arange(len(slots), device=view.device)
         values = self.randn(min(len(rows), 16), *shape).to(view.device)[rows % 16]
@@ -270,7 +270,7 @@ def _convolved(call: LayerCall, inputs: str, run: Any) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     slots = k["state_indices"]
     where = {"conv_state_indices": slots, "pad_slot_id": k["pad_slot_id"]} if slots is not None else {}
-    if case.accepted:  # a padded sequence of the layer's may be none of the convolution's
+    if case.accepted:  # a sequence that is padding for the layer may not be padding for the convolution
         padded = torch.tensor([b not in call.live for b in range(case.batch)], device=slots.device)
         where["conv_state_indices"] = torch.where(padded, k["pad_slot_id"], slots[:, 0])
         where["num_accepted_tokens"] = k["num_accepted_tokens"]

@@ -69,7 +69,7 @@ class Case:
         return found
 
 
-# Decays: of all channels alike, of none, and of all but one, by so much in every token; keys that are nearly one; steps of 1.
+# Equal decays of all channels, of none, and of all except one, in every token; nearly equal keys; steps of 1.
 ADVERSARIAL: dict[str, dict[str, float]] = {
     "near keys": {"near": 0.05, "gate": 0.01},
     "near keys, steps of 1": {"near": 0.05, "step": 1.0, "gate": 0.01},
@@ -219,7 +219,7 @@ def emulated(case: Case, *, spec: Any = None, arch: Arch = SM90, change: Callabl
         call.before()
     if size:
         spec = spec(problem) if callable(spec) else spec or registry.select(family.operator, problem, size, arch, arch >= Arch(90))
-        call.operands["workspace"].fill_(0xFF)  # NaN, whatever it is read as
+        call.operands["workspace"].fill_(0xFF)  # NaN in every dtype
         for part in spec.kernels:
             launch_emulated(part, views, call, arch, change)
     return call.result

@@ -166,8 +166,8 @@ def _rest() -> Tensor:
 
 
 def _blocks(head_k: int, first: int) -> Tensor:
-    """[64, K]: where a number of E, Q or W lies among the 16-bit numbers of its blocks; -1 of the `first` rows, where these are not
-    kept."""
+    """[64, K]: the index of each element of E, Q or W among the 16-bit numbers of its blocks; -1 in the `first` rows if these are
+    not kept."""
     rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(head_k), indexing="ij")
     piece = columns % BLOCK // 8 ^ rows % 8
     places = columns // BLOCK * ((ROWS - first) * BLOCK) + (rows - first) * BLOCK + piece * 8 + columns % 8

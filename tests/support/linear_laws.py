@@ -1,4 +1,4 @@
-"""chunk_linear_attention: the laws of its results, for whatever runs a call: a card, or the emulator."""
+"""chunk_linear_attention: the laws of its results, on a card or in the emulator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokens_of(case: Case, call: Mapping[str, Any], span: slice) -> dict[str, Any
 
 
 def cut(case: Case, call: Mapping[str, Any], *at: Any) -> dict[str, Any]:
-    """The call with this index into what tokens have."""
+    """The call with this index into the operands per token."""
     return {n: t[at] if n in case.per_token else t for n, t in call.items()}
 
 
@@ -111,7 +111,7 @@ def a_pool_is_touched_where_it_should_be(run: Run, case: Case, state: torch.dtyp
 
 
 def neighbours_do_not_matter(run: Run, case: Case, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
     call = make(case, sum(lengths) + 9)
     starts = starts_of((4, *lengths), case.device)[1:]
     plain, last = run(case, **call, cu_seqlens=starts, return_final_states=True)
@@ -125,7 +125,7 @@ def neighbours_do_not_matter(run: Run, case: Case, lengths: Sequence[int]) -> No
 
 
 def states_of_a_pool_may_begin_elsewhere(run: Run, case: Case, state: torch.dtype, index: torch.dtype | None) -> None:
-    """From dense states into a pool: the bits of the call without one; a sequence of no slot or without tokens touches none."""
+    """Dense states into a pool give the bits of a call without a pool. A sequence without a slot or without tokens changes no slot."""
     lengths = (65, 7, 0, 16)
     memory, call = Memory(case.device), make(case, sum(lengths))
     call |= {"cu_seqlens": starts_of(lengths, case.device), "initial_states": states(case, len(lengths), state)}

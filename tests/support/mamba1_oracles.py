@@ -22,7 +22,7 @@ def by_tokens(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def operands(*lead: int, T: int, G: int | None = None, make=by_tokens, dtype: torch.dtype = BF16, **more) -> dict:
-    """Rows [*lead, D, T]; a G of None is an axis that is not there."""
+    """Rows [*lead, D, T]; G None: no group axis."""
     groups = () if G is None else (G,)
     call = {n: make(*lead, D, T, seed=seed, dtype=dtype) for seed, n in enumerate(("u", "delta", "z"))}
     call |= {n: make(*lead, *groups, N, T, seed=seed, dtype=dtype) for seed, n in enumerate(("B", "C"), 3)}

@@ -199,7 +199,7 @@ def assert_matches(call: Call) -> None:
 
 
 def walk_tree(views: dict[str, Tensor], stored: Tensor) -> None:
-    """Updates state, intermediate_states and out, all in float64: each token goes on from its parent's state in `stored`, and one without
+    """Updates state, intermediate_states and out, all in float64: each token starts from its parent's state in `stored`, or without
     an earlier parent from the state before it. Nothing is rounded."""
     weights = {n: views[n].double() for n in ("A", "D")}
     for b, slot in enumerate(views["state_indices"].tolist()):

@@ -34,7 +34,7 @@ class Case:
     rows: tuple[int, ...] = (3,)
     groups: int = 1
     size: int = 128
-    flat: bool = False  # groups in one axis, told by group_size
+    flat: bool = False  # groups in one axis, given by group_size
     x: torch.dtype = BF16
     gate: torch.dtype | None = BF16
     weight: torch.dtype | None = BF16

@@ -32,7 +32,7 @@ ONE = made(1)
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Seconds of each kernel that was compiled, which is a sleep of none."""
+    """Seconds of each compiled kernel; compilation is replaced by a sleep of zero."""
     monkeypatch.setattr(store, "render", store.render)
     for name in ("compile_cubin", "build_id", "options_for", "library_path"):
         monkeypatch.setattr(nvrtc, name, getattr(nvrtc, name))

@@ -1,4 +1,4 @@
-"""chunk_scan: operands, strided, poisoned and guarded; and the laws of its results, for whatever runs a call: a card, or the emulator."""
+"""chunk_scan: operands, strided, poisoned and guarded; and the laws of its results, on a card or in the emulator."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def edited(old: str, new: str, where: str = "") -> Callable[[str], str]:
 
 @contextmanager
 def found(words: str) -> Iterator[None]:
-    """A mistake is an EmulatorError with these words, or, of the word "off", other results than a law asks for."""
+    """A mistake is an EmulatorError with these words or, for the word "off", results that break a law."""
     try:
         yield
     except EmulatorError as e:
@@ -248,7 +248,7 @@ def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.
 
 
 def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
     call = make(sizes, sum(lengths) + 9)
     starts = starts_of((4, *lengths), sizes.device)[1:]
     plain, states = scan(**call, cu_seqlens=starts, return_final_states=True)
@@ -262,7 +262,7 @@ def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -
 
 
 def states_of_a_pool_may_begin_elsewhere(scan: Scan, sizes: Sizes, state: torch.dtype, index: torch.dtype | None) -> None:
-    """From dense states into a pool: the bits of the call without one; a sequence of no slot or without tokens touches none."""
+    """Dense states into a pool give the bits of a call without a pool. A sequence without a slot or without tokens changes no slot."""
     lengths = (65, 7, 0, 16)
     memory, call = Memory(sizes.device), make(sizes, sum(lengths), decay=0.1)
     shape = (len(lengths), sizes.heads, sizes.headdim, sizes.d_state)
@@ -327,7 +327,7 @@ def ids_are_sequences(scan: Scan, sizes: Sizes, lengths: Sequence[int] = LENGTHS
 
 
 def ids_go_on(scan: Scan, sizes: Sizes) -> None:
-    """A row's first token goes on from its state, and nothing of a sequence before, however large, is left in the next one's state."""
+    """A row's first token continues from its state. No part of a sequence, however large, remains in the next one's state."""
     call = make(sizes, 2, 140, decay=0.1)
     before = 1e30 * torch.randn(2, sizes.heads, sizes.headdim, sizes.d_state, generator=torch.Generator().manual_seed(1))
     before[1] = torch.inf

@@ -17,7 +17,7 @@ def kept(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
 
 def few(values: Iterable[Any], most: int = 3) -> list[Any]:
     """Parameters: up to `most` run always, and at most half; the others with `-m matrix`. Chosen at even distances from the first one on,
-    as in lists of cases neighbours differ least."""
+    because neighbours in lists of cases differ least."""
     values = list(values)
     count = min(most, -(-len(values) // 2))
     always = {i * len(values) // count for i in range(count)}

@@ -1,4 +1,4 @@
-"""selective_scan: operands, poisoned and guarded; and the laws of its results, for whatever runs a call: a card, or the emulator."""
+"""selective_scan: operands, poisoned and guarded; and the laws of its results, on a card or in the emulator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def variant(**how: Any) -> Callable[[SelectiveProblem], SelectiveSpec]:
     """A function that makes a problem's variant with small blocks, which runs fast in the emulator."""
 
     def of(problem: SelectiveProblem) -> SelectiveSpec:
-        chosen: Any = registry.select(OPERATOR, problem, 10_000, SM90, True)  # channels: more than are walked by roles
+        chosen: Any = registry.select(OPERATOR, problem, 10_000, SM90, True)  # channels: more than the roles kernel takes
         spec = changed(chosen, **{"lanes": min(4, chosen.padded // 4), "warps": 1, "tile": 16, "min_blocks": 1} | how)
         assert not (found := spec.violations(SM90)), found
         return spec
@@ -176,7 +176,7 @@ def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.
 
 
 def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
     call = make(sizes, sum(lengths) + 9)
     starts = starts_of((4, *lengths), sizes.device)[1:]
     plain, last = scan(**call, cu_seqlens=starts, return_final_states=True)

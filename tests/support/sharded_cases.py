@@ -342,7 +342,7 @@ def cases_on_cards(device: str) -> dict[str, Callable[[Any], None]]:
 
 # Processes.
 
-PATIENCE = datetime.timedelta(seconds=100)  # for another rank, which may have failed
+PATIENCE = datetime.timedelta(seconds=100)  # time to wait for another rank, which may have failed
 
 
 def free_port() -> int:

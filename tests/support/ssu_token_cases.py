@@ -30,7 +30,7 @@ class Case:
     lengths: tuple[int, ...] = ()  # ragged: packed as [tokens, …], or as [1, tokens, …] if `tokens` is 1
     batch: int = 6
     state: torch.dtype = F32
-    x: torch.dtype = BF16  # of all operands but states, weights and out
+    x: torch.dtype = BF16  # of all operands except states, weights and out
     weights: torch.dtype = F32
     out: torch.dtype | None = None  # None: the dtype of x
     D: bool = True
@@ -129,7 +129,7 @@ class Call:
 
 
 def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Sequence]]:
-    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are none."""
+    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are invalid."""
     B, longest = len(case.counts), max(case.counts)
     columns = longest if case.dst == "own" else 4
     slots = B + 1 if case.index is None else 2 * B * max(columns, longest) + 9

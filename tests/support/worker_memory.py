@@ -43,8 +43,8 @@ def held(field: str) -> int:
 
 def peaks() -> dict[str, int]:
     """Most MiB that this worker has held, and the largest of the ended processes that it has started, if that is more."""
-    # In ru_maxrss a process takes over the peak of the one that starts it: so it says nothing of the worker, and less than the worker's
-    # own peak says nothing of its children.
+    # A process starts with its parent's peak in ru_maxrss. That value therefore does not measure the worker, and below the
+    # worker's own peak it does not measure its children.
     worker, started = held("VmHWM"), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
     return {"a worker": worker} | ({"a process that it started": started} if started > worker else {})
 

@@ -1,4 +1,4 @@
-"""causal_conv1d where pieces of a row and sequences do not agree, where indices repeat, and where rows of channels lie anywhere."""
+"""causal_conv1d if sequences cross pieces of a row, if indices repeat, and if rows of channels have any address."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IN_PLACE = {"initial": True, "final": "in_place"}
     *vary(replace(FIRST, id="slice", layout="first_slice", lengths=BESIDE), pool=POOL, w2={**POOL, "width": 2}, w1={"width": 1}),
 )
 def test_sequences_that_begin_beside_the_ends_of_pieces(case):
-    """In pieces of every size the results are right, and the same."""
+    """The results are right and bit-equal for pieces of every size."""
     first = None
     specs = {s.vectors: s for s in conv.space(make(case, "cpu").problem, SM90) if s.pdl is Pdl.TRIGGER_LOADED}
     for spec in specs.values():

@@ -135,7 +135,7 @@ def test_a_pool_is_touched_where_it_should_be(state, layout):
 @needs_emulator
 @pytest.mark.parametrize("pad", [-1, 4])
 def test_a_pool_may_begin_elsewhere(pad):
-    """From dense states: the bits of the call without a pool. A sequence of the padding slot, or without tokens, touches none."""
+    """Dense states give the bits of the call without a pool. A sequence with the padding slot, or without tokens, changes no slot."""
     p = prompt(65, 7, 0, 16, HV=2)
     before = states_of(p)
     wanted = walked(p, before=before)

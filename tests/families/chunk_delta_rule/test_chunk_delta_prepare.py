@@ -180,7 +180,7 @@ LENGTHS = (0, 1, 15, 64, 0, 65, 63)
 
 @needs_emulator
 def test_sequences_have_numbers_of_their_own():
-    """Whichever NaN are in the others, and in tokens of none; and alone, the bits are the same."""
+    """The bits are the same alone, and with any NaN in the other sequences and in tokens outside every sequence."""
     sizes = Sizes(group=1)
     call = make(sizes, sum(LENGTHS) + 9)
     starts = starts_of((4, *LENGTHS), "cpu", torch.int64)[1:]

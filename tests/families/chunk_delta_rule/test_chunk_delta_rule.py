@@ -332,7 +332,7 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(arch):
 
 
 def test_the_first_kernel_is_of_what_images_hang_on():
-    """So calls that differ in their states alone share it."""
+    """Calls that differ only in their states therefore share it."""
     call = make(SMALL, 2, 5)
     some = [
         problem_of(**call),

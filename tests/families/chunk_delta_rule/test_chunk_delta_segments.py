@@ -130,7 +130,7 @@ def test_states_may_go_where_they_come_from(form):
 @needs_emulator
 @pytest.mark.parametrize("form", list(Backend))
 def test_states_at_positions_are_those_on_the_way(form):
-    """At segments' ends and within them. They change no bit of the rest; those where no chunk ends leave their rows alone."""
+    """Positions at segments' ends and within them change no bit of the rest. Positions where no chunk ends leave their rows unchanged."""
     run, lengths = served(form, 3), (330, 70)
     call = make(WIDE, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu"), "return_final_states": True}
     positions = torch.tensor([64, 100, 128, 192, 256, 320, 330, 394, 400])
@@ -235,7 +235,7 @@ def test_explain_says_it():
 def test_a_workspace_holds_what_segments_leave():
     plain = ssmgen.chunk_delta_rule_workspace(8192, 3, 8, segments=1)
     assert plain == (128 + 3) * 8 * 11136
-    # Of three sequences of 8192 tokens in all, three may be cut; N and M, 128 x 128 each, are kept of all nine segments but the last.
+    # All three sequences, 8192 tokens together, may be cut. N and M, 128 x 128 each, are kept for all nine segments except the last.
     assert ssmgen.chunk_delta_rule_workspace(8192, 3, 8) == plain + 3 * 8 * 8 * 2 * 128 * 128 * 4
     assert ssmgen.chunk_delta_rule_workspace(8192, 3, 8, 64, 128, 2) == plain + 3 * 2 * 8 * (128 + 64) * 64 * 4
     assert ssmgen.chunk_delta_rule_workspace(8192, 3, 64) == (128 + 3) * 64 * 11136
@@ -264,7 +264,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     for part in spec.kernels[1:]:
@@ -290,7 +290,7 @@ def test_the_workspace_is_waited_for(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_sums_go_on_beside_the_first_segments(spec):
-    """They start when the kernel ahead has waited for images, of which it writes none, and are not over before it is."""
+    """They start after the upstream kernel has waited for images, which it does not write, and do not end before it does."""
     _, lead, sums, _ = spec.ahead
     for text in body_of(lead).split("allow_dependents();")[:-1]:
         assert "wait_for_upstream();" in text.split("return;")[-1]

@@ -204,7 +204,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     resources = compiled(spec, SM90).resources
@@ -213,7 +213,7 @@ def test_no_variant_spills(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_wait_precedes_every_access(spec):
-    """To images, which the kernel ahead makes; to all else too, where the wait is at the top."""
+    """Accesses to images, which the upstream kernel writes, come after the wait; all others too, if the wait is at the top."""
     text = render(spec, SM90)
     body = text[text.index('extern "C"') :]
     wait = body.index("wait_for_upstream();")

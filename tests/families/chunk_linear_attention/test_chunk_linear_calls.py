@@ -169,7 +169,7 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(case, arch):
 
 
 def test_the_first_kernel_is_of_what_images_hang_on():
-    """So calls that differ in their states alone share it."""
+    """Calls that differ only in their states therefore share it."""
     call, more = operands(), [{}, {"return_final_states": True}, {"state": torch.zeros(2, 2, 32, 32).bfloat16()}]
     kernels = [select(OPERATOR, problem_of(KDA, **call, **states), 2, SM90, True).kernels for states in more]
     assert len({first for first, _ in kernels}) == 1 and len({second for _, second in kernels}) == 3

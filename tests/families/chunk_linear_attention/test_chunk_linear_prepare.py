@@ -120,7 +120,7 @@ def run(
 
 
 def prepared(sizes: Sizes, views: dict[str, Tensor], **more: Any) -> Tensor:
-    """The same bytes, within what is allowed of matrices, of rounded operands and rounded, and of decays."""
+    """The same bytes, checked against the bounds of matrices, of operands that are rounded, and of decays."""
     found, wanted, problem = run(sizes, views, **more)
     images_are_right(unpack(found.flatten(), wanted, problem), wanted, problem)
     assert (found[wanted.served == 0] == 0xFF).all()
@@ -227,7 +227,7 @@ PACKED = {"delta": Sizes(), "low rank": Sizes(rule=Rule.LOW_RANK, read=True, wri
 @needs_emulator
 @pytest.mark.parametrize("sizes", PACKED.values(), ids=PACKED)
 def test_sequences_have_numbers_of_their_own(sizes):
-    """Whichever NaN are in the others, and in tokens of none; and alone, the bits are the same."""
+    """The bits are the same alone, and with any NaN in the other sequences and in tokens outside every sequence."""
     views = make(sizes, sum(LENGTHS) + 9)
     starts = starts_of((4, *LENGTHS), "cpu", torch.int64)[1:]
     images = prepared(sizes, views | {"cu_seqlens": starts})
@@ -265,7 +265,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize(("fields", "arch"), VARIANTS.values(), ids=VARIANTS)
 def test_no_variant_spills(fields, arch):
     spec, arch = replace(SPEC, **fields), Arch.parse(arch)

@@ -127,7 +127,7 @@ def test_states_may_go_where_they_come_from(case, form):
 @needs_emulator
 @FORMS
 def test_states_at_positions_are_those_on_the_way(case, form):
-    """At segments' ends and within them. They change no bit of the rest; those where no chunk ends leave their rows alone."""
+    """Positions at segments' ends and within them change no bit of the rest. Positions where no chunk ends leave their rows unchanged."""
     run, lengths = served(form, 3), (330, 70)
     call = make(case, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu"), "return_final_states": True}
     positions = torch.tensor([64, 100, 128, 192, 256, 320, 330, 394, 400])
@@ -190,7 +190,7 @@ def test_a_workspace_holds_what_segments_leave():
     sizes = 8192, 3, 8, 128
     plain = ssmgen.chunk_linear_attention_workspace(*sizes, segments=1)
     assert plain == workspace_bytes(*sizes, Rule.DELTA)
-    # Of three sequences of 8192 tokens in all, three may be cut; N and M, 128 x 128 each, are kept of all nine segments but the last.
+    # All three sequences, 8192 tokens together, may be cut. N and M, 128 x 128 each, are kept for all nine segments except the last.
     assert ssmgen.chunk_linear_attention_workspace(*sizes) == plain + 3 * 8 * 8 * 2 * 128 * 128 * 4
     assert ssmgen.chunk_linear_attention_workspace(*sizes, "plain") == workspace_bytes(*sizes, Rule.PLAIN)
     call = make(SMALL, 1, 200)
@@ -217,7 +217,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     for part in spec.kernels[1:]:

@@ -1,4 +1,4 @@
-"""chunk_scan by mma.sync where blocks divide a sequence, and where a warp does nothing but copy: neither changes a bit."""
+"""chunk_scan by mma.sync: blocks that divide a sequence, and a warp that only copies, change no bit."""
 
 from __future__ import annotations
 
@@ -178,10 +178,10 @@ def test_what_all_begin_with_is_read_before_it_is_overwritten():
     assert "cluster" not in render(SPECS[1], SM90).split('extern "C"')[1]
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_no_variant_spills(arch):
-    """Nor has one an array that is not in registers."""
+    """All arrays of every variant are in registers."""
     full = {"D": DType.F32, "dt_bias": DType.F32}
     for heads, more in (
         (16, {**full, "z": True}),

@@ -198,7 +198,7 @@ def test_checkpoints_of_a_batch():
 @needs_emulator
 @pytest.mark.parametrize("parts", [2, 3])
 def test_ids_and_checkpoints_in_parts(parts):
-    """A checkpoint is not bit for bit the final state of a call that ends there, which is divided elsewhere; but the last one is."""
+    """Only the last checkpoint equals bitwise the final state of a call that ends there. Other such calls are divided elsewhere."""
     tokens = PART + 200
     call = make(SMALL, 1, tokens, decay=0.02) | {"initial_states": torch.full((1, 1, 64, 64), 1e30)}
     call["seq_idx"] = (torch.arange(tokens) // 150).int()[None]  # first new sequence within the first part; none starts with a part
@@ -269,7 +269,7 @@ def test_the_wait_precedes_every_access(spec):
     assert "__restrict__" not in body and "allow_dependents();" in body
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     resources = compiled(spec, SM90).resources
@@ -277,7 +277,7 @@ def test_no_variant_spills(spec):
 
 
 def test_what_serves_which_heads():
-    """How many sequences there are is not asked: their bits do not depend on it."""
+    """The choice ignores the number of sequences: their bits do not depend on it."""
     problem = ScanProblem(headdim=64, d_state=128, final=True)
 
     def parts(heads: int, of: ScanProblem = problem) -> int | None:

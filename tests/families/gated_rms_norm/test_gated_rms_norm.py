@@ -138,7 +138,7 @@ VARIED = [
 @needs_emulator
 @named(*VARIED)
 def test_variants_are_bit_equal(case):
-    """Where f32 is stored, to the last bit; the sums are the same ones in the same order."""
+    """f32 outputs agree to the last bit: the sums are the same, in the same order."""
     case = replace(case, out=F32) if not case.in_place else case
     specs = [s for s in kernels.space(make(case, "cpu").problem, SM90) if s.pdl is Pdl.TRIGGER_LOADED]
     assert len({(s.vec, s.team, s.threads) for s in specs}) == len(specs) >= 4

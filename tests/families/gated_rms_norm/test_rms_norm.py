@@ -39,7 +39,7 @@ cases = pytest.mark.parametrize("name", CASES)
 
 
 def operands(name: str, seed: int = 0) -> dict[str, Any]:
-    """The keywords of a call. Whatever is written holds NaN."""
+    """The keywords of a call. Outputs hold NaN."""
     case = {"x": BF16, "weight": BF16, "out": BF16, "size": 128, "rows": 3, "odd": False} | CASES[name]
     g = torch.Generator().manual_seed(seed)
     shape, wider = (case["rows"], case["size"]), case["size"] + (9 if case["odd"] else 8)

@@ -72,7 +72,7 @@ def test_exact_outputs_rounded_are_well_within_their_bound(case):
 
 @BOTH
 def test_every_count(base):
-    """0 ... window entries count; any other number is none. Without entries the state keeps its bits."""
+    """0 ... window entries count; any other count is treated as zero. Without entries the state keeps its bits."""
     counts = (*range(base.window + 1), base.window + 1, 2**31 - 1, -1, -(2**31))
     case = replace(base, index=None, batch=len(counts), accepted=counts, tokens=4, state=F16)
     before = make(case, "cpu").kwargs["state"].clone()
@@ -84,7 +84,7 @@ def test_every_count(base):
 
 
 def test_counts_out_of_range_are_none():
-    """The outputs of one sequence on one state, at all counts that say nothing."""
+    """The outputs of one sequence on one state, at all invalid counts."""
     outs = []
     for count in (0, -1, 9, 2**31 - 1, -(2**31)):
         call = make(replace(STEP, batch=1, accepted=(count,)), "cpu")

@@ -80,7 +80,7 @@ def test_results_are_those_of_float64(kind, x):
 @needs_emulator
 @pytest.mark.parametrize("polynomial", [0, 16])
 def test_either_exponential_is_accurate(polynomial):
-    """Also where nothing is left of a state, and where nothing is lost."""
+    """This includes states that decay to nothing and states that lose nothing."""
     run = partial(emulated, spec=variant(polynomial=polynomial))
     laws.is_accurate(run, EXACT, 20)
     laws.is_accurate(run, EXACT, 20, step=100.0, decay=1e6)

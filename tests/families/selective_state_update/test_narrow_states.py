@@ -210,7 +210,7 @@ def test_the_kernels_text_rounds_as_the_reference_does(dtype):
 
 
 def test_a_state_that_only_decays_keeps_its_elements():
-    """Without an input, a token changes scales and nothing else, whatever the rounding."""
+    """A token without an input changes only scales, for all roundings."""
     for dtype in TYPES:
         call = Call(Case("one", state=dtype, index=None))
         call.run()
