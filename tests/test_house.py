@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Lowest first; a module imports its own floor and those below. docs/design.md draws them.
+# Lowest first; a module imports its own floor and lower floors. docs/design.md draws them.
 FLOORS = (
     "errors",
     "settings",

@@ -102,7 +102,7 @@ NAMES = {Form.DENSE: "flashinfer.merge_states", Form.PREFIX: "flashinfer.variabl
 
 @pytest.mark.parametrize("form", Form)
 def test_the_peer_gets_the_same(flashinfer, form):
-    assert engine.peers_of(case_of(form), BENCH.peers) == {}  # values of 32 bits are none of its
+    assert engine.peers_of(case_of(form), BENCH.peers) == {}  # the peer does not take 32-bit values
     one = case_of(form, BF16)
     peers = engine.peers_of(one, BENCH.peers)
     assert list(peers) == [NAMES[form]]

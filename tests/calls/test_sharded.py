@@ -230,7 +230,7 @@ def test_a_sharded_call_can_be_asked_about():
 
 @pytest.mark.parametrize("case", calls("cpu"))
 def test_kernels_serve_every_case(case):
-    """On the CPU the reference computes; that there are kernels, for whole tensors and for shards, is asked of the registry."""
+    """The reference computes on the CPU; the registry says whether whole tensors and shards have kernels."""
     function, call = calls("cpu")[case]
     assert ssmgen.supported(getattr(ssmgen, function), **call, arch="sm_90a") == (True, [])
     with rank_of(1, 2) as mesh:

@@ -17,7 +17,7 @@ K, V, H = 12, 20, 2
 
 
 def bag(B: int = 2, T: int = 3, HV: int = H) -> dict[str, Tensor]:
-    """Operands of all functions. Those that play a key are of length about one."""
+    """Operands of all functions. Operands used as keys have length about one."""
     made = torch.Generator().manual_seed(B + 10 * T)
 
     def randn(*shape: int) -> Tensor:

@@ -77,7 +77,7 @@ def test_fn(layout, width, activation):
 @pytest.mark.parametrize("x_dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("weight_dtype", [F32, F16, BF16])
 def test_fn_dtypes(x_dtype, weight_dtype):
-    """Also a bias of another dtype than the weight."""
+    """The bias may have another dtype than the weight."""
     x = laid_out(randn(2, DIM, 19, dtype=x_dtype), "channel-last")
     weight, bias = taps(4, weight_dtype)
     initial = randn(2, DIM, 3, dtype=x_dtype)
@@ -90,7 +90,7 @@ def test_fn_dtypes(x_dtype, weight_dtype):
 @pytest.mark.parametrize("states_layout", LAYOUTS)
 @pytest.mark.parametrize("started", [False, True], ids=["fresh", "started"])
 def test_fn_states(layout, states_layout, started):
-    """Also of sequences that are shorter than the window, into a tensor that is given, and into a new one."""
+    """Final windows go into a given tensor or a new one, also for sequences shorter than the window."""
     for width in (2, 4, 8):
         weight, bias = taps(width)
         for length in (1, 2, 9):
@@ -223,7 +223,7 @@ SLOTS = 9
 @pytest.mark.parametrize("tokens", [None, 1, 5])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_update_of_slots(circular, tokens, index_dtype):
-    """Rows of negative slots are zero, though x is not, and no other slot than those given is read or written."""
+    """Rows of negative slots are zero, although x is not. Only the given slots are read or written."""
     (weight, bias), state_len = taps(4), 6
     slots = torch.tensor([7, -1, 2, -1, 0, -3], dtype=index_dtype)
     rows, valid = slots >= 0, slots[slots >= 0].long()

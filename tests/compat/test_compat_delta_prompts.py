@@ -64,7 +64,7 @@ def test_our_parameters_are_the_published_ones(function):
 
 @pytest.mark.parametrize(("packed", "v_first", "dtype"), [(True, False, BF16), (True, True, F32), (False, False, None)])
 def test_fla_sequences(packed, v_first, dtype):
-    """Final states are f32 and new, whatever those before are; the layout is fla's."""
+    """Final states are f32 and new, for initial states of every dtype; the layout is fla's."""
     lengths, layout = LENGTHS if packed else (66, 66), "vk" if v_first else "kv"
     call, before = operands(1, TOKENS) if packed else operands(2, 66), None
     if dtype is not None:
@@ -121,7 +121,7 @@ def test_fla_prompts_go_on_in_steps():
 
 @pytest.mark.parametrize("dtypes", [(None, None), (BF16, BF16), (BF16, F32), (F32, BF16)])
 def test_flashinfer_states(dtypes):
-    """They may be of two dtypes, and those returned are f32 if no tensor is given for them."""
+    """States may have two dtypes. Returned states are f32 if no tensor is given for them."""
     first, last = dtypes
     before = None if first is None else states(len(LENGTHS), first)
     into = None if last is None else torch.full((len(LENGTHS), *POOL), torch.nan, dtype=last)

@@ -53,7 +53,7 @@ def test_our_parameters_are_the_published_ones(function):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_fla_prompts_are_their_tokens_one_by_one(case, packed):
-    """Final states are f32 and new, whatever those before are; and laid out like these."""
+    """Final states are f32 and new, for initial states of every dtype, in the same layout."""
     narrow = "v=v_narrow" in CASES[case][1]
     heads, count = HK if narrow else HV, len(LENGTHS) if packed else 2
     before = randn(count, heads, K, V, seed=12, dtype=BF16 if packed else F32)
@@ -205,7 +205,7 @@ def sglang_call(case: str, pool: Tensor, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ["kda", "kda-raw", "kda-bounded"])
 def test_sglang_layers(sglang, case):
-    """The pool is updated in place, its other slots are not touched, and one that is none of it is padding."""
+    """The pool is updated in place, and its other slots are not touched. A slot outside the pool is padding."""
     pool, slots = pages(9, HV, V, K), SLOTS.clone()
     slots[3], kept = -1, pool.clone()
     y, S = one_by_one(kda_call(case) | {"scale": None}, pool[SLOTS.long()])
@@ -250,7 +250,7 @@ def test_sglang_states_of_chunks(sglang, tracked):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_lightning_prompts_and_their_next_token(engine, request):
-    """As MiniMax's and Bailing's layers call both: rows of heads, a state of a page, which the second updates in its slot."""
+    """The calls of MiniMax's and Bailing's layers: rows of heads, and a state of a page, which the second call updates in its slot."""
     held, call = request.getfixturevalue(engine), call_of("lightning_attn", True, 2, 7)
     q, k, v = (call[n].transpose(1, 2).contiguous() for n in "qkv")
     slope, pool = torch.tensor([0.3, 0.01]).view(HK, 1, 1), pages(4, HK, K, V)
@@ -321,7 +321,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_of_a_tensor_is_read_by_the_host(way):
-    """A fake tensor holds no values: who asks for one gets an error."""
+    """A fake tensor holds no values: a read of a value is an error."""
     function, call = WAYS[way]
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         function(**{n: mode.from_tensor(t) if isinstance(t, Tensor) else t for n, t in call.items()})

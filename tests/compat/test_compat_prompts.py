@@ -251,7 +251,7 @@ def test_limits_that_say_nothing_ask_for_no_other_kernel(more, passed, monkeypat
 
 @pytest.mark.parametrize("way", ["mamba_ssm", "vllm", "pool", "sglang", "trtllm"])
 def test_nothing_of_a_tensor_is_read_by_the_host(way):
-    """A fake tensor holds no values: who asks for one gets an error."""
+    """A fake tensor holds no values: a read of a value is an error."""
     track = {"return_track_states": True, "track_end_locs": SLOTS, "track_seq_idx": SLOTS}
     packed = {"seq_idx": ids_of(LENGTHS), "cu_seqlens": starts_of(LENGTHS), "return_varlen_states": True, "return_final_states": True}
     functions = {

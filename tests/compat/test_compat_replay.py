@@ -130,7 +130,7 @@ RING = 8  # a window of 5
 
 @pytest.mark.parametrize("kind", ["trtllm", "flashinfer"])
 def test_steps_equal_the_recurrence(kind):
-    """Twenty steps on any number of accepted tokens, the caller doing the bookkeeping as those packages ask for."""
+    """Twenty steps on any number of accepted tokens, with the bookkeeping that those packages require of the caller."""
     step = trtllm.replay_selective_state_update if kind == "trtllm" else flashinfer.checkpointing_ssu
     call = operands(ring=None if kind == "trtllm" else RING)
     pick, slots = random.Random(0), call["state_batch_indices"].tolist()

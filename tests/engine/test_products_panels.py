@@ -1,4 +1,4 @@
-"""Products with a triangle of numbers that is kept as panels of 16 columns, of which only rows from the diagonal on are copied."""
+"""Products with a triangle that is kept as panels of 16 columns. Only the panels' rows from the diagonal on are copied."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_planted_bug_in_a_ring(bug):
     assert words in str(e.value)
 
 
-# out = a (a b), of which the inner one is stored with rows and columns exchanged: its columns are the second one's rows.
+# out = a (a b). The inner product is stored transposed: its columns are the second product's rows.
 STORED = """
   const u32 lane = t % 32;
   for (u32 q = 0; q < 4; ++q) {
@@ -172,7 +172,7 @@ def test_planted_bug_in_stored_matrices(bug):
     assert words in str(e.value)
 
 
-# out = what the cluster's other block has copied from a.
+# out = the values that the cluster's other block has copied from a.
 PEERS = """
 extern "C" __global__ void __cluster_dims__(2, 1, 1) product(const void* a, const void* b, float* out) {
   ALIGNED_SHARED(float, numbers, 512);

@@ -1,4 +1,4 @@
-"""Products of f32 numbers, of which the tensor cores see tf32; and words of shared memory at known distances, in the emulator."""
+"""Products of f32 numbers, which the tensor cores truncate to tf32; and words of shared memory at known distances, in the emulator."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_fake_tensors(way):
 
 
 def test_modes_that_see_operators_do_not_disturb(way):
-    """torch's own guards have not always looked past them: such a call is found, or goes on to who checks it."""
+    """torch's own guards have not always looked past them. Such a call is found, or continues to the checks."""
     seen = Calls()
     with Passing():
         assert seen.again() in (None, seen.a)

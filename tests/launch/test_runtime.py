@@ -1,4 +1,4 @@
-"""The launch path without a GPU: the real bindings' types, with a driver call that looks at what it is given."""
+"""The launch path without a GPU: the real bindings' types, with a driver call that inspects its arguments."""
 
 from __future__ import annotations
 

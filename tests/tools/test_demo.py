@@ -117,7 +117,7 @@ def test_a_step_gives_what_generate_does_with_either_cache_patched_or_not(name):
 @costly(3)
 @pytest.mark.parametrize("name", HERE)
 def test_a_step_on_a_static_cache_can_be_captured(name):
-    """On the meta device: nothing is asked of a tensor's contents, and nothing comes from the host."""
+    """Runs on the meta device: no tensor's contents are read, and no data comes from the host."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 

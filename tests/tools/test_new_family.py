@@ -32,7 +32,7 @@ def texts(root: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """As much of a checkout as the family's own tests and the guide's commands need, with the family."""
+    """The parts of a checkout that the family's own tests and the guide's commands need, with the family."""
     root = tmp_path_factory.mktemp("checkout")
     for folder in ("ssmgen", "templates"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -81,7 +81,7 @@ def test_edited_texts_compile():
 
 
 class Driver:
-    """As much of the driver as launching an image takes; kernels do nothing."""
+    """The parts of the driver that launching an image needs; kernels do nothing."""
 
     def __init__(self):
         self.memory, self.launches = [], []

@@ -69,7 +69,7 @@ def test_every_data_file_has_its_commands_and_they_parse():
 
 
 def test_a_data_file_holds_all_reports_of_its_commands(tmp_path):
-    """And is the same, byte for byte, for the same results."""
+    """The file is the same, byte for byte, for the same results."""
     told = json.loads(gzip.decompress((measure.DATA / "h200-kda-layer.json.gz").read_bytes()))
     asked = []
 

@@ -229,7 +229,7 @@ def test_what_is_tuned_is_built():
     assert "-> tuned" in result.output and GPU in result.output
 
 
-# The search, around what is measured on a card.
+# The search, with replaced measurements of a card.
 
 
 class FakeCall:

@@ -46,13 +46,13 @@ def test_rules_that_choose_the_runner_up_by_now_lose_what_it_does():
     assert loss(replace(second, runner_up="tile=no")) == loss(replace(second, runner_up="")) == pytest.approx(0.25)
 
 
-# Two splits of 1 us, of which no variant is good on both cards: docs/performance.md.
+# Two splits of 1 us, for which no variant is good on both cards: docs/performance.md.
 KNOWN = {"NVIDIA_H100_80GB_HBM3": {"combine, dense (16, 2) d_v 512 bf16"}, "NVIDIA_H200": set()}
 
 
 @pytest.mark.parametrize("gpu", KNOWN)
 def test_rules_lose_no_more_than_3_percent_to_the_packages_tables(gpu):
-    """Rows that are no longer believed say nothing."""
+    """Rows that are no longer trusted have no effect."""
     rows = table.read(Path(table.__file__).parent / f"{gpu}.json").values()
     assert rows and {row.label for row in rows if loss(row) > 0.03 and not table.staleness(row)} <= KNOWN[gpu]
 

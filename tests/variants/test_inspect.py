@@ -119,7 +119,7 @@ def in_terminal(*args: str, **env: str) -> str:
             continue
         try:
             read = os.read(ours, 65536)
-        except OSError:  # Linux' way to say that the other side is closed
+        except OSError:  # Linux reports in this way that the other side is closed
             break
         written += read
     os.close(ours)

@@ -47,7 +47,7 @@ def crew_of(world: int, lease: float = LEASE):
 
 
 def silence(member: Crew) -> None:
-    """As SIGKILL does: no more signs of life, and nothing said."""
+    """Ends a member like SIGKILL: no more signs of life, and no message."""
     member._ending.set()
 
 
@@ -145,7 +145,7 @@ def test_another_publishes_for_the_dead_one():
 
 
 def test_after_a_new_start_nobody_waits_for_the_old_processes():
-    """As torchrun does it: all have ended when all are started again, and the store is the same."""
+    """A restart like torchrun's: all members have ended before all are started again, and the store is the same."""
     with crew_of(2, lease=60) as old:
         number, _ = next(old[1].take(lambda: range(5)))
         host = old[0].seat
@@ -212,7 +212,7 @@ def test_a_share_of_a_build_ends_where_it_fails(tmp_path):
 
 
 def test_one_task_after_the_other_in_one_store():
-    """As when a job's processes build, and tune then."""
+    """A job's processes build, and then tune."""
     with crew_of(1) as (first,):
         again = Seat(0, 1, 0, 1, "127.0.0.1", first.seat.port, hosted=True)
         assert first.finish(lambda told: 3) == 3

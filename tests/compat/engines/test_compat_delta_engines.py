@@ -184,7 +184,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_of_a_tensor_is_read_by_the_host(way):
-    """A fake tensor holds no values: who asks for one gets an error."""
+    """A fake tensor holds no values: a read of a value is an error."""
     function, make = WAYS[way]
     call = make()
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:

@@ -107,7 +107,7 @@ def test_vllm_warms_with_a_page_for_a_state(vllm):
 
 @pytest.mark.parametrize("form", ["steps", "batch", "table"])
 def test_vllm_recurrent_of_gates(vllm, form):
-    """As for OLMo: g and beta ready, packed steps; also a batch of tokens without cu_seqlens, and the first column of a table."""
+    """OLMo's calls: g and beta are ready, steps are packed. Also a batch of tokens without cu_seqlens, and the first column of a table."""
     lead = (1, 3) if form == "steps" else (3, 2) if form == "table" else (3, 1)
     x = gdn_operands(*lead)
     g = -x["A_log"].exp() * (x["a"] + x["dt_bias"]).exp().log1p()

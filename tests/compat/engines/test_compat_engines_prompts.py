@@ -61,7 +61,7 @@ def test_vllm_checkpoints_lie_at_multiples_of_64(vllm, module):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_vllm_prompts_of_kimi_k3(vllm, checkpoints, dtype):
-    """Into buffers that the layer has, of which the output is a part; A_log has four axes there."""
+    """Results go to the layer's buffers, and the output is a part of one; A_log has four axes there."""
     layer, x, before = import_module(KIMI), kda_operands(), states(len(LENGTHS), dtype)
     layer.kda_prefill_checkpoint_alignment("flashkda")
     out = torch.full((1, TOKENS + 3, HV, V), torch.nan, dtype=BF16)[:, 1:-2]
@@ -78,7 +78,7 @@ def test_vllm_prompts_of_kimi_k3(vllm, checkpoints, dtype):
 
 @pytest.mark.refused
 def test_vllm_checkpoints_of_layers_that_were_made_before(vllm, monkeypatch, caplog):
-    """They may lie at multiples of 16, at which no kernel of ssmgen's gives a state."""
+    """Checkpoints may lie at multiples of 16, where ssmgen's kernels give no state."""
     layer = import_module(KIMI)
     monkeypatch.setattr(vllm_flashkda()._Places, "aligned", False)
     call = X | INTO | {"checkpoint_offsets": OFFSETS}
@@ -165,7 +165,7 @@ def jet_call(pool: Tensor, *lead: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_sglang_prompts_of_jet_nemotron(sglang, dtype, frozen, monkeypatch):
-    """By chunks: no token waits for the one before it."""
+    """By chunks: no token waits for the token before it."""
     pool, updates = pages(9, HV, V, K, dtype=dtype), import_module("ssmgen.compat.sglang.updates")
     kept, before = pool.clone(), pool[SLOTS.long()]
     monkeypatch.setattr(updates, "gated_delta_rule", None)
@@ -247,7 +247,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_of_a_tensor_is_read_by_the_host(way, monkeypatch):
-    """A fake tensor holds no values: who asks for one gets an error."""
+    """A fake tensor holds no values: a read of a value is an error."""
     function, call = WAYS[way]
     monkeypatch.setattr(vllm_flashkda()._Places, "aligned", True)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:

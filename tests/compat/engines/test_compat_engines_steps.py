@@ -76,7 +76,7 @@ def test_vllm_drafts_of_kda(vllm, form):
 
 
 def test_vllm_steps_of_kda(vllm):
-    """As Bailing's layers call it: gates ready, one token a sequence, a slot each; keywords that it ignores."""
+    """The call of Bailing's layers: gates are ready, each sequence has one token and a slot; some keywords are ignored."""
     x, slots, state = gdn_operands(3, kda=True), torch.tensor([4, 0, 2], dtype=torch.int32), pages(6, HV, V, K)
     (g, beta), before = log_gates(x), state.clone()
     got, pool = vllm.fused_recurrent_kda(
@@ -190,7 +190,7 @@ def test_what_the_norm_refuses_leaves_the_states_of_drafts(vllm):
 @pytest.mark.parametrize("first", [True, False], ids=["norm first", "gate first"])
 @pytest.mark.parametrize("form", ["vllm", "vllm in place", "sglang", "mixer"])
 def test_norms_of_rows(request, form, first, group):
-    """Also by groups of channels. Gates are parts of wider rows."""
+    """Norms also run by groups of channels. Gates are parts of wider rows."""
     engine = request.getfixturevalue("sglang" if "sglang" in form else "vllm")
     x, weight, how = randn(12, 24), randn(24, seed=1), {"eps": 1e-4, "group_size": group, "norm_before_gate": first}
     wide = randn(12, 31, seed=2)[:, 4:28]
@@ -239,7 +239,7 @@ def test_what_torch_compile_traces_stays_the_engine_s(vllm, sglang):
 
 
 def test_sglang_convolution_of_prompts_in_triton(sglang):
-    """The lengths, a list of work and unknown keywords say nothing new; only the first entries of a longer state are the history."""
+    """The lengths, a list of work and unknown keywords add no information. Only the first entries of a longer state are the history."""
     weight, bias = taps(4)
     lengths, slots, started = [5, 1, 4], torch.tensor([3, -1, 4], dtype=torch.int32), torch.tensor([True, True, False])
     x, (pool, before) = randn(sum(lengths), DIM).t(), stored(9, 5)

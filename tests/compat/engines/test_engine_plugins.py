@@ -356,7 +356,7 @@ def test_refused_calls_go_to_the_engine_and_are_said_once(engine, error, monkeyp
 
 
 def test_other_reasons_are_said_too(engine, monkeypatch, caplog):
-    """A call of an engine's warm-up must not silence what its requests meet; numbers make no other reason."""
+    """A warning in an engine's warm-up must not silence later warnings of requests. Different numbers do not make a new reason."""
     reasons = iter(["x is [2], not [3]", "x is [41], not [3]", "x is on cpu", "x is [2], not [3]"])
 
     def refuse(*args, **kwargs):

@@ -152,7 +152,7 @@ def test_a_wrong_argument_is_a_clear_error(wrong, words):
 
 
 def test_generate_takes_what_the_models_does():
-    """A streamer, beams, a configuration and tokens that end; a model that samples by default is greedy unless told."""
+    """A streamer, beams, a configuration and end tokens. A model that samples by default is greedy unless sampling is requested."""
     from transformers import GenerationConfig
 
     model = built("mamba2")

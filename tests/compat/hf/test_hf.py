@@ -1,4 +1,4 @@
-"""transformers' models, tiny and with random weights, generate with ssmgen's functions what they generate with their own."""
+"""transformers' models, tiny and with random weights, generate the same tokens with ssmgen's functions as with their own."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_greedy_generation_is_unchanged_and_ours(name):
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_kernels_serve_every_call(name, dtype):
-    """On the CPU the reference computes; that there are kernels for these calls is asked of the registry."""
+    """The reference computes on the CPU; the registry says whether these calls have kernels."""
     model = in_dtype(built(name), dtype)
     with hf.patch(model) as patch, recording() as calls:
         generate(model, 2)

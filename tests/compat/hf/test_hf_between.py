@@ -210,7 +210,7 @@ def test_a_step_has_few_operations_beside_ours(monkeypatch):
 
 
 def _apart(function, *args, **kwargs):
-    """A call that no mode sees: the reference's own operations are none of a step's."""
+    """A call that no mode sees: the reference's own operations do not count as a step's."""
     with _disable_current_modes():
         return function(*args, **kwargs)
 
@@ -227,7 +227,7 @@ def test_a_block_keeps_nothing_of_a_model_that_is_gone():
 
 
 def test_a_norm_that_does_not_come_is_forgotten():
-    """Its result is not what another call gets, and the sum is computed alone until it is seen again."""
+    """Another call does not get its result, and the sum is computed alone until it occurs again."""
     model = built("mamba2")
     block, norm = model.backbone.layers[0], model.backbone.layers[1].norm
     with torch.no_grad(), hf.patch(model, fuse=True):

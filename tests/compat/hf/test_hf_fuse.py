@@ -120,7 +120,7 @@ def test_variants_of_a_kind(name, changes):
 
 @pytest.mark.parametrize("first", [True, False], ids=["norm-first", "gate-first"])
 def test_falcon_h1s_norm_of_one_sequence_and_of_two(first):
-    """One sequence is normed as transformers does it, whatever its version; two are as each by itself."""
+    """One sequence is normalised as in this version of transformers. Two sequences equal each one alone."""
     model = distinct(built("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=first))
     ids, how = torch.arange(3, 13).view(2, 5), {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
 
@@ -137,7 +137,7 @@ def test_falcon_h1s_norm_of_one_sequence_and_of_two(first):
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_kernels_serve_every_call(name, dtype):
-    """On the CPU the reference computes; that there are kernels for these calls is asked of the registry."""
+    """The reference computes on the CPU; the registry says whether these calls have kernels."""
     model = built(name).to(dtype)
     with hf.patch(model, fuse=True) as patch, recording() as calls:
         got = generate(model, 3)
@@ -264,7 +264,7 @@ def test_a_refused_mixer_is_forgotten_with_its_model(name):
 
 
 class Hook:
-    """As accelerate puts one on every layer of a model that is spread over devices."""
+    """A hook such as accelerate puts on every layer of a model that is spread over devices."""
 
     def __init__(self, **attributes):
         self.calls = 0

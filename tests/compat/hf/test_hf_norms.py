@@ -39,7 +39,7 @@ def operands(name: str, norm: torch.nn.Module, dtype: torch.dtype) -> tuple[torc
 
 
 def test_every_gated_norm_is_known():
-    """And no other class of a modeling file goes by such a name."""
+    """No other class of a modeling file has such a name."""
     for name, module in [(name, modeling(name)) for name in MODELS if known(name)]:
         classes = [n for n, c in vars(module).items() if n.endswith("RMSNormGated") and c.__module__ == module.__name__]
         assert (

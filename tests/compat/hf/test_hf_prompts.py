@@ -140,7 +140,7 @@ def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name, dtype)
 
 @pytest.mark.parametrize("name", [*MAMBA2, "qwen3_next", "qwen3_5", "kimi_linear"])
 def test_packed_sequences_are_kept_apart(name):
-    """Which transformers' own functions refuse. A layer gives each what it gives by itself."""
+    """A layer's result for each equals its result alone. Transformers' own functions refuse such calls."""
     layer = mixers(prompted(name))[0]
     torch.manual_seed(0)
     tokens = torch.randn(1, 9, 32)

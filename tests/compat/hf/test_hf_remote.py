@@ -75,7 +75,7 @@ class TinyModel(PreTrainedModel):
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """As `from_pretrained` loads it, with its code."""
+    """The model as `from_pretrained` loads it, with its code."""
     import transformers
     from transformers import dynamic_module_utils
 

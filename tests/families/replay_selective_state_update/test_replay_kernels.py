@@ -297,7 +297,7 @@ TEXTS = [part for spec in MATRIX.values() for part in spec.kernels]
 @pytest.mark.parametrize("pdl", Pdl, ids=lambda p: p.value)
 @pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
 def test_the_wait_precedes_what_another_kernel_writes(spec, pdl):
-    """All accesses except weights. If the text allows early loads: accesses to the upstream kernel's outputs, and every store."""
+    """All accesses except weights come after the wait. If the text allows early loads, only stores and the upstream kernel's outputs do."""
     spec = replace(spec, pdl=pdl)
     text = render(spec, SM90)
     body = text[text.index('extern "C"') :]
