@@ -13,7 +13,7 @@ import pytest
 import selection
 import torch
 
-# Test modules import each other, and what they share, by names that are unique in all folders.
+# Test modules import each other and their support modules by names that are unique in all folders.
 sys.path.extend(str(folder) for folder in sorted(Path(__file__).parent.rglob("*")) if folder.is_dir() and folder.name != "__pycache__")
 pytest_plugins = ["native_build", "worker_memory"]
 pytest.register_assert_rewrite("remote_cases")  # a plugin of some modules, which import it first
@@ -54,7 +54,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Before -m selects tests, marks some of `costly` functions; after it, leaves out those that need a card."""
+    """Before -m selects tests, marks some of `costly` functions; after it, drops tests that need a card."""
     leave_out(config, items, selection.thin(items))
     yield
     leave_out(config, items, cardless(items))
@@ -66,7 +66,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item], gone: set[pytest.
 
 
 def cardless(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Without a card one test of each file stands for those that need one, thousands that would be reported one by one."""
+    """Without a card one test of each file stands for all its tests that need one. Thousands would be reported otherwise."""
     if torch.cuda.is_available():
         return set()
     files: dict[Path, list[pytest.Item]] = {}
@@ -80,7 +80,7 @@ def cardless(items: list[pytest.Item]) -> set[pytest.Item]:
 
 @pytest.fixture(autouse=True)
 def memory_goes_back() -> Iterator[None]:
-    """What a test leaves in the allocator's cache, other workers cannot have."""
+    """Returns cached memory: other workers cannot use memory that a test leaves in the allocator's cache."""
     yield
     card_memory.give_back()
 

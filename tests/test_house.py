@@ -1,4 +1,4 @@
-"""The floors of ssmgen/: what may import what, with imports inside functions, and how many entries the folder has."""
+"""The floors of ssmgen/: allowed imports, imports inside functions included, and the folder's number of entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Lowest first; a module imports its own floor and those below. docs/design.md draws them.
+# Lowest first; a module imports its own floor and lower floors. docs/design.md draws them.
 FLOORS = (
     "errors",
     "settings",
@@ -32,7 +32,7 @@ FLOORS = (
     "cli",
     "__main__",
 )
-# Modules of a family that belong to a higher floor: what measures it, tunes it, and names its default variants.
+# Modules of a family that belong to a higher floor: its benchmark, its tuning, and the names of its default variants.
 HIGHER = {"bench": "bench", "tuning": "tune", "defaults": "variants"}
 ENTRIES = 22
 

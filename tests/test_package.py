@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it does, generated files, the command line."""
+"""The package as a whole: its import, generated files, the command line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_generated_files_are_what_the_templates_give():
 
 
 def test_default_variants_show_every_form_of_all_operators():
-    """By what their names say first: fewer would leave a branch of a template unseen, and many would hide it."""
+    """By the first part of their names. Fewer would leave a branch of a template unseen, and many would hide it."""
     found = [spec for spec, arch in generate.default_variants() if str(arch) == "sm_90a"]
     stems = {spec.stem.rpartition("_h")[0] for spec in found}
     assert {"delta_g", "delta_gk", "la_g", "lowrank_gk", "ssu"} <= stems
@@ -167,7 +167,7 @@ def test_build_of_linear_attention(own_cache):
         assert all(v["resources"]["spill_stores"] == 0 and v["error"] is None for v in rows["variants"])
         return {v["name"].partition("_l")[0] for v in rows["variants"]}
 
-    assert built("--tp", "8") == {"delta_g_h8v128k128g2_bf16", "delta_g_h8v128k128g2_bf16_ragged"}  # ragged: vLLM, beside prompts
+    assert built("--tp", "8") == {"delta_g_h8v128k128g2_bf16", "delta_g_h8v128k128g2_bf16_ragged"}  # ragged: vLLM, in addition to prompts
     assert built("--tokens", "4", "--intermediates") == {"delta_g_h64v128k128g16_bf16_many"}
     assert built("--tokens", "4", "--no-update") == {"delta_g_h64v128k128g16_bf16_frozen"}
     assert built("--tokens", "4", "--no-update", "--ring", "store") == {"delta_g_h64v128k128g16_bf16_frozen_ring"}

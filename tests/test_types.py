@@ -1,4 +1,4 @@
-"""What a type checker says: to a user's editor of calls, and of the package itself."""
+"""A type checker's findings: on calls in a user's editor, and on the package itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ssmgen.spec.family import records
 FUNCTIONS = [name for family in records() for name in family.functions]
 ONE_OR_TWO = "Tensor | tuple[torch._tensor.Tensor, torch._tensor.Tensor]"
 
-# {what is written: what the checker says of it}
+# {source text: the checker's finding}
 CALLS = {
     "reveal_type(ssmgen.selective_state_update(t, t, t, t, t, t))": 'type is "torch._tensor.Tensor"',
     "reveal_type(ssmgen.combine_splits(t, t))": ONE_OR_TWO,

@@ -27,7 +27,7 @@ LARGE = {
 
 
 def run(directory: Path, large: str, bound: int, *options: str) -> tuple[int, str]:
-    """(exit status, what is printed) of a run of three tests, of which the second takes 300 MiB."""
+    """(exit status, output) of a run of three tests, of which the second takes 300 MiB."""
     (directory / "test_suite.py").write_text(SUITE.format(large=LARGE[large]))
     plugins = ["-p", "worker_memory", "-p", "xdist"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, "-o", f"worker_memory_mib={bound}", *options, "test_suite.py"]
@@ -52,7 +52,7 @@ def test_below_the_bound_the_run_passes_and_says_how_much_was_held(tmp_path):
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
 def test_large_blocks_go_back_when_they_are_freed():
-    """Also behind a larger one, and with small ones between that live on."""
+    """This also holds after a larger block, and with small blocks between that stay allocated."""
     one = b"x" * (30 << 20)
     del one
     before = worker_memory.held("VmRSS")
@@ -68,5 +68,5 @@ def test_this_suite_is_bounded(pytestconfig):
 
 
 def test_no_option_narrows_what_a_command_selects(pytestconfig):
-    """`-m gpu` takes all tests that need a GPU, those of the matrix too."""
+    """`-m gpu` takes all tests that need a GPU, including tests of the matrix."""
     assert not pytestconfig.getini("addopts")

@@ -1,6 +1,6 @@
-"""What attacks on the cache have in common: children that may be somebody else, kernels without a compiler, and campaigns.
+"""Parts that attacks on the cache share: children that may run as another user, kernels without a compiler, and campaigns.
 
-A campaign is a number of trials with a count of what went wrong. The tests run a few; by hand, as many as wanted:
+A campaign is a number of trials with a count of errors. The tests run a few; by hand, any number:
 
     python tests/attack/cache_attacks.py kills 400
 """
@@ -77,7 +77,7 @@ def use_fake_compiler(seconds: float = 0.0) -> None:
 
 
 class ChildError(AssertionError):
-    """What went wrong in a child."""
+    """The error of a child."""
 
 
 def forked(work: Callable[[], Any], uid: int | None = None, umask: int | None = None) -> tuple[int, int]:
@@ -141,7 +141,7 @@ def got(directory: Path | None, number: int = 1, layers: tuple[Path, ...] = ()) 
 
 @contextlib.contextmanager
 def public_directory() -> Iterator[Path]:
-    """Where another user may go, which pytest's own directories do not allow."""
+    """A directory that another user may enter, unlike pytest's own directories."""
     path = Path(tempfile.mkdtemp(prefix="ssmgen-attack-"))
     path.chmod(0o711)
     try:
@@ -150,11 +150,11 @@ def public_directory() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# Campaigns: each returns what it did, and what was wrong, which must be nothing.
+# Campaigns: each returns its counts and its errors; there must be none.
 
 
 def wrong_entries(layer: Layer) -> list[str]:
-    """What does not hold of a directory of fake kernels: no damage is left, and each cubin is its source's."""
+    """The broken laws of a directory of fake kernels: no damage is left, and each cubin belongs to its source."""
     damaged = [f"{path}: {reason}" for path, reason in verify(layer)]
     return damaged + [f"{path}: the cubin of another source" for path, e in layer.entries() if e.cubin != cubin_of(e.source)]
 
@@ -186,7 +186,7 @@ def kills(trials: int, directory: Path, seed: int = 0) -> dict[str, int]:
 
 
 def damage(trials: int, directory: Path, seed: int = 0) -> dict[str, int]:
-    """Entries with flipped, cut, spliced, zeroed and repeated bytes, and ones that are sealed anew around an odd header."""
+    """Entries with flipped, cut, spliced, zeroed and repeated bytes, and entries sealed again around an odd header."""
     rng, layer, wrong, misses = random.Random(seed), Layer(directory), [], 0
     whole = [entry(n) for n in range(8)]
     for trial in range(trials):
@@ -323,7 +323,7 @@ def races(processes: int, directory: Path, seed: int = 0, keys: int = 6, at_once
 
 
 def forks(trials: int, directory: Path, seed: int = 0) -> dict[str, int]:
-    """Children forked while two threads compile, each of which compiles a kernel itself. With the compiler: the locks inside it count."""
+    """Forks children while two threads compile; each child compiles a kernel. It uses the compiler, because the locks inside it count."""
     rng, wrong, slowest = random.Random(seed), [], 0.0
     nvrtc.build_id()
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""Many threads that use the package for the first time, all at once, in one fresh process after the other. Prints what they saw go wrong.
+"""Many threads use the package for the first time, all at once, in one fresh process after the other. Prints the errors that they saw.
 
 python tests/attack/first_use.py TRIALS [SEED] [--own-torch]: torch is imported ahead, once for all processes; with --own-torch the threads
 import it, too, which takes a second or two each time.
@@ -26,13 +26,13 @@ def public() -> list[str]:
 
 
 def uses() -> list[Callable[[], object]]:
-    """All that a thread may do first: ask for a public name, import one by name, import a module."""
+    """All first uses of a thread: look up a public name, import one by name, import a module."""
     init = Path(find_spec("ssmgen").origin)
     folders = ("", "cache", "calls", "compat", "engine", "tuned", "families", "families/*")
     files = [path for folder in folders for path in init.parent.glob(f"{folder}/*.py".lstrip("/"))]
     files = [path for path in files if path.stem not in ("bench", "bench_recurrences", "tuning", "trial")]  # commands', by one thread
     modules = [".".join(path.relative_to(init.parents[1]).with_suffix("").parts).removesuffix(".__init__") for path in files]
-    transformers = ("__main__", "hf", "hf_functions", "hf_layers", "replacing")  # what runs the command, or imports transformers
+    transformers = ("__main__", "hf", "hf_functions", "hf_layers", "replacing")  # modules that run the command or import transformers
     return [
         *[lambda name=name: getattr(importlib.import_module("ssmgen"), name) for name in public()],
         *[lambda name=name: exec(f"from ssmgen import {name}", {}) for name in public()],
@@ -41,7 +41,7 @@ def uses() -> list[Callable[[], object]]:
 
 
 def trial(seed: int) -> list[str]:
-    """What went wrong in 3 … 16 threads that began together."""
+    """The errors of 3 … 16 threads that began together."""
     rng = random.Random(seed)
     chosen = rng.choices(uses(), k=rng.randint(3, 16))
     barrier, wrong = threading.Barrier(len(chosen)), []
@@ -53,7 +53,7 @@ def trial(seed: int) -> list[str]:
         except BaseException as e:
             wrong.append(f"{type(e).__name__}: {e}")
 
-    sys.setswitchinterval(1e-5)  # threads take turns inside of what each imports
+    sys.setswitchinterval(1e-5)  # threads take turns inside each other's imports
     threads = [threading.Thread(target=first, args=[use], daemon=True) for use in chosen]
     for t in threads:
         t.start()
@@ -63,7 +63,7 @@ def trial(seed: int) -> list[str]:
 
 
 def in_a_process(seed: int) -> bool:
-    """Whether a trial in a process of its own went well."""
+    """Whether a trial in a separate process succeeded."""
     pid = os.fork()
     if pid == 0:
         wrong = trial(seed)

@@ -1,7 +1,7 @@
 """Bad calls, made from valid ones: one to three arguments of each are changed (fuzz_mutations.py).
 
-The law: a call works, or raises an error that its documentation names. One that works gives what it gives for dense copies of its
-operands, and changes nothing but what it may write; one that raises changes nothing at all. What works could be launched too: the problem
+The law: a call works, or raises an error that its documentation names. A call that works gives the same results as with dense copies of its
+operands, and changes only its outputs. A call that raises changes nothing. Calls that work could also be launched: the problem
 is one that a kernel serves or that `supported` has reasons against, and every argument fits the kernel's parameters.
 
     python tests/attack/fuzz.py --cases 50000 --seed 7
@@ -90,7 +90,7 @@ def with_own_memory(given: Arguments) -> Arguments:
 
 
 def dense(t: Any) -> Any:
-    """The values of a tensor in memory of their own, as plain as can be; axes that are expanded stay so."""
+    """The values of a tensor in separate, dense memory; expanded axes stay expanded."""
     if not is_memory(t):
         return t
     t = t.detach().as_subclass(Tensor).resolve_neg().resolve_conj()
@@ -111,7 +111,8 @@ class Case:
 
 
 def case(form: Form, rng: Random, scalars: bool) -> Case:
-    """A call of a form with one to three changes. scalars: also of what is no tensor, and of names that other functions' options have."""
+    """A call of a form with one to three changes. scalars: also changes arguments that are not tensors, and adds option names of other
+    functions."""
     made = Case(form, with_own_memory(form.arguments), [])
     wanted = rng.choice((1, 1, 1, 2, 3))
     for _ in range(50):
@@ -163,7 +164,7 @@ def brief(v: Any) -> str:
 
 
 class Broken(NamedTuple):
-    """A case that broke the law: how, and by what."""
+    """A case that broke the law: the call, how it broke it, and the evidence."""
 
     call: str
     how: str
@@ -171,7 +172,7 @@ class Broken(NamedTuple):
 
 @dataclass
 class Report:
-    """What came of the cases: counts by function and outcome, and each case that broke the law."""
+    """The outcomes of the cases: counts by function and outcome, and each case that broke the law."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     broken: list[Broken] = field(default_factory=list)
@@ -234,7 +235,7 @@ def run(made: Case, report: Report) -> None:
 
 
 def launchable(function: Callable[..., Any], given: Arguments, outcome: str) -> str:
-    """What contradicts the outcome of a call in what `supported` says of it, and in the arguments of its kernels."""
+    """Contradictions between a call's outcome and either `supported` or the arguments of its kernels."""
     try:
         yes, reasons = ssmgen.supported(function, **given, arch="sm_90a")
         if outcome == "works" and yes:
@@ -278,7 +279,7 @@ def kept_around(t: Tensor, may: list[Tensor], before: Any) -> bool:
 
 
 def tensors(result: Any, given: Arguments, form: Form) -> list[Tensor]:
-    """What a call leaves."""
+    """The tensors that a call returns or writes."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     written = [t for path, t in leaves(given) if isinstance(t, Tensor) and word(given, path) in form.written]
     return [t for t in (*results, *written) if isinstance(t, Tensor)]
@@ -293,7 +294,7 @@ def close(got: Tensor, want: Tensor) -> bool:
 
 @contextmanager
 def filled() -> Iterator[None]:
-    """New memory is NaN: what a call leaves unwritten in a new tensor, as some may, is the same every time."""
+    """Fills new memory with NaN. Elements that a call may leave unwritten in a new tensor are then the same every time."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

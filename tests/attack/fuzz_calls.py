@@ -1,4 +1,4 @@
-"""Valid calls of every public function, small: what a fuzzer begins with. Those of drop-in functions are in fuzz_drop_ins.py."""
+"""Small valid calls of every public function, from which the fuzzer starts. fuzz_drop_ins.py has the calls of drop-in functions."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def mamba1() -> Arguments:
 
 
 def accepted() -> Arguments:
-    """The operands that say, for two sequences of three tokens, where to start and where states go."""
+    """The operands that give, for two sequences of three tokens, the initial slots and the destinations of states."""
     table = ints([0, 1, 2], [3, -1, 5])
     return {"state_indices": table, "dst_state_indices": table.clone(), "num_accepted_tokens": ints(1, 2)}
 

@@ -1,4 +1,4 @@
-"""Valid calls of every drop-in function, small: what a fuzzer begins with."""
+"""Small valid calls of every drop-in function, from which the fuzzer starts."""
 
 from __future__ import annotations
 

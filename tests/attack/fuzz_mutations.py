@@ -1,4 +1,4 @@
-"""What a fuzzer does to one argument of a valid call: other kinds, dtypes, axes, sizes, strides and layouts, other scalars."""
+"""Changes that a fuzzer makes to one argument of a valid call: other kinds, dtypes, axes, sizes, strides and layouts, other scalars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class CannotBeError(Exception):
-    """What was asked for cannot be had of this value."""
+    """This change is impossible for this value."""
 
 
 class Sub(Tensor):
@@ -139,7 +139,7 @@ def with_grad(t: Tensor, rng: Random) -> Tensor:
 
 
 def negated(t: Tensor, rng: Random) -> Tensor:
-    """A view that says: minus what is in memory."""
+    """A view with torch's negative bit: its values are minus the values in memory."""
     view = torch.complex(t.float(), -t.float()).conj().imag
     return view if view.is_neg() else _none()
 
@@ -187,7 +187,7 @@ def _none() -> Any:
 
 
 def mutated(change: Callable[[Any, Random], Any], value: Any, rng: Random) -> Any:
-    """What the change makes of a value. Raises CannotBeError where torch cannot make it."""
+    """The changed value. Raises CannotBeError if torch cannot make it."""
     try:
         return change(value, rng)
     except (RuntimeError, IndexError, NotImplementedError, TypeError, ValueError, AttributeError) as e:

@@ -1,4 +1,4 @@
-"""Calls on tensors without memory: forms of calls, what is wrong with them, and what meta, fake and compiled calls say of it.
+"""Calls on tensors without memory: forms of calls, their mistakes, and the answers of meta, fake and compiled calls.
 
 `PYTHONPATH=.:tests/support python tests/attack/memoryless.py 1000 20` tries all of them, 20 forms compiled, and prints how many there were.
 """
@@ -46,7 +46,7 @@ class Form:
 
 
 def forms() -> list[Form]:
-    """Calls of all public functions: those that their own tests make, and those of several ranks."""
+    """Calls of all public functions: the calls of their own tests, and calls of several ranks."""
     found = [Form(f"{kind}-{c.id}", lambda c=c, made=made: made(c)) for kind, made, cases in _families() for c in cases]
     shared = sharded_calls.calls("cpu")
     found += [Form(f"shared-{n}", lambda call=call: (getattr(ssmgen, call[0]), call[1])) for n, call in shared.items()]
@@ -98,7 +98,7 @@ def _commit(name: str) -> tuple[Callable[..., Any], Arguments]:
 
 
 def wrong(kwargs: Arguments) -> Iterator[tuple[str, Callable[[], Arguments]]]:
-    """What makes the arguments with one axis of one tensor an element longer, one shorter, or with an axis more."""
+    """Functions that make the arguments with one axis of one tensor an element longer or shorter, or with one more axis."""
     leaves, tree = pytree.tree_flatten(kwargs)
     names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(kwargs)[0]]
     for i, t in enumerate(leaves):
@@ -116,7 +116,7 @@ def _with(leaves: list[Any], tree: Any, old: Tensor, new: Callable[[], Tensor]) 
     return pytree.tree_unflatten([made if v is old else v for v in leaves], tree)
 
 
-# What is said of a call: the sentences of its error, or what its results are.
+# The answer to a call: the sentences of its error, or a description of its results.
 
 
 def _described(result: Any) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ def _said(run: Callable[[], Any]) -> Any:
 
 
 def of_memory(function: Callable[..., Any], kwargs: Arguments) -> Any:
-    """What a call in memory would say: it is checked and not run."""
+    """The answer of a call in memory: the call is checked but not run."""
 
     def check() -> Any:
         call = function.build(**kwargs)
@@ -164,7 +164,7 @@ def compiled(function: Callable[..., Any], kwargs: Arguments, **options: Any) ->
 def disagreements(
     form: Form, ways: dict[str, Callable[..., Any]], counts: Counter[str], choose: Callable[[list[Any]], list[Any]] = list
 ) -> list[str]:
-    """Where any of `ways` says another thing than a call in memory, of the form itself and of the chosen wrong ones; counts all."""
+    """Answers of any of `ways` that differ from a call in memory, for the form itself and the chosen wrong calls; counts all."""
     function, kwargs = form.make()
     found = []
     for how, make in [("as it is", lambda: kwargs), *choose(list(wrong(kwargs)))]:
@@ -181,7 +181,8 @@ def disagreements(
 
 
 def main(wrong_ones: int, compiled_forms: int) -> int:
-    """So many wrong calls of every form, on meta and fake; two of so many forms, compiled in all ways. Prints what differs, and counts."""
+    """Tries `wrong_ones` wrong calls of every form on meta and fake, and two of `compiled_forms` forms, compiled in all ways. Prints
+    differences and counts."""
     torch.manual_seed(0)
     pick, counts, found = random.Random(0), Counter(), []
     ways: dict[str, Callable[..., Any]] = {"meta": on_meta, "fake": on_fakes}

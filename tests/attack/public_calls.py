@@ -126,7 +126,7 @@ def bits_of(call: dict[str, Any]) -> dict[str, bytes]:
 
 
 def scalars_of(function: Callable[..., Any]) -> list[str]:
-    """The parameters that are no tensors, by their annotations: of all kinds, whatever checks them."""
+    """The parameters that are not tensors, by their annotations: of all kinds, whatever checks them."""
     parameters = signature(function).parameters.values()
     of_tensors = ("Tensor", "Ring")
     return [p.name for p in parameters if p.kind is Parameter.VAR_KEYWORD or not any(word in str(p.annotation) for word in of_tensors)]

@@ -24,7 +24,7 @@ from ssmgen.bench.html import as_html
 from ssmgen.cache.files import plain
 
 SOUND = json.loads(MEASURED.read_text())
-# What terminals act on, and readers are misled by: C0 but for line breaks, DEL, C1, marks that reorder or hide text, line separators.
+# Characters that act on terminals or mislead readers: C0 except line breaks, DEL, C1, marks that reorder or hide text, line separators.
 ACTING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
@@ -50,7 +50,7 @@ def render(path: Path, *options: str) -> tuple[int, str]:
 
 
 def places(value, path=()):
-    """The path of every value but the whole."""
+    """The path of every value except the whole."""
     if path:
         yield path
     for name, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():

@@ -1,4 +1,4 @@
-"""`ssmgen build` into directories that cannot take what it compiles, and interrupted while it compiles."""
+"""`ssmgen build` into directories that cannot take its output, and builds interrupted while they compile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ root_only = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 
 
 def build(out: Path | str, *specs: str, code: int = 1) -> str:
-    """What `build --out` says."""
+    """The output of `build --out`."""
     result = CliRunner().invoke(main, ["build", *(specs or [f"--spec={SPEC}"]), f"--out={out}"])
     assert result.exit_code == code, result.output + repr(result.exception)
     return result.output
@@ -92,7 +92,7 @@ def test_a_file_in_the_way(tmp_path, nothing_compiles):
 
 @contextlib.contextmanager
 def mounted(out: Path, options: str):
-    """A file system of its own."""
+    """A separate file system."""
     out.mkdir(mode=0o700)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", str(out)], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
@@ -125,11 +125,11 @@ def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
     assert all(level.stat().st_mode & 0o777 == 0o700 for level in (tmp_path / "deep", tmp_path / "deep/out"))
 
 
-# Directories that take some: whatever was compiled and is not there is named, and the build fails.
+# Directories that take only some files: the build fails and names every compiled file that is missing.
 
 
 def check_said(said: str, out: Path, *words: str) -> None:
-    """NotKeptError, the file, the reason; and what is there is whole."""
+    """NotKeptError, the file, the reason; the files that exist are whole."""
     assert "NotKeptError: slot_copy" in said and f"{out}/v1/sm_90a/" in said, said
     assert any(word in said for word in words), said
     assert whole(out)
@@ -215,7 +215,7 @@ SLOW = ["--model", "nemotron-h-8b", "--replay", "6", "--arch", "sm_80,sm_90a,sm_
 @costly(1)
 @pytest.mark.parametrize("whom", ["process", "group"])
 def test_ctrl_c_ends_a_build_within_two_seconds(whom, tmp_path):
-    """As a terminal sends it, and twice: people press again. What is complete stays, and the same command finds it."""
+    """The signal is sent as a terminal does, and twice: people press again. Complete files stay, and the same command finds them."""
     out = tmp_path / "out"
     with subprocess_of("build", *SLOW, "--jobs=4", f"--out={out}", home=tmp_path, start_new_session=True) as process:
         try:

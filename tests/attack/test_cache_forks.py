@@ -1,4 +1,4 @@
-"""A fork while other threads compile, and the locks of processes: a child takes nobody's lock with it, and waits for nobody's thread."""
+"""A fork while other threads compile, and the locks of processes: a child inherits no lock, and waits for no thread of its parent."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_fork_from_the_thread_that_compiles_does_not_wait_for_itself():
 
 
 def test_threads_go_on_after_forks(tmp_path):
-    """Many forks among many compilations: nobody waits for ever, in the parent or in a child."""
+    """Many forks among many compilations: no thread waits for ever, in the parent or in a child."""
 
     def work() -> int:
         stop, turns = threading.Event(), [0] * 4
@@ -149,7 +149,7 @@ def _until(found, seconds: float = 10.0):
 
 
 def test_one_holder_at_a_time_although_files_are_removed(tmp_path, monkeypatch):
-    """Holders append their begin and their end to one file; between the two there is nobody else's."""
+    """Holders append their begin and their end to one file; no other holder's line may come between the two."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     log = tmp_path / "log"
 

@@ -41,7 +41,7 @@ def test_header_that_is_none(tmp_path, header):
 
 @pytest.mark.parametrize("field", [*FIELDS, "more"])
 def test_field_of_a_wrong_type(tmp_path, field):
-    """A field takes few of nineteen odd values: a number of the right size, or a text in the place of one."""
+    """A field accepts few of nineteen odd values: a number of the right size, or a text if it holds text."""
     believed = []
     for value in ODD:
         values = header_of(entry(1)) | {field: value}

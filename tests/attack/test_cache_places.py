@@ -1,4 +1,4 @@
-"""Who may have written what the cache believes, and what its directories are like: umasks, owners, links, devices."""
+"""Writers that the cache trusts, and its directories: umasks, owners, links, devices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_new_directory_is_private_and_believed_again_whatever_the_umask(pu
 
 
 def test_threads_see_no_other_umask(tmp_path):
-    """Modes do not come from a umask that is changed for a moment: other threads make files meanwhile."""
+    """Modes do not come from a umask that is changed for a moment: other threads make files during that moment."""
     from concurrent.futures import ThreadPoolExecutor
 
     def work() -> set[int]:
@@ -177,7 +177,7 @@ def test_linked_entry_is_a_miss_and_clearing_removes_the_link_only(tmp_path):
     assert not path.is_symlink()
 
 
-# What is no file.
+# Paths that are not files.
 
 
 def fifo(path: Path) -> None:
@@ -247,7 +247,7 @@ def test_device_in_the_place_of_an_entry(tmp_path):
     assert in_child(got(tmp_path)) == (False, True, [])
 
 
-# What cannot be removed, or written.
+# Files that cannot be removed or written.
 
 
 def test_what_stays_is_listed_after_the_rest_is_removed(tmp_path):
@@ -281,7 +281,7 @@ def test_entry_too_large_to_be_read_again_is_not_written(tmp_path, monkeypatch):
 
 
 def test_leftovers_of_killed_writers_go(tmp_path):
-    """By the next write to their directory, or by collecting garbage; fresh ones may be a live writer's."""
+    """The next write to their directory removes them, and so does collecting garbage. Fresh ones may belong to a live writer."""
     path = filled(tmp_path)
     old = [path.parent / ".tmp-1", tmp_path / "v1" / ".tmp-2", path.parent.parent / ".tmp-3"]
     for leftover in old:

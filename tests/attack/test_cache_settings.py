@@ -127,7 +127,7 @@ def test_compile_is_neither(tmp_path, monkeypatch, value):
 
 
 def test_directory_of_bytes_that_are_no_text(tmp_path):
-    """In a process of its own: what is printed must pass a terminal's encoding."""
+    """Runs in a separate process: the printed path must pass a terminal's encoding."""
     root = os.fsencode(tmp_path) + b"/\xff\x1b"
     env = {k: v for k, v in os.environ.items() if not k.startswith("SSMGEN_")} | {"PYTHONPATH": str(Path(ssmgen.__file__).parent.parent)}
     env = {os.fsencode(k): os.fsencode(v) for k, v in env.items()} | {b"SSMGEN_CACHE_DIR": root}

@@ -1,4 +1,4 @@
-"""What is said of a call does not depend on whether its tensors have memory: meta, fake, traced or compiled, it is what eager says."""
+"""The answer to a call does not depend on its tensors' memory: meta, fake, traced or compiled, it is the answer of eager mode."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_compiled_call_is_refused_as_an_eager_one(name, options):
 
 
 def test_in_parts_of_a_graph_it_is_eager_s_own():
-    """Where dynamo may leave the graph, it does: the call is made, raises, and what surrounds it can catch that."""
+    """Dynamo leaves the graph where it may: the call is made and raises, and the code around it can catch the error."""
     function, tensors, others = call_of(DECODE)
     caught = []
 
@@ -95,7 +95,7 @@ def test_in_parts_of_a_graph_it_is_eager_s_own():
 
 
 def test_the_error_comes_ahead_of_what_follows_from_it():
-    """Behind the call, an addition of which torch would complain."""
+    """After the call comes an addition about which torch would complain."""
     function, tensors, others = call_of(DECODE)
     residual, given = tensors["x"], tensors | {"x": tensors["x"][:, :3]}
     step = torch.compile(lambda t: function(**t, **others) + residual, fullgraph=True, backend="eager")

@@ -32,7 +32,7 @@ def test_threads_that_begin_together(args):
     assert done.stdout == f"{args[0]} trials, 0 wrong\n"
 
 
-# What the trials try, shown for all orders: each thread takes the locks of modules in the order in which they import each other.
+# Proof for all orders of the trials: each thread takes the locks of modules in the order in which they import each other.
 
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -54,7 +54,7 @@ def at_import(nodes: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def imported(name: str) -> list[str]:
-    """What a module imports, in order; of `from a import b` also a.b."""
+    """The imports of a module, in order; `from a import b` also counts a.b."""
     package = name if MODULES[name].stem == "__init__" else name.rpartition(".")[0]
     found = []
     for node in at_import(ast.parse(MODULES[name].read_text()).body):
@@ -67,7 +67,7 @@ def imported(name: str) -> list[str]:
     return found
 
 
-# Packages that people import by name, and that import what is in them.
+# Packages that people import by name, and that import their own modules.
 DOORS = tuple(f"ssmgen.compat.{peer}" for peer in ("fla", "flashinfer", "hf", "sglang", "vllm"))
 
 
@@ -82,8 +82,8 @@ def behind(door: str) -> set[str]:
 
 
 def test_no_two_modules_wait_for_each_other():
-    """A module waits for the package that it is in, too, so a package that imports what is in it would close a circle. Behind a door it
-    would not: no other module imports what is there, so every thread comes through the door."""
+    """A module also waits for its package. A package that imports one of its modules would therefore close a circle, unless a door hides
+    the modules: no other module imports them, so every thread comes through the door."""
     waits = {name: {m for m in (*imported(name), name.rpartition(".")[0]) if m in MODULES} - {name} for name in MODULES}
     for door in DOORS:
         hidden = behind(door)
@@ -93,7 +93,7 @@ def test_no_two_modules_wait_for_each_other():
                 waits[name] -= {door}
             elif name != door and not name.startswith(f"{door}."):
                 assert not waits[name] & hidden, f"{name} must import {door} itself"
-    for family in records():  # what these import by the records' places
+    for family in records():  # modules imported by their place in the records
         home = f"{PACKAGE}.{family.name}"
         waits["ssmgen.select.catalog"] |= {
             home,
@@ -105,6 +105,6 @@ def test_no_two_modules_wait_for_each_other():
 
 
 def test_torch_is_imported_whole_before_parts_of_it():
-    """torch's modules do wait for each other: only whoever imports torch itself first waits for all of it."""
+    """torch's modules do wait for each other: only a thread that imports torch itself first waits for all of it."""
     of_torch = {name: [m for m in imported(name) if m.partition(".")[0] == "torch"] for name in MODULES}
     assert {name: found[0] for name, found in of_torch.items() if found and found[0] != "torch"} == {}

@@ -1,5 +1,4 @@
-"""Bad calls of every function, seeded: a small part of what `python tests/attack/fuzz.py --cases 50000` does; and that it would see what is
-wrong."""
+"""Seeded bad calls of every function: a small part of `python tests/attack/fuzz.py --cases 50000`; and the fuzzer finds planted errors."""
 
 from __future__ import annotations
 

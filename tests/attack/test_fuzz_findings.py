@@ -1,5 +1,4 @@
-"""What fuzzing found, one by one: operands that are no plain tensors, rings of the wrong kind, empty axes, and copies that nobody had
-checked."""
+"""The findings of fuzzing, one by one: operands that are not plain tensors, rings of the wrong kind, empty axes, and unchecked copies."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ FORMS = {f.id: f for f in forms()}
 
 
 def call(id: str, **change: object) -> tuple[fuzz.Form, dict]:
-    """A form's function, and its arguments but for a change."""
+    """A form's function, and its arguments with a change."""
     form = FORMS[id]
     return form, fuzz.with_own_memory(form.arguments) | change
 
@@ -158,7 +157,7 @@ def test_a_call_like_one_before_is_still_checked():
 
 
 def test_indices_of_two_types_are_integers():
-    """Those of 32 and 64 bits become one; a float index stays one, and is refused."""
+    """Indices of 32 and 64 bits become the same; a float index stays a float, and is refused."""
     form, given = call("flashinfer.gated_delta_rule_decode_pretranspose-pool", output_state_indices=torch.tensor([0, 2]))
     form.function(**given)
     refused(form.id, "state_indices is torch.float32", initial_state_indices=torch.tensor([1.0, 3.0]))

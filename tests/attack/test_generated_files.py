@@ -1,4 +1,4 @@
-"""`ssmgen generate` and its lock: whatever is altered, added or taken away is found, and nothing that is not ours is lost."""
+"""`ssmgen generate` and its lock: every alteration, addition and removal is found, and no file of others is lost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command(*args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-# What check finds.
+# Errors that check finds.
 
 
 def evil(root: Path) -> None:
@@ -168,7 +168,7 @@ def altered(lock: dict, path: tuple[str, ...], how: str) -> str:
 
 
 def unnoticed(root: Path) -> tuple[int, list[str]]:
-    """Alters each value of a lock in each way: (how many, those that check did not find)."""
+    """Alters each value of a lock in each way: (number of changes, the changes that check did not find)."""
     text = (root / LOCK).read_text()
     lock, count, passed = json.loads(text), 0, []
     for path in leaves(lock):
@@ -187,7 +187,7 @@ def unnoticed(root: Path) -> tuple[int, list[str]]:
 
 
 def test_every_value_of_the_lock_is_compared(root):
-    """But for those that only the other compiler can say again: its build, and registers, shared memory and stack under it."""
+    """The exceptions are values that only the other compiler can produce: its build, and registers, shared memory and stack under it."""
     count, passed = unnoticed(root)
     assert count > 700
     others = {f"{name}: {how}" for name in ("registers", "shared", "stack") for how in ("another", "wide")}
@@ -295,7 +295,7 @@ def test_a_later_build_of_the_same_major_takes_the_others_place(root, monkeypatc
     assert Lock.read(root / LOCK).compilers["99"] == "CL-2 V99.10.0" and generate.check(root) == (4, "")
 
 
-# What write leaves alone.
+# Files that write leaves unchanged.
 
 
 @pytest.mark.parametrize("where", ["mine.cu", "sm_90a/mine.cu", "sm_90a/deep/mine.cu", "src/kernels/mine.cu"])
@@ -312,7 +312,7 @@ def test_files_of_others_stay(where, locked, tmp_path, root):
 
 
 def test_a_file_under_the_name_of_a_variant_is_not_overwritten(root, tmp_path):
-    """Unless it says that it was generated, and the lock names it; or is what would be written."""
+    """It is overwritten only if its text says that it was generated and the lock names it, or if it equals the new text."""
     first, second = texts(root)
     name, ours = first.relative_to(root), first.read_bytes()
     first.write_text("// my own\n")
@@ -372,7 +372,7 @@ def test_folders_that_cannot_be_written(tmp_path):
 
 
 def ours(lock: bytes) -> dict:
-    """What the compiler at hand can say of a lock."""
+    """The part of a lock that the present compiler can produce."""
     value = json.loads(lock)
     for told in (value["compilers"], *(row["resources"] for row in value["variants"].values())):
         del told["99"]

@@ -1,6 +1,6 @@
 """A card serves each call of a prompt that a CPU serves, for any offsets, strides and dtypes of its operands.
 
-The CPU's answer is the call itself. The card's answer is that of `ssmgen.supported` for every ssmgen function that the call runs.
+The CPU's answer is the call itself. The card's answer comes from `ssmgen.supported` for every ssmgen function that the call runs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Said(NamedTuple):
 
 @functools.cache
 def reasons_against(problem: Any, size: int) -> list[str]:
-    """As `ssmgen.supported` says them."""
+    """The reasons as `ssmgen.supported` gives them."""
     return registry.explain(OPERATOR_OF[type(problem)], problem, size, fuzz.SM90, True, None).reasons
 
 

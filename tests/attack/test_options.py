@@ -1,4 +1,5 @@
-"""What is no tensor is checked before anything is written: every such parameter of every public function, with values of every kind.
+"""Arguments that are not tensors are checked before anything is written: every such parameter of every public function, with values of
+every kind.
 
 Many more questions for ssmgen.supported: PYTHONPATH=. python tests/attack/test_options.py 50000
 """
@@ -47,7 +48,7 @@ INTEGERS = {"0", "1", "-1", "7", "32", "33", "2^31", "int8", "int64"}
 POSITIVE = {"1", "7", "32", "33", "2^31", "int8"}
 NUMBERS = {"0", "1", "-1", "7", "32", "33", "2^31", "0.0", "0.5", "1.0", "-2.5", "1e-60", "float64"}
 NOT_NEGATIVE = NUMBERS - {"-1", "-2.5"}
-# By parameter, or by function and parameter: what it takes of VALUES. Everything else is wrong.
+# The VALUES that a parameter takes, by parameter or by function and parameter. All others are wrong.
 TAKEN: dict[str, set[str]] = {
     "scale": NUMBERS | {"none"},
     "lower_bound": NUMBERS | {"none"},
@@ -112,7 +113,7 @@ def test_wrong_values_are_refused_and_nothing_is_written(name):
 @costly(12)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_right_values_are_not(name):
-    """Another argument may contradict them, which is an ArgumentError too; and what is said to be supported runs."""
+    """Another argument may contradict them, which is also an ArgumentError. Calls that `supported` accepts must run."""
     function = BY_NAME[name]
     for parameter in scalars_of(function):
         for label in taken(name, parameter):
@@ -207,7 +208,7 @@ def test_what_is_no_operator_is_an_argument_error(thing):
 
 
 def ask(count: int, seed: int = 0) -> int:
-    """How many of so many calls, in which one to four arguments are anything at all, are said to be supported: those must run."""
+    """Makes `count` calls in which one to four arguments have any value. Returns how many are supported; each of these must run."""
     rng = random.Random(seed)
     odd = [*VALUES.values(), torch.ones(2, 2, device="meta"), torch.ones(0), torch.ones(2, 2).to_sparse(), (torch.ones(2),) * 4, [None] * 4]
     yes = 0

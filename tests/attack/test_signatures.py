@@ -1,4 +1,4 @@
-"""Signatures say all that a function takes: to people, editors and type checkers; and what it does not take is refused."""
+"""Signatures tell people, editors and type checkers all parameters of a function; other arguments are refused."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ SOUND = {"schema": table.SCHEMA, "gpu": GPU, "rows": [ROW | {"size": n} for n in
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """No tables but the one that a test writes."""
+    """Only the table that a test writes exists."""
     monkeypatch.setenv("SSMGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
     yield tmp_path
@@ -234,7 +234,7 @@ def test_whatever_a_table_says_nothing_wrong_is_served():
     found = {"as measured": 0, "in part": 0, "by the rules": 0, "named": 0}
     for _ in range(count):
         path = overlay(tampered(rng))
-        chosen, said = served()  # raises for what is not legal
+        chosen, said = served()  # raises for illegal variants
         assert len(said) <= 1 and all(path in words and words.isprintable() and len(words) < 1500 for words in said), said
         assert set(chosen) <= known
         found["as measured" if set(chosen) == {OTHER} else "in part" if OTHER in chosen else "by the rules"] += 1

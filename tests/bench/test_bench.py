@@ -1,4 +1,4 @@
-"""The benchmarks of decode steps, as far as they need no GPU: cases on CPU tensors, the byte model, what peers are called with, options."""
+"""The benchmarks of decode steps, the parts that run without a GPU: cases on CPU tensors, the byte model, the peers' arguments, options."""
 
 from __future__ import annotations
 

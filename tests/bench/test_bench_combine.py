@@ -1,4 +1,4 @@
-"""combine_splits' benchmark, as far as it needs no GPU: cases on CPU tensors, the byte model, what peers are called with, options."""
+"""combine_splits' benchmark, the parts that run without a GPU: cases on CPU tensors, the byte model, the peers' arguments, options."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_bytes():
 
 @pytest.fixture
 def flashinfer(monkeypatch):
-    """Functions that do what FlashInfer's do, and what they were called with; `factor` makes their results wrong."""
+    """Functions that replace FlashInfer's, and their recorded arguments; `factor` makes their results wrong."""
     calls: dict[str, tuple] = {}
     state = {"calls": calls, "factor": 1.0}
 
@@ -102,7 +102,7 @@ NAMES = {Form.DENSE: "flashinfer.merge_states", Form.PREFIX: "flashinfer.variabl
 
 @pytest.mark.parametrize("form", Form)
 def test_the_peer_gets_the_same(flashinfer, form):
-    assert engine.peers_of(case_of(form), BENCH.peers) == {}  # values of 32 bits are none of its
+    assert engine.peers_of(case_of(form), BENCH.peers) == {}  # the peer does not take 32-bit values
     one = case_of(form, BF16)
     peers = engine.peers_of(one, BENCH.peers)
     assert list(peers) == [NAMES[form]]

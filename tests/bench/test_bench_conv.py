@@ -1,4 +1,4 @@
-"""The convolutions' benchmarks, as far as they need no GPU: cases on CPU tensors, the byte model, what the peer is called with, options."""
+"""The convolutions' benchmarks, the parts that run without a GPU: cases on CPU tensors, the byte model, the peer's arguments, options."""
 
 from __future__ import annotations
 

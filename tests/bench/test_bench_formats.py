@@ -1,4 +1,4 @@
-"""What results are shown as: text, rich tables, JSON, CSV, a page; saved results; and the display of progress."""
+"""The forms of results: text, rich tables, JSON, CSV, a page; saved results; and the display of progress."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def render(*args: str, code: int = 0):
 
 @pytest.fixture
 def measured() -> Suite:
-    """With an operator that failed, and a case that did."""
+    """Results that include a failed operator and a failed case."""
     suite = load([MEASURED])
     case = {k: v for k, v in suite.reports[0]["rows"][0].items() if k in ("model", "state", "heads", "tokens", "intermediates")}
     suite.reports[0]["failed"] = [case | {"batch": 3, "error": "with PDL: output error 0.5"}]

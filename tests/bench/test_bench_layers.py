@@ -1,4 +1,4 @@
-"""The decode layers' benchmark, as far as it needs no GPU: cases on CPU tensors, the byte model, what peers are called with, options."""
+"""The decode layers' benchmark, the parts that run without a GPU: cases on CPU tensors, the byte model, the peers' arguments, options."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_cases_of_several_tokens_are_legal_and_pass_the_gate(name, dtype, interm
 
 @pytest.mark.parametrize(("name", "dtype"), [("normed", BF16), ("gdn", F32), ("bounded", BF16)], ids=["normed", "gdn", "bounded"])
 def test_cases_of_a_slot_per_token_are_legal_and_pass_the_gate(name, dtype):
-    """Each token's state goes to a slot of its own; nobody else's slot is touched."""
+    """Each token's state goes to a separate slot; no other slot is changed."""
     T = 3
     case = case_of(name, dtype, tokens=T, by_slot=True)
     before = case.state.clone(), case.conv_state.clone()
@@ -166,7 +166,7 @@ def test_bytes():
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Functions that do what the peers' do, and what they were called with; `factor` makes their results wrong."""
+    """Functions that replace the peers', and their recorded arguments; `factor` makes their results wrong."""
     state = {"calls": {}, "factor": 1.0}
 
     def dao(x, conv_state, weight, bias, activation, conv_state_indices):

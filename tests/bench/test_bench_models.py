@@ -106,7 +106,7 @@ def test_pools_are_packed_already():
 
 @pytest.fixture
 def small(monkeypatch):
-    """Small cells on the CPU: 2 us of ours, 1 us of the peers of delta rules and 4 us of others."""
+    """Small cells on the CPU: ours take 2 us, the peers of delta rules 1 us, and others 4 us."""
     monkeypatch.setattr(models, "TOKENS", 32)
     monkeypatch.setitem(COLUMNS, "step_64", Column("step_64", "decode step, batch 64", batch=2))
     monkeypatch.setattr(case, "MOST", 2**17)

@@ -1,4 +1,4 @@
-"""gated_rms_norm's benchmark, as far as it needs no GPU: cases on CPU tensors, the byte model, what peers are called with, options."""
+"""gated_rms_norm's benchmark, the parts that run without a GPU: cases on CPU tensors, the byte model, the peers' arguments, options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_bytes():
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Functions that do what the peers' do, and what they were called with; `factor` makes their results wrong."""
+    """Functions that replace the peers', and their recorded arguments; `factor` makes their results wrong."""
     state = {"calls": {}, "factor": 1.0}
 
     def imported(module, name):

@@ -1,4 +1,4 @@
-"""The benchmark of the replay functions, as far as it needs no GPU: cases on CPU tensors, what peers are called with, options, tables."""
+"""The benchmark of the replay functions, the parts that run without a GPU: cases on CPU tensors, the peers' arguments, options, tables."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_forms():
 
 @pytest.fixture
 def called(monkeypatch):
-    """What the peers' functions are called with."""
+    """The arguments of the peers' functions."""
     calls: dict[str, dict] = {}
     monkeypatch.setattr(report, "imported", lambda module, name: lambda **kwargs: calls.update({name: kwargs}))
     return calls

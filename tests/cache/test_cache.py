@@ -96,7 +96,7 @@ def test_entry_round_trip(tmp_path):
 
 
 def test_entries_hold_json_and_code_only(tmp_path):
-    """No pickle: the header is JSON, and what follows is text and ELF."""
+    """No pickle: the header is JSON, followed by text and ELF."""
     Cache(tmp_path).get(spec(), ARCH)
     data = only_file(tmp_path).read_bytes()
     length = int.from_bytes(data[8:12], "big")
@@ -219,7 +219,7 @@ while True:
 
 @pytest.mark.processes
 def test_killed_at_any_instant(tmp_path):
-    """Processes that do nothing but fill the cache are killed at random; what remains is whole, and goes on working."""
+    """Processes that only fill the cache are killed at random. The remaining files are whole, and the cache still works."""
     rng = random.Random(1)
     for i in range(60):
         process = run(KILLED, tmp_path, wait=False)
@@ -312,7 +312,7 @@ def test_read_only_directory(tmp_path, sound):
 
 @pytest.mark.parametrize("home", [None, "/"])
 def test_no_home(home, sound):
-    """In a container whose user has no entry in the password file, or whose home is /."""
+    """A container's user may lack an entry in the password file, or have the home /."""
     program = "import pathlib\n" + ("def none(): raise RuntimeError('no home')\npathlib.Path.home = none\n" if home is None else "") + GET
     variables = {"HOME": home} if home else {}
     env_drop = {"XDG_CACHE_HOME": ""}

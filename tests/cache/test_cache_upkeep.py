@@ -1,4 +1,4 @@
-"""Upkeep of the cache: what is verified, collected, and remembered of compilers."""
+"""Upkeep of the cache: verification, collection, and the record of compilers."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def _made(file: Path) -> Path:
     ("kind", "change"),
     [
         ("s3", lambda data: made(2).to_bytes()),
-        ("memory", lambda data: replace(ONE, cubin=b"\x7fELF forged").to_bytes()),  # whole, with a digest of its own
+        ("memory", lambda data: replace(ONE, cubin=b"\x7fELF forged").to_bytes()),  # whole, with a matching digest
         ("file", lambda data: data[: len(data) // 2]),
         ("memory", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
         ("memory", lambda data: b""),
@@ -173,7 +173,7 @@ def test_object_that_is_not_what_was_signed_is_compiled_anew(kind, change, url_o
 
 
 def test_signed_listing_of_another_entry_under_this_key(sender, reader, tmp_path, compiled):
-    """Whoever signs may err: what is loaded is an entry of the key that was asked for all the same."""
+    """A signer may err: the loaded entry still belongs to the requested key."""
     shared = pushed(sender("memory://shared"), tmp_path / "from", 2)
     (found,) = exchange.listed(shared)
     shared.transport.put(index_path(shared.sender(), ARCH, ALL), Index(str(ARCH), {ONE.key: found.listed}).to_bytes(shared.signer()))

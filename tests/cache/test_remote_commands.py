@@ -1,4 +1,4 @@
-"""What an operator does with a store that machines share: push, pull, verify; and the environment that describes it."""
+"""An operator's commands for a store that machines share: push, pull, verify; and the environment that describes it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sequences over several ranks: processes on the CPU, each with some of the tokens, against float64 on whole sequences; and what
-kernels make of a rank's tokens ahead of the exchange, in the emulator."""
+"""Sequences over several ranks, against float64 on whole sequences: processes on the CPU, each with some of the tokens; and the kernels'
+results for a rank's tokens before the exchange, in the emulator."""
 
 from __future__ import annotations
 
@@ -75,12 +75,13 @@ def test_without_processes_it_says_what_to_do():
         distributed.kda  # noqa: B018
 
 
-# Mamba-2: what has decayed to nothing is left out.
+# Mamba-2: tokens that have decayed to nothing are left out.
 
 
 @pytest.mark.parametrize(("rate", "seen"), [(1e-3, 5), (1.0, 4), (50.0, 1)])
 def test_of_a_rank_only_tokens_that_are_seen_behind_it_are_gone_over(rate, seen):
-    """Chunks of 64 tokens, of which each token leaves e^-rate. Others may hold anything, and so may what is ahead of them all."""
+    """Each token of a chunk of 64 keeps e^-rate of the state. Tokens that have no effect may hold anything, and so may the state before
+    them."""
     g, tokens, heads = torch.Generator().manual_seed(0), 320, 2
     x, B, C = (torch.randn(1, tokens, *inner, generator=g) for inner in ((heads, 16), (1, 16), (1, 16)))
     call: dict[str, Any] = {"x": x, "dt": torch.ones(1, tokens, heads), "A": torch.tensor([-rate, -2 * rate]), "B": B, "C": C}
@@ -95,7 +96,7 @@ def test_of_a_rank_only_tokens_that_are_seen_behind_it_are_gone_over(rate, seen)
 
 
 def test_what_may_have_grown_is_seen():
-    """By as much as all tokens may have made of it, if one has a decay above 1; and so is what nobody can tell."""
+    """A decay above 1 counts as the growth of all tokens; values that cannot be bounded count as seen."""
     sums = torch.tensor([[-100.0, -100.0, torch.nan], [-100.0, -100.0, 0.0], [-300.0, -300.0, 0.0]]).double()
     assert scan.seen_from(scan.to_end(sums), torch.tensor([[0.0, 100.0, 0.0]]).double()).tolist() == [2, 1, 0]
     call = {"x": torch.zeros(1, 70, 1, 16), "dt": torch.tensor([-3.0] * 2 + [1.0] * 68).view(1, 70, 1), "A": torch.tensor([-2.0])}
@@ -195,7 +196,7 @@ def test_a_kernel_makes_what_tokens_add_to_a_state(name, begin, monkeypatch):
 
 @needs_emulator
 def test_what_nobody_asks_for_is_not_made():
-    """The first rank knows what its tokens begin in, and nobody waits for the last one's; and of packed sequences the last one counts."""
+    """The first rank knows its initial state, and no rank waits for the last one's end. Only the last of packed sequences counts."""
     name, tokens = "chunk_gated_delta_rule", 200
     call = tokens_of(name, tokens) | {"segments": 1}
     plain = {n: t for n, t in call.items() if n != "out"}
@@ -220,7 +221,7 @@ def test_what_nobody_asks_for_is_not_made():
 
 
 def test_the_last_kernel_reads_nothing_early():
-    """What it begins in is written by kernels that are not ours, and do not say when that may be read."""
+    """Other packages' kernels write its initial state, and do not signal when it may be read."""
     launched: list[Any] = []
 
     class Listed(Emulated):

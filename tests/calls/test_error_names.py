@@ -28,7 +28,7 @@ NAME = re.compile(r"^([A-Za-z_]\w*)(?:[.\[][\w\]]+)? (?:is|has|overlaps|requires
 
 
 def raised(form: Form) -> Iterator[tuple[str, str]]:
-    """(what was wrong, a sentence of the error) of calls with each tensor wrong in turn."""
+    """(the mistake, a sentence of the error) of calls with each tensor wrong in turn."""
     for path, value in leaves(form.arguments):
         if not isinstance(value, torch.Tensor):
             continue

@@ -1,4 +1,4 @@
-"""How a call finds the plan of one like it, without a GPU: what is launched is recorded."""
+"""Plans of repeated calls are found without a GPU: launches are recorded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_keywords_positions_and_rings_bring_the_same_pointers(launched):
 
 
 def test_keywords_in_any_order(launched):
-    """Kernels take pointers in an order of their own."""
+    """Kernels take pointers in a separate, fixed order."""
     step = Step("gated_delta_rule", BF16)
     out = torch.empty_like(step.inputs["v"])
     named = {"state": step.state, **step.inputs, **step.options, "out": out}
@@ -96,7 +96,7 @@ def test_a_new_output_is_made_each_time(launched):
 
 
 def test_a_call_of_a_single_tensor(launched):
-    """Each of them has rows, which are none of the call's tensors."""
+    """Each of them has rows that are not tensors of the call."""
     x = torch.randn(3, 16)
     for given in (x, x, x + 1, torch.randn(4, 16)):
         out = ssmgen.rms_norm(given)
@@ -256,7 +256,7 @@ def test_a_product_ahead_of_the_kernels_is_made_each_time(launched, monkeypatch)
 
 
 def test_an_argument_that_is_no_operand_is_compared(launched):
-    """A seed without rounds reaches no kernel. A call with it is found again, and is told from calls without it or with another type."""
+    """A seed without rounds reaches no kernel. A call with it is found again, and differs from calls without it or with another type."""
     x, bc, state, A = torch.zeros(3, 4, 8), torch.zeros(3, 1, 16), torch.zeros(3, 4, 8, 16), -torch.ones(4)
     seeds = [torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), None]
     for seed in (*seeds, *seeds):
@@ -296,7 +296,7 @@ def test_a_subclass_of_ordinary_memory_is_found_again(launched):
 
 
 def test_what_is_remembered_is_bounded(launched, monkeypatch):
-    """Ever new shapes, ever new options: neither fills the memory of a process that runs for months."""
+    """New shapes and new options do not fill the memory of a process that runs for months."""
     monkeypatch.setattr(fast_path.Table, "limit", 8)
     window, weight = torch.zeros(40, 24, 3), torch.zeros(24, 4)
     for batch in range(1, 40):

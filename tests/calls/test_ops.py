@@ -169,7 +169,7 @@ def test_parameters_are_taken_without_grad_mode():
 
 
 class Loaded(torch.nn.Parameter):
-    """As vLLM's parameters are: a subclass that sees functions, of ordinary memory."""
+    """A tensor like vLLM's parameters: a subclass that intercepts functions, with ordinary memory."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

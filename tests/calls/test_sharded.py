@@ -32,7 +32,7 @@ def test_two_ranks_agree_with_one(tmp_path):
     assert not wrong, wrong
 
 
-# One rank of many: what it would communicate is not, so operands lie where they are needed, or everywhere.
+# One rank of many, without communication: operands lie on the ranks that need them, or everywhere.
 
 HEADS = 8
 
@@ -49,7 +49,7 @@ def rank_of(rank: int, *shape: int):
 
 
 def widened(call, groups=None):
-    """The call with HEADS heads, and so many groups."""
+    """The call with HEADS heads and `groups` groups."""
     torch.manual_seed(0)
     wide = {"A": (HEADS,), "D": (HEADS,), "dt_bias": (HEADS,), "dt": (BATCH, HEADS), "state": (BATCH, HEADS, P, N)}
     wide |= dict.fromkeys(("x", "z"), (BATCH, HEADS, P)) | dict.fromkeys(("B", "C"), (BATCH, groups or 1, N))
@@ -97,7 +97,7 @@ def test_nothing_is_copied_that_lies_everywhere(monkeypatch):
     assert local["A"].shape == (2,) and local["B"].shape == (BATCH, 1, N) and local["dt_softplus"] is True
 
 
-# What cannot be.
+# Impossible calls.
 
 
 def refusal(change, mesh_shape=(4,), function="selective_state_update", call=None):
@@ -205,7 +205,7 @@ def test_functions_without_a_rule_and_bind_are_refused(monkeypatch):
 
 
 def test_every_parameter_that_may_be_a_tensor_has_a_rule():
-    """What has none would be taken for replicated."""
+    """A parameter without a rule would be taken for replicated."""
     for function in api.FUNCTIONS:
         if (rule := RULES.get(function.__name__)) is None:
             continue
@@ -230,7 +230,7 @@ def test_a_sharded_call_can_be_asked_about():
 
 @pytest.mark.parametrize("case", calls("cpu"))
 def test_kernels_serve_every_case(case):
-    """On the CPU the reference computes; that there are kernels, for whole tensors and for shards, is asked of the registry."""
+    """The reference computes on the CPU; the registry says whether whole tensors and shards have kernels."""
     function, call = calls("cpu")[case]
     assert ssmgen.supported(getattr(ssmgen, function), **call, arch="sm_90a") == (True, [])
     with rank_of(1, 2) as mesh:

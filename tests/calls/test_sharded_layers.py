@@ -1,4 +1,4 @@
-"""Decode layers on DTensors: each rank of a mesh, one at a time, computes its heads' part of what one device computes."""
+"""Decode layers on DTensors: each rank of a mesh, one at a time, computes its heads' part of one device's result."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def test_kernels_serve_a_ranks_heads():
 
 
 def test_a_layer_with_its_projections_is_divided_by_heads(tmp_path):
-    """As `tools.parallel` measures it on cards: a step and a prompt."""
+    """A step and a prompt, as `tools.parallel` measures them on cards."""
     wrong = failures(2, "cpu", tmp_path, layer_tool_cases.cases, least=2)
     assert not wrong, wrong

@@ -17,7 +17,7 @@ K, V, H = 12, 20, 2
 
 
 def bag(B: int = 2, T: int = 3, HV: int = H) -> dict[str, Tensor]:
-    """Operands of all functions. Those that play a key are of length about one."""
+    """Operands of all functions. Operands used as keys have length about one."""
     made = torch.Generator().manual_seed(B + 10 * T)
 
     def randn(*shape: int) -> Tensor:
@@ -31,7 +31,7 @@ def bag(B: int = 2, T: int = 3, HV: int = H) -> dict[str, Tensor]:
 
 
 def with_derived(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The bag in float64, with what the functions make of raw operands."""
+    """The bag in float64, with the values that the functions derive from raw operands."""
     x = {n: t.double() for n, t in x.items()}
     A, biased = x["A"].exp(), x["rawk"] + x["biask"].unflatten(0, (-1, K))
     x |= {n + "_unit": x[n] / (x[n].square().sum(-1, keepdim=True) + 1e-6).sqrt() for n in "qkp"}
@@ -122,7 +122,7 @@ CASES = {
     "rwkv7": ("recurrent_rwkv7", "q gk k v p kb", {}, low_rank, "a=p b=kb g=gk"),
     "rwkv7-mul": ("mul_recurrent_rwkv7", "q gk k v kk a", {}, low_rank, "a=minus_kk b=kk_a g=gk"),
 }  # fmt: skip
-OF_V_DTYPE = ("gdn", "kda", "gdn2", "dplr", "rwkv7")  # what o is like; the others' is like q
+OF_V_DTYPE = ("gdn", "kda", "gdn2", "dplr", "rwkv7")  # o has the dtype of v here; the others' has the dtype of q
 MORE_VALUE_HEADS = ("gdn", "kda", "gdn2", "comba")
 HAVE_V_FIRST = ("gdn", "kda", "gdn2", "gla", "simple_gla")
 RUNS = ["t1", "t3-initial", "t3-initial-bf16", "packed", "packed-initial", "v_first-initial", "no_final-initial"]
@@ -303,7 +303,8 @@ def test_flashinfer_mtp_gives_each_token_a_slot():
 
 
 def test_flashinfer_mtp_gives_the_last_state_a_slot_of_its_own_too():
-    """Beside those of each token, and where the last one has none; not of a padded sequence, and not to a slot that is none."""
+    """It also writes each token's state, and writes the last state even if the last token has no slot. Padded sequences and invalid slots
+    get none."""
     pool = states(16 + SLOTS)
     before, slots = pool.clone(), torch.arange(SLOTS, SLOTS + B * 3).reshape(B, 3).int()
     slots[1, 2] = -1

@@ -17,7 +17,7 @@ from ssmgen.errors import ArgumentError
 
 
 def laid_out(t: Tensor, layout: str) -> Tensor:
-    """[batch, dim, length] with such strides; what lies between its elements is NaN."""
+    """[batch, dim, length] with such strides; NaN lies between its elements."""
     b, d, n = t.shape
     if layout == "channel-first":
         return t.clone(memory_format=torch.contiguous_format)
@@ -77,7 +77,7 @@ def test_fn(layout, width, activation):
 @pytest.mark.parametrize("x_dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("weight_dtype", [F32, F16, BF16])
 def test_fn_dtypes(x_dtype, weight_dtype):
-    """Also a bias of another dtype than the weight."""
+    """The bias may have another dtype than the weight."""
     x = laid_out(randn(2, DIM, 19, dtype=x_dtype), "channel-last")
     weight, bias = taps(4, weight_dtype)
     initial = randn(2, DIM, 3, dtype=x_dtype)
@@ -90,7 +90,7 @@ def test_fn_dtypes(x_dtype, weight_dtype):
 @pytest.mark.parametrize("states_layout", LAYOUTS)
 @pytest.mark.parametrize("started", [False, True], ids=["fresh", "started"])
 def test_fn_states(layout, states_layout, started):
-    """Also of sequences that are shorter than the window, into a tensor that is given, and into a new one."""
+    """Final windows go into a given tensor or a new one, also for sequences shorter than the window."""
     for width in (2, 4, 8):
         weight, bias = taps(width)
         for length in (1, 2, 9):
@@ -134,7 +134,7 @@ ROWS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_fn_seq_idx(layout, width):
-    """Each run is a sequence of its own; runs of negative numbers are padding."""
+    """Each run is a separate sequence; runs of negative numbers are padding."""
     weight, bias = taps(width)
     seq_idx = torch.tensor([[i for i, n in row for _ in range(n)] for row in ROWS], dtype=torch.int32)
     x = laid_out(randn(4, DIM, 20), layout)
@@ -150,7 +150,7 @@ def test_fn_seq_idx(layout, width):
 
 
 def test_fn_seq_idx_with_states():
-    """The initial state is that of a row's first sequence, the final one that of its last."""
+    """The initial state belongs to a row's first sequence, the final state to its last."""
     x, initial, (weight, bias) = randn(3, DIM, 9), randn(3, DIM, 3, seed=7), taps(4)
     starts = [4, 8, 7]  # of the second sequence of each row
     seq_idx = torch.stack([(torch.arange(9) >= n).int() for n in starts])
@@ -223,7 +223,7 @@ SLOTS = 9
 @pytest.mark.parametrize("tokens", [None, 1, 5])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_update_of_slots(circular, tokens, index_dtype):
-    """Rows of negative slots are zero, though x is not, and no other slot than those given is read or written."""
+    """Rows of negative slots are zero, although x is not. Only the given slots are read or written."""
     (weight, bias), state_len = taps(4), 6
     slots = torch.tensor([7, -1, 2, -1, 0, -3], dtype=index_dtype)
     rows, valid = slots >= 0, slots[slots >= 0].long()
@@ -280,7 +280,7 @@ def test_varlen_states(dtype, index_dtype):
 
 
 def test_varlen_states_are_of_their_sequence_alone():
-    """Also of sequences without tokens. Zeros are zeros, whatever the tokens beside are."""
+    """This also holds for sequences without tokens. Zeros stay zeros, whatever the neighbouring tokens are."""
     cu_seqlens = torch.tensor([0, 0, 2, 2, 7, 8, 8])
     x = randn(8, DIM)
     x[2:7] = torch.nan
@@ -308,7 +308,7 @@ def test_varlen_states_start_a_decode():
         assert close(out[s, :, None], conv(history, more[s, :, None], weight, bias))
 
 
-# What cannot be served.
+# Calls that cannot be served.
 
 X, (W, BIAS) = randn(2, DIM, 5), taps(4)
 

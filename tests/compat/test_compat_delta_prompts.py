@@ -35,7 +35,7 @@ from ssmgen.compat import fla, flashinfer
 from ssmgen.compat.shared import replacing
 from ssmgen.errors import ArgumentError, UnsupportedError
 
-# What the packages publish, without annotations.
+# The packages' published parameters, without annotations.
 FLA = (
     "scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, {} cu_seqlens=None, cu_seqlens_cpu=None, {} "
     "**kwargs"
@@ -64,7 +64,7 @@ def test_our_parameters_are_the_published_ones(function):
 
 @pytest.mark.parametrize(("packed", "v_first", "dtype"), [(True, False, BF16), (True, True, F32), (False, False, None)])
 def test_fla_sequences(packed, v_first, dtype):
-    """Final states are f32 and new, whatever those before are; the layout is fla's."""
+    """Final states are f32 and new, for initial states of every dtype; the layout is fla's."""
     lengths, layout = LENGTHS if packed else (66, 66), "vk" if v_first else "kv"
     call, before = operands(1, TOKENS) if packed else operands(2, 66), None
     if dtype is not None:
@@ -109,7 +109,7 @@ def test_fla_delta_rule():
 
 
 def test_fla_prompts_go_on_in_steps():
-    """The last states are those that fused_recurrent_gated_delta_rule takes, and gives."""
+    """fused_recurrent_gated_delta_rule takes the last states, and returns the same ones."""
     call, options = operands(1, 70), {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     o, last = fla.chunk_gated_delta_rule(**call, **options)
     again, same = fla.fused_recurrent_gated_delta_rule(**call, **options)
@@ -121,7 +121,7 @@ def test_fla_prompts_go_on_in_steps():
 
 @pytest.mark.parametrize("dtypes", [(None, None), (BF16, BF16), (BF16, F32), (F32, BF16)])
 def test_flashinfer_states(dtypes):
-    """They may be of two dtypes, and those returned are f32 if no tensor is given for them."""
+    """States may have two dtypes. Returned states are f32 if no tensor is given for them."""
     first, last = dtypes
     before = None if first is None else states(len(LENGTHS), first)
     into = None if last is None else torch.full((len(LENGTHS), *POOL), torch.nan, dtype=last)
@@ -149,7 +149,7 @@ def test_flashinfer_forgets_where_the_decay_is_zero():
 
 
 def test_flashinfer_more_heads_of_q_than_of_v():
-    """Head h of q is with head h // 2 of k and v, and has a state of its own."""
+    """Head h of q uses head h // 2 of k and v, and has a separate state."""
     call = flashinfer_call(output_final_state=True) | {"q": randn(TOKENS, 2 * HV, K, seed=3), "k": randn(TOKENS, HV, K, seed=4) / 6}
     call |= {n: call[n].repeat(1, 2) * 0.9 for n in ("g", "beta")} | {"initial_state": torch.cat([states(len(LENGTHS))] * 2, 1)}
     repeated = call | {n: call[n][:, [h // 2 for h in range(2 * HV)]] for n in ("k", "v")}
@@ -199,7 +199,7 @@ def test_flashinfer_slots_of_no_pool_are_padding(bad):
 
 @pytest.mark.parametrize(("pool", "every", "dtype"), [(True, CHUNK, F32), (True, 2 * CHUNK, F32), (False, CHUNK, BF16)])
 def test_flashinfer_checkpoints(pool, every, dtype):
-    """Sequences shorter than that have none, rows behind the last one stay."""
+    """Sequences shorter than that have none; rows after the last one stay unchanged."""
     lengths = (130, 0, 1, 64)
     checkpoints = checkpointed(lengths, dtype, every)
     rows, first = checkpoints["state_checkpoints"], checkpoints["checkpoint_cu_starts"].tolist()
@@ -215,7 +215,7 @@ def test_flashinfer_checkpoints(pool, every, dtype):
         assert all(close(rows[first[i] + n], each[i][(n + 1) * every]) for n in range(length // every))
 
 
-# What is refused, in words, and nothing written.
+# Refused calls: the error's words, and nothing is written.
 
 X = operands(1, 4)
 PACKED = flashinfer_call()

@@ -1,4 +1,4 @@
-"""Drop-ins for prompts of linear attentions: what flash-linear-attention's make of the same tokens one by one."""
+"""Drop-ins for prompts of linear attentions: they equal flash-linear-attention's on the same tokens one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssmgen.errors import ArgumentError, UnsupportedError
 
 LENGTHS = (5, 0, 1, 3)
 
-# What flash-linear-attention 0.6.0 publishes, without annotations.
+# Published parameters of flash-linear-attention 0.6.0, without annotations.
 STATES = "scale=None, initial_state=None, output_final_state=False"
 PACKED = "cu_seqlens=None, cu_seqlens_cpu=None"
 LOW_RANK = f"{PACKED}, safe_gate=False, chunk_size=None, disable_recompute=False, cp_context=None, lower_bound=None"
@@ -53,7 +53,7 @@ def test_our_parameters_are_the_published_ones(function):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_fla_prompts_are_their_tokens_one_by_one(case, packed):
-    """Final states are f32 and new, whatever those before are; and laid out like these."""
+    """Final states are f32 and new, for initial states of every dtype, in the same layout."""
     narrow = "v=v_narrow" in CASES[case][1]
     heads, count = HK if narrow else HV, len(LENGTHS) if packed else 2
     before = randn(count, heads, K, V, seed=12, dtype=BF16 if packed else F32)
@@ -61,7 +61,7 @@ def test_fla_prompts_are_their_tokens_one_by_one(case, packed):
     options |= {"cu_seqlens": starts_of(LENGTHS)} if packed else {}
     (o, last), (o2, last2) = both(case, options, *((1, sum(LENGTHS)) if packed else (2, 5)))
     assert o.dtype == BF16 and o.is_contiguous() and close(o, o2.double())
-    rounded = 2**-8 if CASES[case][0] == "gdn2" else None  # the product of v and w is, ahead of the kernels
+    rounded = 2**-8 if CASES[case][0] == "gdn2" else None  # the product of v and w is rounded before the kernels
     assert last.dtype == F32 and last.shape == before.shape and last.is_contiguous() and close(last, last2.double(), rounded)
     assert torch.equal(before, kept)
 
@@ -105,7 +105,7 @@ def test_fla_f32_prompts_of_attention_with_a_decay_per_head():
     assert o.dtype == F32 and close(o, fla.fused_recurrent_simple_gla(**call)[0].double())
 
 
-# What is refused, in words.
+# Refused calls: the error's words.
 
 X = {case: call_of(case, True, 1, 4) for case in CASES}
 BEFORE = randn(1, HV, V, K, seed=12, dtype=F32)
@@ -182,7 +182,7 @@ def test_vllm_s_kimi_layers(vllm, bounded, buffer):
 
 @pytest.mark.parametrize("safe", [False, True])
 def test_vllm_s_glm_layers(vllm, safe):
-    """beta is no logit there, and the bound only counts where the gate is safe."""
+    """beta is not a logit in these layers, and the bound only counts if the gate is safe."""
     raw = {"use_gate_in_kernel": True, "lower_bound": -5.0 if safe else None}
     call, before = kda_call("kda-gate-given", **raw) | {"g": bag(1, sum(LENGTHS))["raw"]}, randn(4, HV, V, K, seed=12, dtype=F32)
     y, S = one_by_one(call, before)
@@ -205,7 +205,7 @@ def sglang_call(case: str, pool: Tensor, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ["kda", "kda-raw", "kda-bounded"])
 def test_sglang_layers(sglang, case):
-    """The pool is updated in place, its other slots are not touched, and one that is none of it is padding."""
+    """The pool is updated in place, and its other slots are not touched. A slot outside the pool is padding."""
     pool, slots = pages(9, HV, V, K), SLOTS.clone()
     slots[3], kept = -1, pool.clone()
     y, S = one_by_one(kda_call(case) | {"scale": None}, pool[SLOTS.long()])
@@ -223,7 +223,7 @@ LONG = (66, 0, 1, 64)
 
 
 def states_after(case: str, pool: Tensor, sequence: int, tokens: int) -> Tensor:
-    """What the first tokens of one of the long sequences make of its slot's state."""
+    """The state of a long sequence's slot after the first `tokens` tokens."""
     start = sum(LONG[:sequence])
     call = {n: t[:, start : start + tokens] if isinstance(t, Tensor) and t.dim() > 2 else t for n, t in long_call(case).items()}
     return one_by_one(call, pool[SLOTS[sequence], None])[1][0] if tokens else pool[SLOTS[sequence]].double()
@@ -235,7 +235,7 @@ def long_call(case: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tracked", [False, True])
 def test_sglang_states_of_chunks(sglang, tracked):
-    """Where its caches of prefixes look for them: ahead of every chunk, or those alone that are tracked."""
+    """SGLang's prefix caches find the states in their places: before every chunk, or only the tracked ones."""
     pool = pages(9, HV, V, K)
     kept, wanted, after = pool.clone(), torch.tensor([1, -1, 0, 1], dtype=torch.int32), torch.full((4, HV, V, K), torch.nan)
     call = sglang_call("kda", pool) | {n: long_call("kda")[n] for n in ("q", "k", "v", "g", "beta")} | {"cu_seqlens": starts_of(LONG)}
@@ -250,7 +250,7 @@ def test_sglang_states_of_chunks(sglang, tracked):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_lightning_prompts_and_their_next_token(engine, request):
-    """As MiniMax's and Bailing's layers call both: rows of heads, a state of a page, which the second updates in its slot."""
+    """The calls of MiniMax's and Bailing's layers: rows of heads, and a state of a page, which the second call updates in its slot."""
     held, call = request.getfixturevalue(engine), call_of("lightning_attn", True, 2, 7)
     q, k, v = (call[n].transpose(1, 2).contiguous() for n in "qkv")
     slope, pool = torch.tensor([0.3, 0.01]).view(HK, 1, 1), pages(4, HK, K, V)
@@ -321,7 +321,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_of_a_tensor_is_read_by_the_host(way):
-    """A fake tensor holds no values: who asks for one gets an error."""
+    """A fake tensor holds no values: a read of a value is an error."""
     function, call = WAYS[way]
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         function(**{n: mode.from_tensor(t) if isinstance(t, Tensor) else t for n, t in call.items()})

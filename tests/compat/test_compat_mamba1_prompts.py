@@ -44,7 +44,7 @@ def test_mamba_ssm_without_what_is_optional():
 @pytest.mark.parametrize("name", ["u", "delta", "z", "B", "C"])
 @pytest.mark.parametrize("make", [by_tokens, by_channels])
 def test_operands_in_another_order_change_no_bit(name, make):
-    """As a product leaves delta, where a projection left u."""
+    """One operand has another order: for example delta from a product, while u comes from a projection."""
     call, other = operands(2, T=23, make=make), by_channels if make is by_tokens else by_tokens
     turned = torch.empty_like(other(*call[name].shape, seed=0)).copy_(call[name])
     assert turned.stride() != call[name].stride()
@@ -52,7 +52,7 @@ def test_operands_in_another_order_change_no_bit(name, make):
 
 
 def test_one_order_goes_to_the_kernel(monkeypatch):
-    """What lies otherwise than u is copied; B and C, and what lies like u, are not."""
+    """Operands laid out unlike u are copied. B, C and operands laid out like u are not."""
     call = operands(2, T=23)
     given = call | {"delta": call["delta"].contiguous()}
     monkeypatch.setattr(mamba1_prompts, "selective_scan", lambda *args, **more: args)
@@ -95,7 +95,7 @@ def test_vllm_slots_of_no_page_are_padding(vllm, bad):
 
 
 def test_vllm_rows(vllm):
-    """Without starts each row is a sequence, and without indices its number is its slot; nothing of what is given is overwritten."""
+    """Without starts each row is a sequence, and without indices its number is its slot. No operand is overwritten."""
     pool, call = pages(4, D, N), operands(3, T=20)
     given = {n: t.clone() for n, t in call.items() if isinstance(t, Tensor)}
     out = vllm.selective_scan_fn(**call, ssm_states=pool, null_block_id=None)
@@ -142,7 +142,7 @@ def test_kernels_make_what_is_asked_for(monkeypatch):
 
 
 def test_nothing_of_a_tensor_is_read_by_the_host():
-    """A fake tensor holds no values: who asks for one gets an error."""
+    """A fake tensor holds no values: a read of a value is an error."""
     functions = {
         mamba_ssm.selective_scan_fn: operands(2, T=9, return_last_state=True),
         vllm.selective_scan_fn: vllm_call(has_initial_state=SLOTS > 2),

@@ -150,7 +150,7 @@ def test_vllm_slots_of_no_page_are_padding(bad):
 
 
 def state_at(each, position):
-    """The state after so many packed tokens, of the sequence that has the last of them."""
+    """The state after `position` packed tokens, of the sequence that has the last of them."""
     starts = starts_of(LENGTHS).tolist()
     i = max(i for i, s in enumerate(starts[:-1]) if s < position and LENGTHS[i])
     return each[i][position - starts[i]]
@@ -181,7 +181,7 @@ def test_sglang_layers(tracked, before, state_dtype):
     "wanted", ["", "final", "intermediate", "intermediate final", "varlen", "final varlen", "intermediate final varlen"]
 )
 def test_sglang_returns_what_is_asked_for(wanted):
-    """In its order: [batch, chunks, …], [batch, …] f32, [sequences, …]."""
+    """The states come in its order: [batch, chunks, …], [batch, …] f32, [sequences, …]."""
     asked = wanted.split()
     flags = {f"return_{name}_states": name in asked for name in ("intermediate", "final", "varlen")}
     call = sglang_call(state_dtype=BF16)
@@ -251,7 +251,7 @@ def test_limits_that_say_nothing_ask_for_no_other_kernel(more, passed, monkeypat
 
 @pytest.mark.parametrize("way", ["mamba_ssm", "vllm", "pool", "sglang", "trtllm"])
 def test_nothing_of_a_tensor_is_read_by_the_host(way):
-    """A fake tensor holds no values: who asks for one gets an error."""
+    """A fake tensor holds no values: a read of a value is an error."""
     track = {"return_track_states": True, "track_end_locs": SLOTS, "track_seq_idx": SLOTS}
     packed = {"seq_idx": ids_of(LENGTHS), "cu_seqlens": starts_of(LENGTHS), "return_varlen_states": True, "return_final_states": True}
     functions = {
@@ -272,7 +272,7 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")
 @pytest.mark.parametrize("way", ["mamba_ssm", "vllm", "pool", "sglang"])
 def test_kernels_make_what_is_asked_for(way, monkeypatch):
-    """In the emulator: states of equal positions, out of order, and at none; dense ones and those of slots."""
+    """In the emulator: states at equal positions, out of order, and at none; dense states and states in slots."""
     names = list(inspect.signature(chunk_scan).parameters)
     monkeypatch.setattr(mamba_prompts, "chunk_scan", lambda *args, **more: emulated(**dict(zip(names, args, strict=False)), **more))
     bound, before = BOUNDS[BF16], states(len(LENGTHS))
@@ -302,7 +302,7 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
             assert all(close(after[c], state_at(each, end), bound) for c, end in enumerate(ends))
 
 
-# What is refused, in words, and nothing written.
+# Refused calls: the error's words, and nothing is written.
 
 X = operands(1, TOKENS, chunk_size=16)
 PACKED = {"cu_seqlens": starts_of(LENGTHS), "seq_idx": ids_of(LENGTHS), "return_varlen_states": True}

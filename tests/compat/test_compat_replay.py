@@ -52,7 +52,7 @@ SIGNATURES = [(trtllm.replay_selective_state_update, TRTLLM), (flashinfer.checkp
 
 @pytest.mark.parametrize(("function", "wanted"), SIGNATURES, ids=["trtllm", "flashinfer"])
 def test_signature(function, wanted):
-    """Positional parameters are that package's; those that are keywords alone are not."""
+    """Positional parameters equal that package's; keyword-only ones do not."""
     parameters = inspect.signature(function).parameters
     theirs = {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
     assert [(n, p.default) for n, p in theirs.items()] == list(wanted.items())
@@ -93,7 +93,7 @@ def tokens(batch: int, T: int, dtype: torch.dtype, seed: int) -> dict[str, Tenso
 
 
 def copied(call: dict) -> dict:
-    """The same with memory of its own; what is expanded stays so."""
+    """The same call in separate memory; expanded tensors stay expanded."""
     return {n: t.clone() if isinstance(t, Tensor) and 0 not in t.stride() else t for n, t in call.items()}
 
 
@@ -130,7 +130,7 @@ RING = 8  # a window of 5
 
 @pytest.mark.parametrize("kind", ["trtllm", "flashinfer"])
 def test_steps_equal_the_recurrence(kind):
-    """Twenty steps on any number of accepted tokens, the caller doing the bookkeeping as those packages ask for."""
+    """Twenty steps on any number of accepted tokens, with the bookkeeping that those packages require of the caller."""
     step = trtllm.replay_selective_state_update if kind == "trtllm" else flashinfer.checkpointing_ssu
     call = operands(ring=None if kind == "trtllm" else RING)
     pick, slots = random.Random(0), call["state_batch_indices"].tolist()
@@ -312,7 +312,7 @@ def test_flashinfer_by_position():
 
 
 def test_flashinfer_packed():
-    """Sequences of 2, 0 and 3 tokens, each like a call of its own."""
+    """Sequences of 2, 0 and 3 tokens, each equal to a separate call."""
     call, lengths = ringed(), [2, 0, 3]
     starts = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     packed = copied(call)

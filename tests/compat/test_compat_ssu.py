@@ -22,7 +22,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def operands(*lead: int) -> dict[str, Tensor]:
-    """As models pass them: A, dt, D and dt_bias are expanded."""
+    """Operands as models pass them: A, dt, D and dt_bias are expanded."""
     return {
         "x": randn(*lead, H, P), "dt": randn(*lead, H, seed=1)[..., None].expand(*lead, H, P),
         "A": -randn(H, seed=2).abs()[:, None, None].expand(H, P, N), "B": randn(*lead, G, N, seed=3), "C": randn(*lead, G, N, seed=4),
@@ -116,7 +116,7 @@ def test_several_tokens_with_intermediate_states(dtype, disable):
 
 
 def test_a_slot_per_token_and_accepted_counts():
-    """As vLLM calls it: packed, from the column that counts, to a column per token. No accepted token is like one."""
+    """vLLM's call: packed, from the accepted token's column to a column per token. Zero accepted tokens are like one."""
     lengths, accepted = [3, 1, 0, 2], torch.tensor([2, 0, 1, 3])
     table = torch.arange(B * T, dtype=torch.int32).view(B, T)
     x, state = operands(sum(lengths)), states()

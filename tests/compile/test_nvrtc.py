@@ -1,4 +1,4 @@
-"""NVRTC without a GPU: every architecture, resources, readable errors, what the SASS must and must not hold."""
+"""NVRTC without a GPU: every architecture, resources, readable errors, required and forbidden instructions of the SASS."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_cold_compile_takes_less_than_a_third_of_a_second():
     target = Arch.parse("sm_90a")
 
     def seconds(nheads: int) -> float:
-        """Seconds of this process's processor time: what else the machine does is not the compiler's."""
+        """Seconds of this process's processor time: other processes of the machine do not count."""
         source, start = render(replace(SPEC, nheads=nheads), target), time.process_time()
         compile_cubin(source, target, "")
         return time.process_time() - start

@@ -63,7 +63,7 @@ def test_ptx_is_in_the_library_alone():
 
 
 def test_generated_indentation_is_clang_formats(tmp_path):
-    """Lines are compared that clang-format breaks as the templates do, but for the parameter list, whose name has a line of its own."""
+    """Compares lines that clang-format breaks as the templates do. The parameter list is an exception: its name has a separate line."""
     program = pytest.importorskip("clang_format").get_executable("clang-format")
     root = rendering.templates_dir()
     command = [program, f"--style=file:{root / '.clang-format'}"]

@@ -1,4 +1,4 @@
-"""What the documentation shows is true: its examples run, its command lines parse, and nothing public is left out."""
+"""The documentation is true: its examples run, its command lines parse, and every public name is documented."""
 
 from __future__ import annotations
 

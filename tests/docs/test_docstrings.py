@@ -1,4 +1,4 @@
-"""A docstring is a sentence, or a noun with what it needs, that is understood without its neighbours."""
+"""A docstring is a sentence, or a noun with its complements, that is understood without its neighbours."""
 
 from __future__ import annotations
 

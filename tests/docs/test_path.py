@@ -66,7 +66,7 @@ def test_a_call_goes_through_few_files(heading):
 
 
 def test_a_public_function_ends_in_run():
-    """Its last statement returns what `run`, or the family's helper that ends in it, returns; nothing is cast."""
+    """Its last statement returns the result of `run`, or of the family's helper that ends in `run`; nothing is cast."""
     for file in sorted((ROOT / "ssmgen" / "families").glob("*/*.py")):
         tree = ast.parse(file.read_text())
         for node in tree.body:

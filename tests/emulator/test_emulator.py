@@ -84,7 +84,7 @@ def test_variants_are_bit_equal(case):
     assert len(specs) > 8
 
 
-# What it catches, in kernels written to be wrong.
+# Kernels written to be wrong, which the emulator must catch.
 
 PRELUDE = "#define DEVICE inline\nusing u32 = unsigned;\nusing u16 = unsigned short;\n"
 
@@ -273,13 +273,13 @@ def test_text_that_is_no_cpp_is_an_error_with_the_compiler_s_words():
         run_broken("no_such_function();")
 
 
-# What it keeps.
+# Memory and libraries that the emulator keeps.
 
 MIB = 1 << 20
 
 
 def launch_on(data: torch.Tensor, number: int) -> None:
-    """A kernel of its own for each number, with so many parameters, that writes some of an operand and has shared memory and barriers."""
+    """A kernel with `number` parameters, which differs by number. It writes a part of an operand and has shared memory and barriers."""
 
     class Numbered(KernelSpec):
         def parameters(self) -> list[Param]:
@@ -303,7 +303,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 @needs_proc
 def test_a_launch_leaves_nothing_behind():
-    """Neither stacks nor what it knows of memory: 48 MiB a launch would be 192. C's allocator may keep some of what it was given back."""
+    """No stacks and no records of memory: 48 MiB a launch would be 192. C's allocator may keep a part of freed memory."""
 
     def resident() -> int:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -324,19 +324,19 @@ def test_a_kernel_is_unloaded_and_found_again(monkeypatch):
         return {words[-1] for words in lines if "ssmgen-emulator-" in words[-1] and "machine" not in words[-1]}
 
     data = torch.zeros(1024)
-    before = loaded()  # what errors of tests ahead hold, by their frames
+    before = loaded()  # libraries held by the frames of errors in earlier tests
     launch_on(data, 23)
     own = loaded() - before
     assert len(own) == 1
     emulator.compile_source.cache_clear()
     gc.collect()
     assert not own & loaded()
-    monkeypatch.setattr(emulator, "_compile", None)  # what has been compiled is loaded again
+    monkeypatch.setattr(emulator, "_compile", None)  # compiled kernels are loaded again
     launch_on(data, 23)
     assert own <= loaded()
 
 
-# What it catches in the real kernel, broken by one edit each.
+# The real kernel, broken by one edit each, which the emulator must catch.
 
 SPLIT_TAIL = Case("split-tail", heads=2, headdim=134, state=BF16, index=torch.int32, split=True, conv_slices=True)
 POOL = Case("pool", heads=4, groups=2, state=BF16, index=torch.int32)

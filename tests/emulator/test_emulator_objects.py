@@ -23,7 +23,7 @@ def machine():
 
 @pytest.fixture
 def another(own_cache, monkeypatch):
-    """Runs a kernel as another process does, which has compiled nothing yet; says how often g++ was called for kernels."""
+    """Runs a kernel like a process that has compiled nothing yet. Returns how often g++ was called for kernels."""
     compiled = []
     compile_ = emulator._compile
     monkeypatch.setattr(emulator, "_compile", lambda what, *more: (compiled.append(what), compile_(what, *more)))

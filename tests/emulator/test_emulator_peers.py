@@ -1,4 +1,4 @@
-"""The emulator: what is known of peers in a cluster, behind its barriers and those in shared memory."""
+"""The emulator: the order of accesses to peers in a cluster, given by its barriers and by barriers in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of any length: the kernels, emulated, by the laws of all other sizes; what is past a row's end is not touched."""
+"""Rows of any length: the emulated kernels obey the laws of all other sizes, and memory past a row's end is not touched."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_rings(name, monkeypatch):
 
 
 def test_a_row_of_a_single_element_is_a_product():
-    """With one key channel, a delta rule with a step of 1 writes what makes the state give v back."""
+    """A delta rule with one key channel and a step of 1 writes a state that returns v."""
     v = torch.tensor([[[3.0]], [[-5.0]]])
     state = torch.zeros(2, 1, 1, 1)
     one = torch.ones(2, 1, 1)

@@ -1,4 +1,4 @@
-"""Padded rows whose output stays as it is, by the reference and by the kernels, emulated; and a slot that is nobody's."""
+"""Padded rows whose output stays unchanged, by the reference and by the emulated kernels; and a slot that no sequence owns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssmgen.spec.kernel import Arch
 
 SM90 = Arch.parse("sm_90a")
 SLOTS, HEADS, K, V, KEPT = 6, 2, 32, 16, 9.0
-SLOT = torch.tensor([4, 0, -1, 2, SLOTS]).int()  # of which the second, null slots apart, the first and the fourth are there
+SLOT = torch.tensor([4, 0, -1, 2, SLOTS]).int()  # the first and fourth rows have a slot; so has the second, unless slot 0 is null
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -89,7 +89,7 @@ def padded(call: dict[str, Any], slots: set[int]) -> Tensor:
 @pytest.mark.parametrize("null", [-1, 0])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_output_of_padded_rows_stays(name, null, run):
-    """All else is as where it is zero, bit for bit; slot 0 is nobody's if pad_slot_id says so."""
+    """All other results equal, bit for bit, the results with zeroed rows. Slot 0 belongs to no sequence if pad_slot_id says so."""
     function, make = CALLS[name]
     usual, left = make(pad_slot_id=null), make(pad_slot_id=null)
     function(**usual)

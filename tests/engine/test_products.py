@@ -1,4 +1,4 @@
-"""Products of warpgroups: in the emulator, with the mistakes that it must find, and what ptxas makes of them."""
+"""Products of warpgroups: in the emulator, with the mistakes that it must find, and ptxas's code for them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_planted_bug(bug):
     text = product_of(64, False)
     if not old:  # between the commit and the wait
         old, new = WAIT, new + WAIT
-    if bug.startswith("sum changed since"):  # what is not summed on may be anything
+    if bug.startswith("sum changed since"):  # values that are not summed on may be anything
         text = text.replace("k > 0", "1").replace("float d[64 / 2]", "float d[64 / 2] = {}")
     assert old in text
     with pytest.raises(EmulatorError) as e:

@@ -67,7 +67,7 @@ def filled(left: bool, right: bool) -> str:
 def run_filled(
     text: str, left: bool = False, right: bool = False, dtype: torch.dtype = torch.bfloat16, run: Run = run
 ) -> tuple[Tensor, Tensor]:
-    """(what the kernel makes of it, what it should)"""
+    """(the kernel's result, the expected result)"""
     a, b = random(3, 64, 64, dtype=dtype), random(64, 3, 64, dtype=dtype).transpose(0, 1)
     named = (a.mT if left else a).contiguous(), (b if right else b.mT).contiguous()
     assert numbers_of(a) == ("bf16" if dtype is torch.bfloat16 else "f16")

@@ -1,4 +1,4 @@
-"""Products with a triangle of numbers that is kept as panels of 16 columns, of which only rows from the diagonal on are copied."""
+"""Products with a triangle that is kept as panels of 16 columns. Only the panels' rows from the diagonal on are copied."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def panels_of(triangle: Tensor) -> Tensor:
 
 
 def run_panels(text: str, dtype: torch.dtype = torch.bfloat16, run: Run = run) -> tuple[Tensor, Tensor]:
-    """(what the kernel makes of it, what it should)"""
+    """(the kernel's result, the expected result)"""
     a, b = random(64, 64, dtype=dtype), random(64, 64, dtype=dtype).tril()
     return run(text, a, panels_of(b), torch.full((64, 64), torch.nan)), a.double() @ b.double().T
 
@@ -79,7 +79,7 @@ def test_as_first_operand():
 
 @emulated
 def test_its_place_in_memory():
-    """Another order is another product: the emulator turns halves as the hardware does."""
+    """Another order gives a different product: the emulator swizzles halves as the hardware does."""
     a, b = random(64, 64), random(64, 64).tril()
     panels = panels_of(b).view(-1, 4, 16)
     plain = torch.cat([b[16 * c :, 16 * c : 16 * c + 16].flatten() for c in range(4)]).view(-1, 4, 16)

@@ -1,4 +1,4 @@
-"""Products of what was copied and stored: a ring of bulk copies, stored matrices, and what the blocks of a cluster read of each other."""
+"""Products of copied and stored operands: a ring of bulk copies, stored matrices, and loads between the blocks of a cluster."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) product(const void* a, cons
 
 
 def run_ring(text: str, run: Run = run) -> tuple[Tensor, Tensor]:
-    """(what the kernel makes of it, what it should)"""
+    """(the kernel's result, the expected result)"""
     a, b = random(2, 4, 64, 64), random(4, 64, 64)
     rows = torch.arange(64)[:, None]
     swizzled = b.view(4, 64, 8, 8)[:, rows, torch.arange(8) ^ rows % 8].contiguous()
@@ -104,7 +104,7 @@ def test_planted_bug_in_a_ring(bug):
     assert words in str(e.value)
 
 
-# out = a (a b), of which the inner one is stored with rows and columns exchanged: its columns are the second one's rows.
+# out = a (a b). The inner product is stored transposed: its columns are the second product's rows.
 STORED = """
   const u32 lane = t % 32;
   for (u32 q = 0; q < 4; ++q) {
@@ -127,7 +127,7 @@ TWICE = product_of(64, False).replace("  store_sums(out, d);\n", STORED)
 
 
 def run_twice(text: str, run: Run = run) -> tuple[Tensor, Tensor]:
-    """(what the kernel makes of it, what it should)"""
+    """(the kernel's result, the expected result)"""
     a, b = random(64, 64), random(64, 64)
     inner = (a.double() @ b.double()).bfloat16().double()
     return run(text, a, b.T.contiguous(), torch.full((64, 64), torch.nan)), a.double() @ inner
@@ -172,7 +172,7 @@ def test_planted_bug_in_stored_matrices(bug):
     assert words in str(e.value)
 
 
-# out = what the cluster's other block has copied from a.
+# out = the values that the cluster's other block has copied from a.
 PEERS = """
 extern "C" __global__ void __cluster_dims__(2, 1, 1) product(const void* a, const void* b, float* out) {
   ALIGNED_SHARED(float, numbers, 512);
@@ -195,7 +195,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) product(const void* a, cons
 
 
 def run_peers(text: str, run: Run = run) -> tuple[Tensor, Tensor]:
-    """(what the kernel makes of it, what it should)"""
+    """(the kernel's result, the expected result)"""
     a = torch.arange(1024.0)
     want = a.view(2, 512).flip(0).clone()
     want[:, :128] += 1
@@ -216,7 +216,7 @@ def test_a_block_stores_to_its_peers():
   cluster_wait();
   load_4_shared(numbers, 4 * t, r);
 """
-    first = "  cluster_arrive();\n  cluster_wait();\n"  # nobody stores before all have loaded what will be overwritten
+    first = "  cluster_arrive();\n  cluster_wait();\n"  # all blocks load the values before any block overwrites them
     text = PEERS.replace("  load_4_from_peer(numbers, 4 * t, 1 - rank, r);\n", sent.replace("  store_4", f"{first}  store_4"))
     out, want = run_peers(text)
     assert torch.equal(out, want)

@@ -1,4 +1,4 @@
-"""Products of f32 numbers, of which the tensor cores see tf32; and words of shared memory at known distances, in the emulator."""
+"""Products of f32 numbers, which the tensor cores truncate to tf32; and words of shared memory at known distances, in the emulator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(128) product(const float* a, const 
 
 
 def run_tf32(text: str, launch: Run) -> tuple[Tensor, Tensor]:
-    """(what is left, what should be). Numbers are tf32's nearest to zero, whose fractions end with ones: rounded, they would be others."""
+    """(the result, the expected result). Numbers are truncated to tf32; their lower bits are ones, so rounding would change them."""
     a, b = (random(rows, 8, dtype=torch.float32).abs() + 0.1 for rows in (16, 8))
     seen = [(t.view(torch.int32) & ~0x1FFF).view(torch.float32).double() for t in (a, b)]
     given = [(t.view(torch.int32) | 0x1FFF).view(torch.float32) for t in (a, b)]

@@ -1,4 +1,4 @@
-"""No name in a kernel hides another one: parts of a template share a scope, and what is read may then not be what was meant."""
+"""No name in a kernel hides another name: parts of a template share a scope, and code could read the wrong variable."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ssmgen.spec.kernel import Arch
 from ssmgen.variants import generate
 
 SM90 = Arch.parse("sm_90a")
-# (template's folder, name): what is not mended yet. None may come to it.
+# (template's folder, name): names that still hide another. None may be added.
 KNOWN = {
-    *(("chunk_linear_attention", name) for name in ("lane", "quad", "piece", "fourth", "first_row")),  # made anew, for ptxas
+    *(("chunk_linear_attention", name) for name in ("lane", "quad", "piece", "fourth", "first_row")),  # declared again, for ptxas
     ("chunk_linear_attention", "slot"),  # so is this
     *(("linear_attention", name) for name in ("raw", "part")),
     *(("delta_layer", name) for name in ("raw", "part")),

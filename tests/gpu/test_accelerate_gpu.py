@@ -67,7 +67,7 @@ def test_a_captured_bf16_step_gives_the_tokens_of_eager_ones(name, sizes):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", WIDE)
 def test_norms_between_layers_round_where_the_models_do(name, dtype):
-    """Hidden states behind each block of a wide model's step: as far from f32's as the model's own, or nearer, but for roundings."""
+    """Hidden states after each block of a wide model's step: no farther from f32's than the model's own, except for roundings."""
     model = built(name, **WIDE[name]).cuda()
     ids = prompts(model)[0]
 

@@ -37,7 +37,7 @@ def arch() -> Arch:
 
 
 def prepare(operator: str, specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
     device = torch.cuda.current_device()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         wait([pool.submit(runtime.load, spec, device, operator) for spec in dict.fromkeys(specs)])
@@ -194,7 +194,7 @@ def test_many_packed_sequences_equal_segments(last):
 
 
 def launch(spec: KernelSpec, call: Call) -> runtime.Plan:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device = torch.cuda.current_device()
     kernel = runtime.load(spec, device, call.op.OPERATOR)
     values = call.op.kernel_values(spec, call.views, call.options)

@@ -32,7 +32,7 @@ forward, update = ssmgen.causal_conv1d, ssmgen.causal_conv1d_update
 
 
 def far(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Zeros, a long way apart."""
+    """Zeros whose elements are far from each other in memory."""
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     assert extent > 2**31
     return torch.zeros(extent, dtype=dtype, device=DEVICE).as_strided(shape, strides)
@@ -85,7 +85,7 @@ def test_batches_above_2_31_elements_apart(last, room):
 
 @pytest.mark.parametrize("kind", ["tokens", "channels", "elements"])
 def test_tokens_above_2_31_elements_apart(kind, room):
-    """Far tokens of neighbouring channels, far channels of neighbouring tokens, and both apart."""
+    """Far tokens of neighbouring channels, far channels of neighbouring tokens, and far distances in both."""
     draw = Draw(DEVICE, BF16, kind != "channels")
     length = 600
     strides = {"tokens": (1, 2**22), "channels": (2**31 // 20, 1), "elements": (3, 2**22 + 1)}[kind]
@@ -109,7 +109,7 @@ def test_tokens_above_2_31_elements_apart(kind, room):
 
 
 def test_ten_thousand_launches_are_equal():
-    """A graph that restores the states, makes both calls, and counts the bits that are not those of the first time."""
+    """A graph that restores the states, makes both calls, and counts the bits that differ from the first run."""
     calls = [make(c, DEVICE) for c in (replace(LAST, id="l", lengths=SHORT, **POOL), replace(FIRST, id="f", **STATEFUL), UpdateCase("u"))]
     kept = [[t.clone() for t in call.results()] for call in calls]
     wrong = torch.zeros((), dtype=I64, device=DEVICE)
@@ -165,7 +165,7 @@ def test_capture_of_an_unloaded_kernel_names_the_remedy():
         words = rf"ssmgen.warm\(ssmgen.{call.op.OPERATOR}"
         with pytest.raises(CaptureError, match=words), torch.cuda.graph(torch.cuda.CUDAGraph()):
             call.run()
-        call.run()  # and outside of it all is well
+        call.run()  # and outside the capture everything works
         torch.cuda.synchronize()
         assert_matches(call, want)
 
@@ -238,7 +238,7 @@ def test_torch_compile_fullgraph(last):
 
 
 def chain(pdl: bool, last: bool) -> list[torch.Tensor]:
-    """A forward whose final states the updates go on from, each of which reads what the one ahead of it wrote."""
+    """A forward and updates that continue from its final states. Each update reads the output of the one before."""
     draw = Draw(DEVICE, BF16, last, dim=512)
     out, state = forward(draw.tokens(4, length=100), *draw.weights, activation="silu", return_final_states=True, pdl=pdl)
     x, outs = out[..., -1].clone(), [out]
@@ -260,7 +260,7 @@ def test_pdl_on_and_off_are_bit_equal_on_a_chain(last):
 
 
 def produced(call: Call, run: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, state) bits of `run()` behind a kernel that triggers at once and writes x 40 us later."""
+    """(out, state) bits of `run()` after a kernel that triggers at once and writes x 40 us later."""
     name = next(n for n in ("conv_states", "conv_state", "final_states") if n in call.views)
     before = make(call.case, DEVICE).views[name]
     memory = SimpleNamespace(buffers={"conv": call.memory.buffers["x"]})
@@ -281,7 +281,7 @@ def pairs_equal(a, b) -> bool:
     UpdateCase("update-channels", index=None, state="channels", tokens=3, extra=2),
 )
 def test_pdl_waits_for_a_producer_that_triggers_early(case):
-    """x is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
+    """The upstream kernel still writes x when this one starts. Without its wait this kernel reads too early."""
     call = make(case, DEVICE)
     right = produced(call, lambda: call.run(pdl=False))
     assert pairs_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.kwargs["out"]).all()

@@ -29,7 +29,7 @@ RAGGED = (0, 1, 63, 64, 65, 700, 1155)
 
 
 def by_warps(problem: DeltaProblem) -> ChainSpec:
-    """The variant for this card whose products are each warp's own: wherever warpgroups would come first, this one's bits are others."""
+    """The variant for this card in which each warp computes its own products. Warpgroup variants, which may come first, differ bitwise."""
     arch = runtime.device_arch(torch.cuda.current_device())
     rules = candidates(problem, 1, arch, arch >= Arch(90))
     return next(spec for _, spec, _ in rules if spec and not spec.grouped and not spec.violations(arch))
@@ -129,7 +129,7 @@ def test_checkpoints_of_a_batch(run):
 
 @by_both
 def test_a_prompt_in_pieces_and_then_steps(run):
-    """The same tokens in one call; in pieces of whole chunks; and, behind two of them, step by step."""
+    """The same tokens in one call; in pieces of whole chunks; and in two pieces followed by single steps."""
     call, tokens = make(FEW, 1, 700), (256, 192, 252)
     whole, last = run(**call, return_final_states=True)
     state, outs, begin = torch.zeros(1, *FEW.state, device="cuda"), [], 0
@@ -147,7 +147,7 @@ def test_a_prompt_in_pieces_and_then_steps(run):
 
 
 def test_nothing_is_written_beyond_what_is_said():
-    """Guarded buffers on all sides, of poison; the workspace as large as it says."""
+    """All buffers are guarded and poisoned; the workspace has exactly its stated size."""
     memory, lengths = Memory("cuda"), (65, 0, 130, 1)
     call = make(FEW, sum(lengths)) | {"cu_seqlens": laws.starts_of(lengths, "cuda")}
     wanted, last = SERVED(**call, return_final_states=True)
@@ -178,7 +178,7 @@ def digest(*tensors: Any) -> str:
 
 @by_both
 def test_the_same_bits_every_time(run):
-    """One call behind the other, so that each one's first kernel may meet the last one of the call before, in one workspace."""
+    """Consecutive calls share one workspace. Each call's first kernel may then overlap the last kernel of the call before."""
     call = make(FEW, 4, 300) | {"workspace": torch.empty(10**7, dtype=torch.uint8, device="cuda")}
     sums, seen = set(), set()
     for i in range(1000):
@@ -198,7 +198,7 @@ def test_programmatic_launches_change_no_bit():
 
 
 def test_in_a_graph():
-    """Other lengths in the same graph, and many replays behind each other."""
+    """Other lengths in the same graph, and many consecutive replays."""
     call = make(FEW, 300)
     call |= {"cu_seqlens": laws.starts_of((100, 200), "cuda"), "out": torch.empty_like(call["v"])}
     state = torch.zeros(2, *FEW.state, device="cuda")
@@ -251,7 +251,7 @@ def test_offsets_beyond_32_bits():
 
 
 def test_images_beyond_32_bits():
-    """A workspace of more than 4 GiB: the last sequence's output is what it is alone."""
+    """A workspace of more than 4 GiB: the last sequence's output equals its output alone."""
     heads, count, length = 64, 64, 6400  # 4.6 GB of images, 3.4 GB of out
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of the card's memory")

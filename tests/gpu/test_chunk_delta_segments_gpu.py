@@ -53,7 +53,7 @@ def test_errors_are_those_of_one_segment(cut, sizes, kind):
 @by_both
 @pytest.mark.parametrize(("heads", "tokens", "segments"), [(4, 16400, 16), (32, 8192, 2)])
 def test_the_rule(cut, heads, tokens, segments):
-    """As a call gets it: so many segments behind the first; and the model's own state behind it."""
+    """A call takes the rule's choice: `segments` segments after the first launch; the model's own state follows."""
     call = make(replace(FEW, heads=heads), 1, tokens, gate=0.05) | {"return_final_states": True}
     assert laws.problem_of(**call).segments == segments
     for one, several in zip(cut(1)(**call), cut()(**call), strict=True):
@@ -116,7 +116,7 @@ def test_the_workspace_is_as_large_as_it_says():
 
 @by_both
 def test_the_same_bits_every_time(cut):
-    """One call behind the other in one workspace, so that kernels of neighbouring calls meet."""
+    """Consecutive calls share one workspace, so that kernels of neighbouring calls overlap."""
     size = ssmgen.chunk_delta_rule_workspace(6000, 2, FEW.heads, 128, 128, 8)
     call = make(FEW, 2, 3000) | {"workspace": torch.empty(size, dtype=torch.uint8, device="cuda"), "return_final_states": True}
     seen = set()

@@ -46,7 +46,7 @@ RAGGED = (0, 1, 31, 32, 65, 300)
 
 
 def by_warps(problem: LinearPromptProblem) -> ChainSpec:
-    """The variant for this card whose products are each warp's own: wherever warpgroups would come first, this one's bits are others."""
+    """The variant for this card in which each warp computes its own products. Warpgroup variants, which may come first, differ bitwise."""
     arch = runtime.device_arch(torch.cuda.current_device())
     rules = candidates(problem, 1, arch, arch >= Arch(90))
     return next(spec for _, spec, _ in rules if spec and not spec.grouped and not spec.violations(arch))
@@ -85,7 +85,7 @@ def test_keys_that_are_nearly_one_from_zeros(run, heads):
 @by_both
 @pytest.mark.parametrize("function", ["chunk_kda", "chunk_comba", "chunk_gdn2"])
 def test_segments(function, run):
-    """A prompt that the rule cuts, as others in the batch do not matter: what one segment leaves, but for roundings."""
+    """The rule cuts a prompt, whatever the others in the batch are. The result equals one segment's, except roundings."""
     case, lengths = replace(KDA, function=function, heads=4, key_heads=2), (3500, 0, 64, 5000)
     call = make(case, sum(lengths), gate=0.05) | {"cu_seqlens": starts_of(lengths, "cuda"), "return_final_states": True}
     assert problem_of(case, **call).segments > 2
@@ -180,7 +180,7 @@ def test_batches_change_no_bit(case, run):
 
 
 def test_nothing_is_written_beyond_what_is_said():
-    """Guarded buffers on all sides, of poison; the workspace as large as it says."""
+    """All buffers are guarded and poisoned; the workspace has exactly its stated size."""
     lengths = (65, 0, 130, 1)
     for case in (KDA, GLA, RWKV7):
         memory = Memory("cuda")
@@ -204,7 +204,7 @@ def digest(*tensors: Any) -> str:
 @by_both
 @three
 def test_the_same_bits_every_time(case, run):
-    """One call behind the other, so that each one's first kernel may meet the last one of the call before, in one workspace."""
+    """Consecutive calls share one workspace. Each call's first kernel may then overlap the last kernel of the call before."""
     call = make(case, 4, 300) | {"workspace": torch.full((2 * 10**7,), 0xFF, dtype=torch.uint8, device="cuda")}
     sums, seen = set(), set()
     for i in range(300):
@@ -226,7 +226,7 @@ def test_programmatic_launches_change_no_bit(case):
 
 @three
 def test_in_a_graph(case):
-    """Other lengths in the same graph, and many replays behind each other."""
+    """Other lengths in the same graph, and many consecutive replays."""
     call = make(case, 300)
     call |= {"cu_seqlens": starts_of((100, 200), "cuda"), "out": torch.empty_like(call["v"])}
     state = torch.zeros(2, *case.state, device="cuda")
@@ -272,7 +272,7 @@ def test_a_bound_call_of_gdn2_weighs_what_it_is_given():
 @by_both
 @three
 def test_a_prompt_in_pieces_and_then_steps(case, run):
-    """The same tokens in one call; in pieces of whole chunks; and, behind two of them, step by step."""
+    """The same tokens in one call; in pieces of whole chunks; and in two pieces followed by single steps."""
     call, pieces = make(case, 1, 300), (128, 64, 108)
     whole, last = run(case, **call, return_final_states=True)
     state, outs, begin = torch.zeros(1, *case.state, device="cuda"), [], 0
@@ -311,7 +311,7 @@ def test_offsets_beyond_32_bits():
 
 
 def test_images_beyond_32_bits():
-    """A workspace of more than 4 GiB: the last sequence's output is what it is alone."""
+    """A workspace of more than 4 GiB: the last sequence's output equals its output alone."""
     heads, count, length = 64, 32, 4096  # 4.7 GB of images, 1.1 GB of out
     if torch.cuda.mem_get_info()[0] < 20 * 2**30:
         pytest.skip("needs 20 GiB of the card's memory")

@@ -48,7 +48,7 @@ def by(heads: int, new: bool = True, **more: Any) -> laws.Scan:
 @pytest.mark.parametrize("lengths", [(2048,) * 5, (64, 3000, 1, 0, 700, 128, 2000, 65) * 5], ids=["alike", "others"])
 @pytest.mark.parametrize("heads", STAY)
 def test_blocks_that_stay_change_no_bit(heads, lengths):
-    """Also with 40 sequences, which are looked at 32 at once."""
+    """This includes 40 sequences, which are examined 32 at a time."""
     call = make(sizes_of(heads), sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cuda")}
     call["initial_states"] = torch.randn(len(lengths), heads, 64, 128, device="cuda")
     found, wanted = (by(heads, new)(**call, return_final_states=True) for new in (True, False))
@@ -78,5 +78,5 @@ def test_a_pool_is_touched_where_it_should_be(heads):
 
 @of_both
 def test_the_same_bits_ten_thousand_times(heads):
-    """In graphs; with more sequences than there are SMs for."""
+    """Runs in graphs, with more sequences than SMs."""
     assert not others_in_graphs(by(heads), make(sizes_of(heads), 3, 1100))

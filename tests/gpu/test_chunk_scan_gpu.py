@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 MODEL = Sizes(heads=16, groups=2, headdim=64, d_state=128, device="cuda")
 WIDE = replace(MODEL, heads=128, groups=8)
-# What serves a call may be warpgroups, or each warp for itself: laws of bits hold within one of them. By the latter, blocks that divide a
+# Warpgroups may serve a call, or each warp alone: laws of bits hold within one of the two forms. In the second form, blocks that divide a
 # sequence change no bit.
 BY_WARPS = partial(laws.launched, spec=laws.by_warps)
 DIVIDED = partial(laws.launched, spec=partial(laws.by_warps, heads=1))
@@ -66,7 +66,7 @@ def test_packing_changes_no_bit(scan):
 @by_both
 @pytest.mark.parametrize(("cut", "sizes"), [(64, WIDE), (1024, WIDE), (1984, WIDE), (1024, replace(MODEL, x=F32))])
 def test_a_cut_changes_no_bit(scan, cut, sizes):
-    """So many heads that no sequence is divided among blocks."""
+    """Enough heads that no sequence is divided among blocks."""
     laws.a_cut_changes_no_bit(scan, sizes, 2048, cut)
 
 
@@ -112,7 +112,7 @@ def test_checkpoints_of_a_batch():
 
 
 def test_many_checkpoints():
-    """More than two steps of the search, each a state of its own; other positions in the same graph."""
+    """More than two steps of the search, each with a separate state; other positions in the same graph."""
     call = make(replace(MODEL, heads=2), 3000) | {"cu_seqlens": laws.starts_of((1000, 0, 1999), "cuda")}
     positions = torch.arange(1, 3001, device="cuda")
     out, states = ssmgen.chunk_scan(**call, checkpoint_positions=positions, return_checkpoints=True)
@@ -133,7 +133,7 @@ def test_many_checkpoints():
 @pytest.mark.parametrize("lengths", [(4103,), (1, 1000, 0, 2000)], ids=["one", "several"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_division_changes_no_bit(sizes, lengths, in_place):
-    """In place, the last part overwrites what the others have begun with, every time after they have."""
+    """In place, the last part overwrites the initial state only after the other parts have read it."""
     call = make(sizes, sum(lengths), decay=1e-2) | {"cu_seqlens": laws.starts_of(lengths, "cuda"), "return_final_states": True}
     before = torch.randn(len(lengths), sizes.heads, sizes.headdim, sizes.d_state, device="cuda")
     start = {"initial_states": before} if in_place else {}

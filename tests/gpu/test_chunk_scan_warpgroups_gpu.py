@@ -81,12 +81,12 @@ def test_a_pool_is_touched_where_it_should_be(heads, state):
 
 @pytest.mark.parametrize("cut", [64, 640, 1472])
 def test_a_cut_changes_no_bit(cut):
-    """Where no sequence is divided: of many heads, or because it is asked for."""
+    """No sequence is divided: there are many heads, or the call requests it."""
     laws.a_cut_changes_no_bit(by(128), sizes_of(128), 1500, cut)
     laws.a_cut_changes_no_bit(partial(ssmgen.chunk_scan, segments=1), sizes_of(16), 1500, cut)
 
 
-# Where no sequence is divided: of many heads, or because it is asked for.
+# No sequence is divided: there are many heads, or the call requests it.
 whole = pytest.mark.parametrize(
     ("heads", "scan"), [(128, by(128)), (16, partial(ssmgen.chunk_scan, segments=1))], ids=["128-heads", "one-segment"]
 )
@@ -115,7 +115,7 @@ def test_checkpoints_of_a_batch(heads, scan):
 
 @of_heads
 def test_ids_and_checkpoints_of_long_sequences(heads):
-    """Divided or not, they are right, and change no bit of what is there without positions."""
+    """Divided or not, they are right, and they change no bit of the results without positions."""
     tokens = 1500
     call = make(sizes_of(heads), 2, tokens, decay=0.02)
     call["seq_idx"] = (torch.arange(tokens, device="cuda") // 350).int().repeat(2, 1)
@@ -169,7 +169,7 @@ def test_the_same_bits_ten_thousand_times(heads):
 
 @of_heads
 def test_in_a_graph(heads):
-    """The same graph serves other lengths, of which blocks divide others than before."""
+    """The same graph serves other lengths, for which blocks divide different sequences."""
     call = make(sizes_of(heads), 1500)
     call |= {"cu_seqlens": laws.starts_of((100, 1400), "cuda"), "out": torch.empty_like(call["x"])}
     states = torch.empty(2, heads, 64, 128, device="cuda")

@@ -64,14 +64,14 @@ def chosen(call: Call, pdl: bool | None = None) -> KernelSpec:
 
 
 def prepare(specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
     device = torch.cuda.current_device()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(specs)])
 
 
 def launch(spec: KernelSpec, call: Call, kernel: runtime.Kernel | None = None) -> runtime.Plan:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device = torch.cuda.current_device()
     values = op.kernel_values(spec, call.views, call.options)
     launched = runtime.Launch(kernel or runtime.load(spec, device, op.OPERATOR), device, op.grid_of(spec, call.views), values)
@@ -175,7 +175,7 @@ def room():
 
 
 def far(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Zeros, a long way apart."""
+    """Zeros whose elements are far from each other in memory."""
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     assert extent > 2**31
     return torch.zeros(extent, dtype=dtype, device=DEVICE).as_strided(shape, strides)
@@ -205,7 +205,7 @@ def test_tensors_above_2_31_elements(axis, odd, room):
 
 
 def test_many_launches_are_equal_in_place_too():
-    """In place, a row's LSE is written while other warps of its block may still be reading it, if nothing keeps them together."""
+    """A barrier is needed in place: other warps of a block may still read a row's LSE while it is written."""
     case = replace(PAIR, rows=(700, 32), d_v=512, in_place=True, empty=0.0)
     call = make(case, DEVICE)
     before = [t.clone() for t in call.results()]
@@ -239,7 +239,7 @@ def test_capture_graph_and_bound_calls():
 
 
 def test_a_graph_follows_num_splits():
-    """What is captured reads the counts that are there when it is replayed."""
+    """A captured call reads the counts that are present at its replay."""
     o, lse = torch.randn(12, 4, 64, device=DEVICE), torch.randn(12, 4, device=DEVICE)
     starts, out = torch.tensor([0, 3, 4, 12], dtype=I32, device=DEVICE), torch.empty(3, 4, 64, device=DEVICE)
     ssmgen.combine_splits(o, lse, starts, out=out)
@@ -287,7 +287,7 @@ def test_engines_signatures():
 
 
 def chain(pdl: bool) -> list[torch.Tensor]:
-    """Each merges what the one ahead of it wrote."""
+    """Each call merges the output of the call before."""
     g = torch.Generator(DEVICE).manual_seed(0)
     o, lse = (torch.randn(2, 64, *rest, generator=g, device=DEVICE) for rest in ((512,), ()))
     outs = []
@@ -308,7 +308,7 @@ def test_pdl_on_and_off_are_bit_equal_on_a_chain():
 
 
 def produced(call: Call, run: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, lse_out) bits of `run()` behind a kernel that triggers at once and writes o 40 us later."""
+    """(out, lse_out) bits of `run()` after a kernel that triggers at once and writes o 40 us later."""
     lse_out = call.named["lse_out"]
     memory = SimpleNamespace(buffers={"conv": call.memory.buffers["o"]})
     return after_a_producer(SimpleNamespace(args=(lse_out,), kwargs=call.kwargs, memory=memory), lse_out.clone(), run)
@@ -329,7 +329,7 @@ def pairs_equal(a, b) -> bool:
     ],
 )
 def test_pdl_waits_for_a_producer_that_triggers_early(case, rule, trigger):
-    """o is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
+    """The upstream kernel still writes o when this one starts. Without its wait this kernel reads too early."""
     call = make(case, DEVICE)
     right = produced(call, lambda: call.run(pdl=False))
     assert pairs_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.kwargs["out"]).all()

@@ -1,5 +1,5 @@
-"""Drop-ins for prompts of delta rules and linear attentions on a card: what they give on CPU tensors, without a synchronisation, and in
-CUDA graphs."""
+"""Drop-ins for prompts of delta rules and linear attentions on a card: the results of CPU tensors, without a synchronisation, and in CUDA
+graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssmgen.compat.sglang import delta as sglang_delta
 
 pytestmark = pytest.mark.gpu
 
-BOUND = 6e-3 + 2**-9  # of the kernel against float64, and the rounding of what it is compared with
+BOUND = 6e-3 + 2**-9  # of the kernel against float64, and the rounding of the reference
 LENGTHS = (200, 0, 1, 128)
 STARTS = starts_of(LENGTHS)
 
@@ -29,7 +29,7 @@ def packed(**more: Any) -> dict[str, Any]:
 
 
 def alpha(**more: Any) -> dict[str, Any]:
-    """FlashInfer's call: the gate is the decay itself, and there is no axis of a batch."""
+    """FlashInfer's call: the gate is the decay itself, and the batch axis is absent."""
     call = operands(sum(LENGTHS))
     return call | {"g": call["g"].exp(), "cu_seqlens": STARTS, "output_final_state": True} | more
 
@@ -46,14 +46,14 @@ def in_place() -> dict[str, Any]:
 
 
 def backend(pool: Tensor, **more: Any) -> dict[str, Any]:
-    """SGLang's method, which is given states that are tracked: of one behind a chunk, of one ahead of the first."""
+    """SGLang's method with tracked states: one after a chunk, one before the first chunk."""
     tracked = {"track_state": torch.zeros(4, HV, V, K), "track_chunk_idx": torch.tensor([2, 0, 0, 1], dtype=torch.int32)}
     call = operands(1, sum(LENGTHS), unit=False) | {"ssm_states": pool, "cache_indices": SLOTS, "query_start_loc": STARTS}
     return call | {"self": None} | tracked | more
 
 
 def per_channel(names: str, **more: Any) -> dict[str, Any]:
-    """Packed operands of a rule that decays per key channel; what plays a key is of length about one."""
+    """Packed operands of a rule that decays per key channel; operands used as keys have length about one."""
     tokens = sum(LENGTHS)
     call = operands(1, tokens) | {"g": logsigmoid(randn(1, tokens, HV, K, seed=2, dtype=F32) + 3)}
     keys = (randn(1, tokens, 3, HV, K, seed=9, dtype=F32) / K**0.5).bfloat16()
@@ -138,7 +138,7 @@ def on_card(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def results(got: Any, call: dict[str, Any]) -> Iterator[Tensor]:
-    """Every tensor that is returned or written; of SGLang's states before chunks those that there are."""
+    """Every tensor that is returned or written; SGLang's states before chunks are limited to the chunks that exist."""
     chunks = sum(-(-length // CHUNK) for length in LENGTHS)
     for t in got if isinstance(got, tuple) else (got,):
         if t is not None:

@@ -1,4 +1,4 @@
-"""Drop-ins for Mamba-1's prompts on a card: what they give on CPU tensors, without a synchronisation, and in CUDA graphs."""
+"""Drop-ins for Mamba-1's prompts on a card: the results of CPU tensors, without a synchronisation, and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ssmgen.compat.sglang import mamba as sglang_mamba
 
 pytestmark = pytest.mark.gpu
 
-BOUND = BOUNDS[BF16] + 2**-9  # of the kernel against float64, and the rounding of what it is compared with
+BOUND = BOUNDS[BF16] + 2**-9  # of the kernel against float64, and the rounding of the reference
 STARTED = torch.tensor([True, True, False, True, False])
 
 

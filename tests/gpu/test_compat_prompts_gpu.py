@@ -1,4 +1,4 @@
-"""Drop-ins for Mamba-2's prompts on a card: what they give on CPU tensors, without a synchronisation, and in CUDA graphs."""
+"""Drop-ins for Mamba-2's prompts on a card: the results of CPU tensors, without a synchronisation, and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ssmgen.compat import mamba_ssm, sglang, trtllm, vllm
 
 pytestmark = pytest.mark.gpu
 
-BOUND = BOUNDS[BF16] + 2**-9  # of the kernel against float64, and the rounding of what it is compared with
+BOUND = BOUNDS[BF16] + 2**-9  # of the kernel against float64, and the rounding of the reference
 PACKED = {"seq_idx": ids_of(LENGTHS), "cu_seqlens": starts_of(LENGTHS), "return_varlen_states": True, "return_final_states": True}
 TRACKED = {"return_track_states": True, "track_end_locs": torch.tensor([33, 5, 57]), "track_seq_idx": torch.tensor([3, 0, 3])}
 BEFORE = {"initial_states": states(len(LENGTHS)), "state_dtype": F32}

@@ -17,7 +17,7 @@ from ssmgen.select import tuned as table
 SCRIPT = str(Path(__file__).parents[1] / "support" / "crew_cards.py")
 CASES = ["tune", "selective_state_update", "--model", "nemotron-h-8b", "--batch", "1", "--batch", "64", "--budget", "100s", "--lease", "3"]
 NOISE = 1.25  # between two measurements of one variant on two cards, at most
-# Other workers of pytest use the first card: 284 us were measured there beside 15 of them for what takes 68 us on a quiet one.
+# Other workers of pytest use the first card. With 15 of them, 284 us were measured there instead of 68 us on a quiet card.
 QUIET = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
 
 pytestmark = [

@@ -34,7 +34,7 @@ SMALL, SMALL_KDA = Gdn("small", heads=8, key_heads=2, K=64, V=64, batch=7), Kda(
 
 
 def forms(state: torch.dtype) -> dict[str, dict[str, Any]]:
-    """What engines do with the states and windows of a call."""
+    """The engines' uses of a call's states and windows."""
     return {
         "final": {},
         "verify": {"update": False, "kept": state, "saved": "runs"},

@@ -1,4 +1,4 @@
-"""`python -m tools.demo` on a card, with narrow models: everything is measured, and a captured step goes on as eager ones do."""
+"""`python -m tools.demo` on a card, with narrow models: everything is measured, and a captured step continues as eager steps do."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_captured_step_gives_the_tokens_of_eager_steps(name, fuse):
     model = measure.prepared(narrow(name), (2,), Options(layers=2), "cuda")
     ids = prompt(2, model.config.vocab_size, "cuda")
     graph = measure.captured(model, ids, 12, fuse)
-    got = graph.tokens(6)  # behind those that `captured` compared
+    got = graph.tokens(6)  # after the tokens that `captured` compared
     with measure.served(model, fuse):
         want = Greedy(model, ids, 12).tokens(10)
     assert torch.equal(got, want[:, 4:])

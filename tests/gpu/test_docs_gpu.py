@@ -1,4 +1,4 @@
-"""The documentation's examples on a card, those that need one included."""
+"""The documentation's examples on a card, including the ones that need a card."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """vLLM's and SGLang's functions as their layers call them, on a card: eager, in CUDA graphs, and in graphs that nothing was warmed for.
 
-The engines are stood in for (`engine_stand_ins`): their functions have the published parameters, and only say that they ran.
+`engine_stand_ins` replaces the engines: its functions have the published parameters, and only report that they ran.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def function_of(request: pytest.FixtureRequest, form):
 @named
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_results_are_within_the_families_bounds(request, form, mode):
-    """Twice, elsewhere in memory: the second call finds what the first has made."""
+    """Two calls at different addresses: the second call uses the first one's plan."""
     function = function_of(request, form)
     with mode():
         for seed in (0, 1):
@@ -70,7 +70,7 @@ def test_a_graph_follows_its_inputs(request, form):
 
 @pytest.fixture
 def nothing_is_loaded():
-    """As in a process that has made no call yet; kernels that graphs hold stay where they are."""
+    """The state of a process that has made no call yet; kernels that graphs hold stay loaded."""
     runtime._forget_in_child()
     fast_path.forget()  # its rows hold the kernels that they launch
 
@@ -82,7 +82,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, form) -> list[str]:
 @pytest.mark.refused
 @captured
 def test_a_graph_that_nothing_was_warmed_for(request, form, nothing_is_loaded, caplog):
-    """The engine's own function serves it, once said, with what to do. The capture goes on, and later ones have ours."""
+    """The engine's own function serves it. One warning says so and gives the remedy. The capture continues, and later ones use ours."""
     function = function_of(request, form)
     with torch.inference_mode():
         call = form.make(DEVICE)
@@ -178,7 +178,7 @@ def test_parameters_of_vllm_s_own_type(vllm):
 
 
 def test_stochastic_rounding_is_the_backend_s_setting(vllm):
-    """The backend passes on what its configuration says."""
+    """The backend passes on its configuration's values."""
     (form,) = [f for f in FORMS if f.id == "vllm-m2-f16"]
     noisy = type(vllm.ssu_backend)(SimpleNamespace(enable_stochastic_rounding=True, stochastic_rounding_philox_rounds=7))
     states = []
@@ -194,7 +194,7 @@ def test_stochastic_rounding_is_the_backend_s_setting(vllm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_drafts_with_their_norm(vllm, graph, dtype):
-    """What the two references give on the CPU, within roundings to the output's dtype ahead of the norm and behind it."""
+    """The results of the two references on the CPU, within roundings to the output's dtype before and after the norm."""
     shapes = {"q": (6, 2, 128), "k": (6, 2, 128), "v": (6, 4, 64), "a": (6, 4), "b": (6, 4), "A_log": (4,), "dt_bias": (4,)}
     x = {n: randn(*shape, seed=seed) for seed, (n, shape) in enumerate(shapes.items())}
     state = randn(int(TABLE.max()) + 2, 4, 64, 128, seed=9).to(dtype)

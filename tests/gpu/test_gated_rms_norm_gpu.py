@@ -41,14 +41,14 @@ def chosen(call: Call, pdl: bool | None = None) -> KernelSpec:
 
 
 def prepare(specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
     device = torch.cuda.current_device()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(specs)])
 
 
 def launch(spec: KernelSpec, call: Call, kernel: runtime.Kernel | None = None) -> runtime.Plan:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device = torch.cuda.current_device()
     values = op.kernel_values(spec, call.views, call.options)
     launched = runtime.Launch(kernel or runtime.load(spec, device, op.OPERATOR), device, op.grid_of(spec, call.views), values)
@@ -201,7 +201,7 @@ def test_host_time_is_microseconds():
 
 
 def chain(pdl: bool) -> list[torch.Tensor]:
-    """Each normalises what the one ahead of it wrote, out of place and in place."""
+    """Each call normalises the output of the call before, out of place and in place."""
     g = torch.Generator(DEVICE).manual_seed(0)
     x, gate = torch.randn(2, 64, 8, 1024, generator=g, device=DEVICE).bfloat16()
     weight = torch.randn(1024, generator=g, device=DEVICE)
@@ -223,7 +223,7 @@ def test_pdl_on_and_off_are_bit_equal_on_a_chain():
 
 
 def produced(call: Call, run: Any) -> list[torch.Tensor]:
-    """Bits of `run()`'s result behind a kernel that triggers at once and writes x 40 us later."""
+    """Bits of `run()`'s result after a kernel that triggers at once and writes x 40 us later."""
     memory = SimpleNamespace(buffers={"conv": call.memory.buffers["x"]})
     found = after_a_producer(SimpleNamespace(args=(call.out,), kwargs=call.kwargs, memory=memory), call.out.clone(), run)
     return [out for out, _ in found]
@@ -245,7 +245,7 @@ def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     ],
 )
 def test_pdl_waits_for_a_producer_that_triggers_early(case, rule, trigger):
-    """x is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
+    """The upstream kernel still writes x when this one starts. Without its wait this kernel reads too early."""
     call = make(case, DEVICE)
     right = produced(call, lambda: call.run(pdl=False))
     assert all_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.out).all()

@@ -119,7 +119,7 @@ def test_no_call_of_a_bf16_model_is_left_to_the_original(name):
 
 @pytest.mark.parametrize("head_dim", [16, 128])
 def test_minimax_generates_the_same_tokens(head_dim, launched):
-    """Its layers have no convolution, and no function of their own for prompts and steps."""
+    """Its layers have no convolution, and no separate functions for prompts and steps."""
     model = minimax(head_dim=head_dim).cuda()
     want = generate(model, TOKENS)
     with hf.patch(model) as patch:
@@ -144,7 +144,8 @@ def test_a_warm_model_loads_nothing(name):
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_a_decode_step_in_a_cuda_graph(name, launched):
-    """Replayed, it does what as many steps do: the cache's states lie where they lay. Models without attention, whose cache grows."""
+    """Replays equal the same number of eager steps: the cache's states keep their addresses. Models without attention, whose cache would
+    grow."""
     model = built(name, **REAL[name]).cuda()
     hf.warm(model, batches=[2])
     with hf.patch(model), torch.no_grad():
@@ -153,7 +154,7 @@ def test_a_decode_step_in_a_cuda_graph(name, launched):
         want = [step(cache) for _ in range(3)]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what cuBLAS and the allocator do at first
+        with torch.cuda.stream(stream):  # first-time work of cuBLAS and the allocator
             step(copy.deepcopy(step.cache))
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -244,7 +245,7 @@ def captured(step, cache):
     """(graph of a step on the cache, its logits): nothing of it is computed yet."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what cuBLAS and the allocator do at first
+    with torch.cuda.stream(stream):  # first-time work of cuBLAS and the allocator
         step(copy.deepcopy(cache))
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -255,7 +256,7 @@ def captured(step, cache):
 
 @pytest.mark.parametrize("seen", [True, False], ids=["cache-seen-before", "new-cache"])
 def test_a_fused_decode_step_in_a_cuda_graph(seen, launched):
-    """Replayed, it does what as many steps do. `seen`: a step on this cache has been taken ahead of the capture."""
+    """Replays equal the same number of eager steps. `seen`: a step on this cache ran before the capture."""
     model = built("mamba2", **REAL_FUSED["mamba2"]).cuda()
     hf.warm(model, batches=[2], fuse=True)
     with hf.patch(model, fuse=True), torch.no_grad():
@@ -274,7 +275,7 @@ def test_a_fused_decode_step_in_a_cuda_graph(seen, launched):
 
 
 def test_a_graph_of_a_fused_step_follows_its_weights():
-    """The graph keeps what it needs, whatever eager steps make anew meanwhile."""
+    """The graph keeps the tensors that it needs, whatever eager steps allocate in between."""
     model = built("mamba2", **REAL_FUSED["mamba2"]).cuda()
     hf.warm(model, batches=[2], fuse=True)
     with hf.patch(model, fuse=True), torch.no_grad():
@@ -289,7 +290,7 @@ def test_a_graph_of_a_fused_step_follows_its_weights():
         close(out, want)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in INDEXED])  # whose own step is no single graph
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in INDEXED])  # the step of an indexed model is not a single graph
 def test_a_compiled_fused_decode_step(name, launched):
     model = built(name, **REAL_FUSED.get(name, {})).cuda()
     torch._dynamo.reset()

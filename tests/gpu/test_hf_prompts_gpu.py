@@ -34,10 +34,10 @@ from ssmgen.launch import runtime
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 63, 64, 65, 300)
-_WIDE = {"hidden_size": 256, "initializer_range": 0.05}  # weights of wide layers are small, else a rounding decides what is attended to
+_WIDE = {"hidden_size": 256, "initializer_range": 0.05}  # weights of wide layers are small; otherwise a rounding decides the attention
 _HYBRID = {**_WIDE, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 2, "mamba_d_state": 128}
 _DELTA = {**_WIDE, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-# Heads of models that are in use, in two layers or as many as the tiny model has; their chunks are of a usual length
+# Heads of published models, in two layers or in the tiny model's number of layers; their chunks have a usual length
 REAL = {
     **dict.fromkeys(("mamba", "falcon_mamba"), {**_WIDE, "intermediate_size": 512, "state_size": 16, "time_step_rank": 16}),
     **dict.fromkeys(("jamba", "zamba"), {**_WIDE, "mamba_d_state": 16, "mamba_dt_rank": 16}),
@@ -70,7 +70,7 @@ def doubled(calls):
 
 
 def assert_as_near(ours: Prompt, theirs: Prompt, exact: Prompt) -> None:
-    """Twice as far from f32 at most: what is left to chance in so few numbers."""
+    """The error against f32 is at most twice the model's own: that is left to chance with few numbers."""
     assert [state.dtype for state in ours.states] == [state.dtype for state in theirs.states]
     assert norm_of_error(ours, exact) <= 2 * norm_of_error(theirs, exact)
 
@@ -125,7 +125,7 @@ def test_a_fused_prompt_in_two_pieces(name, sizes):
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear"])
 def test_padding_asks_the_host_nothing(name):
-    """Neither a prompt nor one behind it does, once their kernels are there."""
+    """Neither a prompt nor the prompt after it synchronises, once their kernels are loaded."""
     from transformers import DynamicCache
 
     model = prompted(name).bfloat16().cuda()
@@ -147,7 +147,7 @@ def test_padding_asks_the_host_nothing(name):
 @every_case
 @pytest.mark.parametrize("fuse", [False, True], ids=["patched", "fused"])
 def test_greedy_tokens_are_likely(name, sizes, fuse):
-    """Each is the likeliest of the same weights in f32, or one that the distance of bf16 from f32 could put ahead of it."""
+    """Each is the likeliest of the same weights in f32, or a token that bf16's error could make the likeliest."""
     model = prompted(name, **sizes).bfloat16().cuda()
     model.generation_config.eos_token_id = None  # which generate() would keep from being chosen
     with hf.patch(model, fuse=fuse) as patch:

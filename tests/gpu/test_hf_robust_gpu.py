@@ -1,4 +1,4 @@
-"""Patched models that generate for long need no more memory at the end than at the beginning, on the card or beside it."""
+"""Long generation with patched models needs no more memory at the end than at the beginning, on the card or on the host."""
 
 from __future__ import annotations
 

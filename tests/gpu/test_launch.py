@@ -23,7 +23,7 @@ M2 = Case("m2", heads=8, groups=2, state=BF16, index=torch.int32, batch=4)
 
 
 def fresh_case(headdim: int) -> Case:
-    """A shape of its own, so that its kernel is not loaded yet."""
+    """No other test has this shape, so its kernel is not loaded yet."""
     return replace(M2, headdim=headdim)
 
 
@@ -65,7 +65,7 @@ def test_capture_of_an_unloaded_kernel_names_the_remedy():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(CaptureError, match=r"ssmgen.warm\(ssmgen.selective_state_update"), torch.cuda.graph(graph):
         ssmgen.selective_state_update(*call.args, **call.kwargs)
-    ssmgen.selective_state_update(*call.args, **call.kwargs)  # and outside of it all is well
+    ssmgen.selective_state_update(*call.args, **call.kwargs)  # and outside the capture everything works
     torch.cuda.synchronize()
 
 
@@ -77,7 +77,7 @@ def test_warm_covers_further_batch_sizes():
 
 @each_way
 def test_stream_of_the_caller():
-    """The work is ordered with what the caller's stream holds, and the legacy stream is not involved."""
+    """The work is ordered with the other work of the caller's stream, and the legacy stream is not involved."""
     call = make_call(M2, "cuda")
     want = expected(call)
     ssmgen.warm(ssmgen.selective_state_update, *call.args, **call.kwargs)
@@ -110,7 +110,7 @@ def test_bound_call_relaunches_on_the_current_stream():
 
 @each_way
 def test_threads_share_kernels_and_plans():
-    """Eight threads, each on its own stream, in shapes of their own and in a common one."""
+    """Eight threads, each on a separate stream, use separate shapes and a common one."""
     failures = []
 
     def work(i: int) -> None:

@@ -66,7 +66,7 @@ def test_arguments_by_position_and_without_out(tokens):
 
 
 def launch(spec, call: Call) -> runtime.Plan:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device = torch.cuda.current_device()
     kernel = runtime.load(spec, device, call.case.rule)
     made = runtime.Launch(kernel, device, op.grid_of(spec, call.views), op.kernel_values(spec, call.views, call.built.options))
@@ -235,7 +235,7 @@ def test_changed_metadata_of_the_same_object_is_noticed():
 
 @pytest.mark.parametrize("case", [replace(POOL, V=88), replace(STEPS, V=88)], ids=lambda c: c.id)
 def test_first_launch_ever_may_be_inside_a_capture_once_warm(case):
-    """A shape of its own, so that its kernel is not loaded yet."""
+    """No other test has this shape, so its kernel is not loaded yet."""
     call, eager = make_call(case, "cuda"), make_call(case, "cuda")
     with pytest.raises(CaptureError, match=r"ssmgen.warm\(ssmgen.gated_delta_rule"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         call.run()
@@ -288,7 +288,7 @@ def test_pdl_on_and_off_are_bit_equal_on_a_chain(case):
 
 
 def produced(call: Call, run) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, state) bits of `run()` behind a kernel that triggers at once and writes q, k and v 40 us later."""
+    """(out, state) bits of `run()` after a kernel that triggers at once and writes q, k and v 40 us later."""
     state = call.kwargs["state"]
     as_one = SimpleNamespace(args=(state,), kwargs=call.kwargs, memory=SimpleNamespace(buffers={"conv": call.memory.buffers["q+k+v"]}))
     return after_a_producer(as_one, make_call(call.case, "cuda").kwargs["state"], run)

@@ -40,7 +40,7 @@ FORMS = {
 
 
 def forms(case: Mamba) -> list[Mamba]:
-    """What is kept has the state's type."""
+    """Kept states have the state's type."""
     kept = {"verify": {"kept": case.state}}
     return [replace(case, id=f"{case.id}-{form}", **how, **kept.get(form, {})) for form, how in FORMS.items()]
 
@@ -76,7 +76,7 @@ def loaded() -> None:
 
 @named(MATRIX)
 def test_bits_of_the_separate_operators(case, loaded):
-    """Out, states, windows and what is kept, step after step; unused slots are poison, padded rows NaN, and nothing else is touched."""
+    """Out, states, windows and kept states, step after step. Unused slots are poison, padded rows NaN, and the rest stays unchanged."""
     assert_equals_the_operators(case)
 
 

@@ -46,7 +46,7 @@ def test_batch_sizes_that_the_rules_tell_apart_give_the_same_bits(case):
 
 
 def assert_near(state: torch.Tensor, scale: torch.Tensor, want: torch.Tensor, want_scale: torch.Tensor) -> None:
-    """Within a step of what the reference has left."""
+    """Within a step of the reference's states."""
     near = widened(want, want_scale, torch.float64)
     most = near.abs().amax(-1, keepdim=True)
     step = near.abs() / 8 + most / 2**14 if state.dtype == torch.float8_e4m3fn else most / NARROW[state.dtype].largest

@@ -1,4 +1,4 @@
-"""Two GPUs of one host, a process on each: DTensors and shards give, bit for bit, what one GPU gives."""
+"""Two GPUs of one host, a process on each: DTensors and shards give one GPU's results, bit for bit."""
 
 from __future__ import annotations
 

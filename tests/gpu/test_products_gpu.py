@@ -1,4 +1,4 @@
-"""Products of warpgroups on a card: what the emulator makes of them is what they are."""
+"""Products of warpgroups on a card equal the emulator's."""
 
 from __future__ import annotations
 

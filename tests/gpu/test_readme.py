@@ -1,4 +1,4 @@
-"""The README's example does what it says."""
+"""The README's example runs as described."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_ten_thousand_times(name):
-    """In graphs, from states of before; calls behind each other share their workspace."""
+    """Runs in graphs, from given states; consecutive calls share their workspace."""
     function, make, sizes, lead = CASES[name]
     call = make(sizes, *lead)
     _, states = function(**call, return_final_states=True)

@@ -1,4 +1,4 @@
-"""causal_conv1d_update ahead of the replay functions on a card, in CUDA graphs, with dependent launches and without."""
+"""causal_conv1d_update before the replay functions on a card, in CUDA graphs, with dependent launches and without."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ssmgen.select import registry
 
 pytestmark = [pytest.mark.gpu, needs_pdl]
 
-WIDTH, STEPS, REPLAYS = 4, 20, 50  # of the convolution; of a graph, of which so many are launched: 1000 steps
+WIDTH, STEPS, REPLAYS = 4, 20, 50  # of the convolution; of a graph; launches of the graph: 1000 steps in all
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Layer:
         }
 
     def __call__(self, how: How, accepted: Tensor, out: Tensor, x: Tensor | None = None, **kept: Tensor) -> None:
-        """The convolution of x, or of what the layer ahead left here, and the step behind it."""
+        """The convolution of x, or of the output that the layer before left here, and the step after it."""
         form, source = self.form, self.hidden if x is None else x
         ssmgen.causal_conv1d_update(
             source.transpose(1, 2), self.conv_state, self.weight, self.bias, "silu", conv_state_indices=self.slots,
@@ -117,7 +117,7 @@ class Layer:
 
 
 class Chain:
-    """STEPS steps of two layers, of which the second one's convolution reads what the first one's replay wrote."""
+    """STEPS steps of two layers. The second layer's convolution reads the output of the first layer's replay."""
 
     def __init__(self, form: Form, batch: int, device: str = "cuda", seed: int = 0):
         g = torch.Generator(device).manual_seed(seed)
@@ -153,7 +153,7 @@ class Chain:
         second(how, accepted, self.outs[i], **kept(1))
 
     def adjacent(self, how: How) -> None:
-        """Nothing but convolutions and replays: each step has count, buffer and first entry in tensors of its own."""
+        """Only convolutions and replays: each step has separate tensors for count, buffer and first entry."""
         for i in range(STEPS):
             place = {"ring_start": self.first[i]} if self.form.ring else {"cache_buf_idx": self.buffers[i % 2]}
             own = [{"prev_num_accepted_tokens": self.counts[i, j], "arrivals": None} for j in range(2)]
@@ -182,7 +182,7 @@ class Chain:
 
 
 def run(form: Form, batch: int, how: How, steps: Callable[[Chain, How], None]) -> dict[str, Tensor]:
-    """What 1000 steps leave, and a digest of each step's outputs. One graph; the host waits for nothing before the end."""
+    """The results of 1000 steps, and a digest of each step's outputs. One graph; the host waits for nothing before the end."""
     steps(Chain(form, batch), how)  # compiles and loads
     chain = Chain(form, batch)
     torch.cuda.synchronize()
@@ -247,8 +247,8 @@ def test_one_kernel_and_two_leave_the_same():
 
 
 def produced(call: Any, run: Callable[[], Any]) -> list[tuple[Tensor, Tensor]]:
-    """(out, state) bits of `run()` behind a kernel that triggers at once and writes x, B and C 40 us later. No entry counts, so that
-    one run is like the next."""
+    """(out, state) bits of `run()` after a kernel that triggers at once and writes x, B and C 40 us later. No entry counts, so all runs are
+    alike."""
     memory = SimpleNamespace(buffers={"conv": call.memory.buffers["conv"]})
     state = call.kwargs["state"]
     return after_a_producer(SimpleNamespace(args=(state,), kwargs=call.kwargs, memory=memory), state.clone(), run)
@@ -262,7 +262,7 @@ def pairs_equal(a, b) -> bool:
 @pytest.mark.parametrize("after_conv", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("base", [STEP, RING], ids=lambda c: c.id)
 def test_pdl_waits_for_a_producer_that_triggers_early(base, after_conv, two):
-    """Without its wait the kernel reads too early, so the test sees what it looks for."""
+    """Without its wait the kernel reads too early, so the test can detect a missing wait."""
     case = replace(base, heads=16, headdim=64, d_state=128, groups=1, accepted=(0,), index=None, two_kernels=two, after_conv=after_conv)
     call = make(case, "cuda")
     right = produced(call, lambda: call.run(pdl=False))

@@ -57,7 +57,7 @@ def chosen(call: Call) -> KernelSpec:
 
 
 def prepare(specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
     device, parts = torch.cuda.current_device(), [part for spec in specs for part in spec.kernels]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(parts)])
@@ -68,7 +68,7 @@ def equal(a: Call, b: Call) -> list[str]:
     return [n for n, t in a.results().items() if not same(t, b.results()[n])]
 
 
-# Against float64. Outputs are f32, so that what the tensor cores leave out would show.
+# Against float64. Outputs are f32, so that bits dropped by the tensor cores would show.
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ VARIED = [
 
 @named(*VARIED)
 def test_variants_are_bit_equal(case):
-    """One kernel and two, of all warps, helpers, bounds, prefetches and edges, ahead of which the convolution is or is not."""
+    """One kernel and two, with all warps, helpers, bounds, prefetches and edges, with the convolution before them or not."""
     kinds = [{}, {"after_conv": True}, {"two_kernels": True}, {"two_kernels": True, "after_conv": True}]
     variants = []
     for i, kind in enumerate(kinds):
@@ -206,7 +206,7 @@ def test_variants_are_bit_equal(case):
 
 
 def launch(spec: KernelSpec, call: Call) -> Any:
-    """One variant, whatever the registry would choose, ready to run."""
+    """One given variant, independent of the registry's choice, ready to run."""
     device, launches, places = torch.cuda.current_device(), [], []
     for part in spec.kernels:
         kernel, values = runtime.load(part, device, op.OPERATOR), op.kernel_values(part, call.views, call.options)
@@ -234,7 +234,7 @@ def test_batch_size_and_position_change_nothing(base):
 @pytest.mark.parametrize("gap", [2**30 + 64, 2**30 + 3], ids=["aligned", "odd"])
 @pytest.mark.parametrize("name", ["state", "old_x", "old_B", "old_dt", "x", "B", "out"])
 def test_far_apart(name, gap):
-    """Slots or sequences; the last one of three is beyond 2^31 elements, and the results are those of dense tensors."""
+    """Slots or sequences: the last of three is beyond 2^31 elements, and the results equal those on dense tensors."""
     torch.cuda.empty_cache()
     case = replace(STEP, batch=3, index=None, accepted=(3, 0, 5), state=BF16, layout="odd" if gap % 2 else "slices", **shaped("h16"))
     near, call = make(case, DEVICE), make(case, DEVICE)
@@ -256,7 +256,7 @@ def test_far_apart(name, gap):
 
 
 def test_ten_thousand_launches_are_equal():
-    """A graph that restores what was written, makes the calls, and counts the bits that are not those of the first time."""
+    """A graph that restores its outputs, makes the calls, and counts the bits that differ from the first run."""
     case = replace(STEP, state=BF16, seeds="slots", arrivals=True, batch=32, **shaped("h16"))
     calls = [make(c, DEVICE) for c in (case, replace(case, ring=True), replace(case, two_kernels=True), replace(case, **RAGGED))]
     kept = [{n: t.clone() for n, t in call.results().items()} for call in calls]
@@ -286,7 +286,7 @@ def test_ten_thousand_launches_are_equal():
     for _ in range(2500):
         graph.replay()
     assert wrong.item() == 0
-    want[0]["state"].view(-1)[7] += 1  # and it counts what is wrong
+    want[0]["state"].view(-1)[7] += 1  # and it counts errors
     graph.replay()
     assert wrong.item() == 1
 
@@ -294,7 +294,7 @@ def test_ten_thousand_launches_are_equal():
 @BOTH
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 def test_first_launch_ever_may_be_inside_a_capture_once_warm(base, two):
-    """The dtypes are those of no other test, so that the kernels are not loaded yet."""
+    """No other test has these dtypes, so the kernels are not loaded yet."""
     case = replace(base, x=F16, z=F32, D=F16, A=BF16, dt=F32, heads=12, groups=3, two_kernels=two)
     call = make(case, DEVICE)
     want = expected(call)

@@ -19,7 +19,7 @@ SLOTS, HEADS, ROWS, COLUMNS = 17, 16, 64, 128  # 2.2 M elements
 
 
 def exact_sums(dtype: torch.dtype, subnormal: bool) -> tuple[dict[str, Any], torch.Tensor]:
-    """(a call, the states that it should round, in float64) where states and what is added to them make sums that f32 holds exactly.
+    """(a call, the states that it should round, in float64). f32 holds the sums of states and additions exactly.
 
     One token counts, dt is 1 and A 0, so each element gets x B more: an eighth to seven eighths of the last place that is kept.
     """

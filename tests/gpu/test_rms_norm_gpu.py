@@ -30,7 +30,7 @@ def test_it_rounds_where_models_do(name, pdl):
 
 
 def test_a_graph_adds_in_place_again_and_again():
-    """The residual grows by x with every replay, and what is normed is the sum."""
+    """The residual grows by x with every replay, and the sum is normalised."""
     call = on_card("mamba2")
     x, weight, residual = call["x"], call["weight"], call["residual"]
     start = residual.clone()

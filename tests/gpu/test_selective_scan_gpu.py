@@ -28,7 +28,7 @@ SIZE = {"few": 1, "roles": 8192, "many": 65536}  # channels of all sequences, as
 
 
 def served(size: int, **how: Any) -> Any:
-    """What runs a call by the rule for so many channels, or as a variant of that."""
+    """A function that runs a call by the rule for `size` channels, or as a variant of that choice."""
 
     def spec(problem: SelectiveProblem) -> Any:
         arch = runtime.device_arch(torch.cuda.current_device())
@@ -147,7 +147,7 @@ def test_variants_are_bit_equal(x, first):
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("tokens", [1, 31, 333, 1024])
 def test_roles_change_no_bit(x, first, tokens):
-    """Nor do they in any of a hundred launches of each."""
+    """They are equal in a hundred launches of each."""
     call: dict[str, Any] = make(replace(MODEL, x=x), 2, tokens) | {"return_final_states": True}
     call = laws.channels_first(call, True) if first else call
     wanted = ssmgen.selective_scan(**call, segments=1)

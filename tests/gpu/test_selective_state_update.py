@@ -48,7 +48,7 @@ def test_out_is_allocated_like_x():
 
 
 def launch(spec, call) -> None:
-    """Runs one variant, whatever the registry would choose."""
+    """Runs one given variant, independent of the registry's choice."""
     named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
     views = op.views_of(named, call.options, problems := [])
     assert not problems
@@ -204,7 +204,7 @@ extern "C" __global__ void produce(const unsigned short* from, unsigned short* t
 
 
 def after_a_producer(call, kept, run) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, state) bits of `run()` launched right behind a kernel that triggers at once and writes x, B and C 40 us later.
+    """(out, state) bits of `run()` launched directly after a kernel that triggers at once and writes x, B and C 40 us later.
 
     kept: the state before each run.
     """
@@ -255,7 +255,7 @@ def test_pdl_waits_for_a_producer_that_triggers_early(case):
 
 @needs_pdl
 def test_the_producer_test_notices_a_missing_wait():
-    """The same kernel without its wait, launched with the attribute, reads what is not there yet."""
+    """The same kernel without its wait, launched with the attribute, reads data that is not yet written."""
     call = make_call(replace(M2, conv_slices=True, index=None), "cuda")
     kept = call.args[0].clone()
     right = after_a_producer(call, kept, lambda: ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=False))

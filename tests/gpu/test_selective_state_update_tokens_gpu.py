@@ -57,7 +57,7 @@ def test_pdl_changes_nothing(name):
 
 
 def launch(spec, call) -> None:
-    """Runs one variant, whatever the registry would choose."""
+    """Runs one given variant, independent of the registry's choice."""
     device, family = call.kwargs["state"].device.index, call.caller.family
     values, grid = family.values_of(spec, call.views, call.options), family.grid_of(spec, call.views)
     kernel = runtime.load(spec, device, "selective_state_update")
@@ -112,7 +112,7 @@ def test_a_pool_that_is_not_updated_keeps_its_bits(name):
 
 
 def test_states_and_intermediates_above_2_31_elements():
-    """In the last slot of a pool, and the last row of a buffer, of more than 2^31 elements."""
+    """Uses the last slot of a pool, and the last row of a buffer, each with more than 2^31 elements."""
     H, P, N, T = 128, 64, 128, 3
     slots = 2**31 // (H * P * N) + 3
     call = make_call(Case("c", heads=H, groups=8, tokens=T, batch=1, index=None, state=BF16, kept=BF16, seed="one"), "cuda")
@@ -176,7 +176,7 @@ def test_philox_is_triton_s(rounds):
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-17, 2.0**-22], ids=["normal", "mixed", "subnormal"])
 def test_unbiased(dtype, scale):
-    """2^22 elements of states that are products of an x and a B, which f32 holds: the mean error is that of so many roundings."""
+    """2^22 elements of states, each an x times a B, which f32 holds: the mean error fits the sum of that number of roundings."""
     B, H, P, N = 8, 64, 64, 128
     g = torch.Generator("cuda").manual_seed(1)
     x, b = torch.randn(B, H, P, device="cuda", generator=g), scale * torch.randn(B, 1, N, device="cuda", generator=g)

@@ -1,4 +1,4 @@
-"""ssmgen-native: what it makes of calls is what Python makes of them, and it holds nothing that it should let go of."""
+"""ssmgen-native: it handles calls as Python does, and keeps no object that it should release."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_fake_tensors(way):
 
 
 def test_modes_that_see_operators_do_not_disturb(way):
-    """torch's own guards have not always looked past them: such a call is found, or goes on to who checks it."""
+    """torch's own guards have not always looked past them. Such a call is found, or continues to the checks."""
     seen = Calls()
     with Passing():
         assert seen.again() in (None, seen.a)
@@ -255,7 +255,7 @@ def test_what_a_row_holds_goes_with_it(way):
 
 
 def test_items_of_a_list_live_as_long_as_the_call(way):
-    """Another thread may take them out of it meanwhile; so may what makes the output."""
+    """Another thread, or the function that makes the output, may take the items out of it during the call."""
     ring = [torch.zeros(64), torch.zeros(64)]
     seen = Calls(values=(torch.zeros(4), ring), names=(), new=(lambda: ring.clear() or torch.zeros(64),), returned=(1, 2, 3))
     given = [torch.full((64,), 2.0), torch.full((64,), 3.0)]
@@ -284,7 +284,7 @@ def test_threads_share_rows_and_plans(way, monkeypatch):
 
 
 def test_a_launch_lets_go_of_the_gil():
-    """Where the queue of launches is full, it waits for a host function, which may want it."""
+    """If the queue of launches is full, it waits for a host function, which may need the GIL."""
     pause, counted = ctypes.CDLL(None).usleep, []
     enqueue = native_build.module().Enqueue(ctypes.cast(pause, ctypes.c_void_p).value, 300_000, 0, 0, None)
     thread = threading.Thread(target=lambda: [counted.append(time.monotonic()) or time.sleep(0.01) for _ in range(10)])
@@ -311,7 +311,7 @@ def test_wrong_arguments_are_python_errors():
 
 
 def found_in(folder: Path, *, deny: bool = False, change: str = "pass") -> tuple[str, str]:
-    """(what is found, what is warned of) by a process that sees a folder."""
+    """(the result, the warnings) of a process that sees a folder."""
     asked = "print(native.found() and 'native'); " * 2
     program = f"from ssmgen.launch import native; {change}; {asked}print(native.state())"
     env = {"PYTHONPATH": f"{Path(ssmgen.__file__).parents[1]}:{folder}", "SSMGEN_NATIVE": "deny" if deny else "allow"}

@@ -1,4 +1,4 @@
-"""The launch path without a GPU: the real bindings' types, with a driver call that looks at what it is given."""
+"""The launch path without a GPU: the real bindings' types, with a driver call that inspects its arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPEC = SsuSpec(d_state=16, headdim=64, tied=False, dt_limit=True, index=Index.I3
 
 
 def read_arguments(address: int, spec: SsuSpec) -> dict[str, int | float]:
-    """What a kernel would find behind the array of argument pointers."""
+    """The values that a kernel would find through the array of argument pointers."""
     pointers = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
     sizes = {p.name: struct.calcsize("=" + p.code) for p in spec.parameters()}
     raw = {p.name: (p.code, ctypes.string_at(pointers[i], sizes[p.name])) for i, p in enumerate(spec.parameters())}
@@ -87,7 +87,7 @@ def test_plans_of_one_launch_do_not_share_their_pointers(fake):
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_configuration_is_laid_out_as_the_driver_s(pdl):
-    """Byte by byte that of the bindings, but for where the attribute lies; which is as theirs."""
+    """It equals the bindings' configuration byte by byte, except for the attribute's address; the attribute itself is equal."""
     cu, ours = runtime.driver(), LaunchConfig.of(12, 64, 1 << 16, 0x7000, pdl)
     theirs, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
     theirs.gridDimX, theirs.gridDimY, theirs.gridDimZ, theirs.blockDimX, theirs.blockDimY, theirs.blockDimZ = 12, 1, 1, 64, 1, 1
@@ -165,7 +165,7 @@ def test_a_default_stream_is_that_of_the_tensors_device(fake, monkeypatch, strea
 
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")
 def test_a_plan_run_by_the_emulator(fake, monkeypatch):
-    """From checked operands over problem, spec, values and plan to a result, as on a card but for the driver."""
+    """From checked operands over problem, spec, values and plan to a result, as on a card without the driver."""
     call = make_call(Case("m2", heads=2, groups=2, state=BF16, index=torch.int32, split=True), "cpu")
     want = expected(call)
     named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}

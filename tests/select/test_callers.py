@@ -1,4 +1,4 @@
-"""Builds by caller: each caller's own path asks for no kernel outside of the built set."""
+"""Builds by caller: each caller's own path requests only kernels of the built set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssmgen.spec.kernel import Arch, DType, Index, Pdl, Problem
 SM90 = Arch.parse("sm_90a")
 LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-# Of transformers' models with one recurrent layer, whose heads are the table's
+# transformers' models with one recurrent layer, whose heads are the table's
 OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h-8b": (
         "nemotron_h",
@@ -53,7 +53,7 @@ def asked(name: str, caller: Client) -> set[Problem]:
 
 
 def in_bf16(model: torch.nn.Module) -> torch.nn.Module:
-    """As from_pretrained(dtype=torch.bfloat16) has it: Kimi delta attention's dt_bias stays in f32."""
+    """The model of from_pretrained(dtype=torch.bfloat16): Kimi delta attention's dt_bias stays in f32."""
     for name, weight in model.named_parameters():
         if not ("dt_bias" in name and "kimi" in type(model).__name__.lower()):
             weight.data = weight.data.bfloat16()

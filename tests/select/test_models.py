@@ -1,4 +1,4 @@
-"""The table of models: their rows, their shares, and that what is built for them is what their calls ask for."""
+"""The table of models: their rows and shares; the kernels built for them are the kernels that their calls request."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_choices_multiply():
     assert len(problems) == 5 and all(p.interleaved for p in problems), "a split pool has indices"
 
 
-# What is built ahead of time must be what a call will look for: the same problem, field by field.
+# A kernel built at install time must match a later call's problem, field by field.
 
 
 def call_of(model: LinearAttention, tokens: int | None, state_type: torch.dtype = F32, **more) -> tuple:

@@ -1,4 +1,4 @@
-"""What the command line makes of models: build and explain, by operator and by option."""
+"""Models on the command line: build and explain, by operator and by option."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_build_and_explain_of_layers(own_cache):
 
 
 class PrefillAsk(Ask):
-    """What a family would bring in its `models.py`: nothing else knows of it."""
+    """The contents of a family's `models.py`: no other module knows of it."""
 
     operator = "prefill"
     options = frozenset(("layout",))

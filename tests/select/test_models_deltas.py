@@ -1,4 +1,4 @@
-"""Prompts of gated delta rules: what is built for models is what this package and drop-ins of engines ask for."""
+"""Prompts of gated delta rules: the kernels built for models are the kernels that this package and the engines' drop-ins request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def whole(asked) -> list[DeltaProblem]:
-    """Problems of sequences that are left whole, of which each, where heads are few, is also asked of sequences in segments."""
+    """Problems of whole sequences. If heads are few, each is also requested for sequences in segments."""
     cut = [problem for problem in asked if problem.divided]
     left = [problem for problem in asked if not problem.divided]
     assert len(cut) in (0, len(left)) and {replace(problem, segments=1, segment_chunks=1) for problem in cut} in (set(), set(left))
@@ -68,7 +68,7 @@ def posed(model, monkeypatch: pytest.MonkeyPatch, states: torch.dtype = F32) -> 
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "olmo-hybrid-7b"])
 @pytest.mark.parametrize("state", [DType.F32, DType.BF16])
 def test_prompts_of_engines(name, state, monkeypatch):
-    """vLLM's states become f32 whatever the pool's are."""
+    """vLLM's states become f32, for pools of every dtype."""
     model = find_model(name)
     found = posed(model, monkeypatch, BF16 if state is DType.BF16 else F32)
     asked = whole(model.asked(Wanted(indices=(Index.I32,), states=(state,), intermediates=True), Role.SCAN))

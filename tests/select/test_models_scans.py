@@ -1,4 +1,5 @@
-"""Prompts of Mamba-2 and Lightning models: what is built for them is what transformers, this package and drop-ins of engines ask for."""
+"""Prompts of Mamba-2 and Lightning models: the kernels built for them are those requested by transformers, this package and engines'
+drop-ins."""
 
 from __future__ import annotations
 
@@ -96,10 +97,10 @@ def test_scans_of_every_model():
 @pytest.mark.matrix
 @pytest.mark.parametrize("tp", [1, 4, 8], ids="{} ranks".format)
 def test_scans_of_packed_sequences_compile(tp):
-    """With the blocks that a sequence is divided among at so many heads of a rank."""
+    """The number of heads on a rank decides how many blocks share a sequence."""
     model = find_model("nemotron-h-8b").divided(tp)
     problems = [p for p in model.asked(Wanted(indices=(Index.I32,)), Role.SCAN) if p.initial]
-    assert len(problems) == (4 if tp == 1 else 2)  # of many short sequences, too, where nothing divides those
+    assert len(problems) == (4 if tp == 1 else 2)  # also for many short sequences, if they are not divided
     for problem in problems:
         spec = select("chunk_scan", problem, model.nheads, SM90, True)
         assert not compiled(spec, SM90).resources.spills

@@ -47,7 +47,7 @@ def test_every_place_of_a_record_has_something(family):
 
 @FAMILIES
 def test_a_record_has_the_name_of_its_package_and_no_part_for_others(family):
-    """What belongs to another family would be lost, or replace that one's, when the parts of all are put together."""
+    """Parts of another family would be lost, or would replace that family's parts, when all parts are put together."""
     assert importlib.import_module(f"{PACKAGE}.{family.name}").FAMILY is family
     kinds = {family.part(kernels.spec) for kernels in family.kernels}
     assert set(family.part(family.trials) if family.trials else ()) <= kinds
@@ -121,7 +121,7 @@ def test_a_family_with_functions_has_a_page_that_readers_find(family):
     assert not [name for name in family.functions if not re.search(rf"\b{name}\b", text)]
 
 
-# Where a family's name may stand: in its folder, and in what has other packages' signatures.
+# A family's name may occur in its folder, and in modules with other packages' signatures.
 ALLOWED = ("families", "compat")
 
 

@@ -1,4 +1,4 @@
-"""Specs: one text, one statement of what is legal."""
+"""Specs: one text, and one list of rules for legality."""
 
 from __future__ import annotations
 

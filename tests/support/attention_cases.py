@@ -1,4 +1,4 @@
-"""Linear attention over prompts: calls of every form, and the laws of their results, for whatever runs them: a card, or the emulator."""
+"""Linear attention over prompts: calls of every form, and the laws of their results, on a card or in the emulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks' tests share: small cases of every operator on CPU tensors, without a device and without a clock."""
+"""Small cases of every operator on CPU tensors, for the tests of the benchmarks: no device and no clock."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def recorded(monkeypatch) -> dict[str, dict[str, Any]]:
 
 
 def on_the_cpu(monkeypatch, peer_us: float = 8.0) -> None:
-    """Everything but the device and the clock: ours take 2 us, a copy 3, a multiplication 4. Contenders make their first and last call."""
+    """All except the device and the clock: ours take 2 us, a copy 3, a multiplication 4. Contenders make their first and last call."""
     monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})
     monkeypatch.setattr("ssmgen.families.slot_copy.bench.copy", lambda state, slots, pdl: lambda i: slots[i])
     monkeypatch.setattr(report, "usable", lambda peers: {name: call for name, call in peers.items() if call})
@@ -126,7 +126,7 @@ def on_the_cpu(monkeypatch, peer_us: float = 8.0) -> None:
 
 
 def without_a_gpu(monkeypatch) -> None:
-    """Everything but the device, the clock and the peers, of which each takes 4 us where we take 2."""
+    """All except the device, the clock and the peers; each peer takes 4 us where we take 2 us."""
     torch.manual_seed(0)
     monkeypatch.setattr(report, "need_device", lambda: None)
     monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})

@@ -8,7 +8,7 @@ import torch
 
 
 def give_back(above: int = 1 << 30) -> None:
-    """What the allocator holds and does not need, if it has reserved more than so many bytes."""
+    """Frees the memory that the allocator holds but does not need, if it has reserved more than `above` bytes."""
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > above:
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""chunk_delta_rule's second kernel by itself: prompts, the images of their chunks, made here, and what a launch in the emulator leaves."""
+"""Runs the second kernel of chunk_delta_rule alone, in the emulator, on prompts whose chunk images are made here."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def recurrence(p: Prompt, before: Tensor | None = None) -> tuple[Tensor, list[Te
 
 
 def images(p: Prompt) -> Tensor:
-    """[numbers, HV, IMAGE] bytes: those of a prompt's chunks; NaN in those that are nobody's."""
+    """[numbers, HV, IMAGE] bytes: the images of a prompt's chunks; NaN in images that belong to no chunk."""
     views = {"q": p.q, "k": p.k, "v": p.v, "g": p.decays * math.log(2), "beta": p.beta}
     views = {name: t.unsqueeze(0) for name, t in views.items()} | {"cu_seqlens": torch.tensor([0, *p.lengths]).cumsum(0)}
     made = images_of(views, Options(gate="log", l2norm=True))
@@ -106,7 +106,7 @@ def _operands(
     pool: Mapping[str, Tensor] | None,
     positions: Sequence[int] | None,
 ) -> dict[str, Tensor]:
-    """Operands of a launch, as `walked` says; inner: axes of a state. What is to be written holds sevens."""
+    """Operands of a launch, as `walked` says; inner: axes of a state. Outputs are filled with sevens."""
     count = len(p.lengths)
     named: dict[str, Tensor] = {"images": images(p), "q": p.q, "k": p.k, "v": p.v, "out": torch.full_like(p.v, 7.0)}
     if batch:
@@ -139,11 +139,11 @@ def walked(
     change: Callable[[str], str] = str,
     **how: Any,
 ) -> dict[str, Tensor]:
-    """What a launch leaves: out, and final_states or the pool's state, and checkpoints.
+    """The outputs of a launch: out, and final_states or the pool's state, and checkpoints.
 
-    make: the class of the spec, of which `how` says more than what follows from the operands. batch: sequences of one length are an axis of
-    their own. before: states to start from. pool: `state`, and `state_indices` and `has_initial_state` where there are any. positions: of
-    checkpoints. given: operands in place of those made here. change: edits the kernel's text.
+    make: the class of the spec; `how` adds fields that do not follow from the operands. batch: sequences of equal length form a batch axis.
+    before: initial states. pool: `state`, with optional `state_indices` and `has_initial_state`. positions: of checkpoints. given: operands
+    that replace the ones made here. change: edits the kernel's text.
     """
     tokens, (HV, V), K, count = len(p.v), p.v.shape[1:], p.q.shape[2], len(p.lengths)
     inner = (HV, V, K) if layout is Layout.VK else (HV, K, V)

@@ -1,4 +1,4 @@
-"""Operands for combine_splits: strided, poisoned, guarded; what it must do with them, and by how much it may be off."""
+"""Operands for combine_splits: strided, poisoned, guarded; its expected results and their error bounds."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _gaps(shape: tuple[int, ...], odd: int = 0) -> tuple[int, ...]:
-    """A copy with room behind every axis, which leaves 16 bytes aligned."""
+    """Strides with a gap after every axis, which keeps the alignment to 16 bytes."""
     strides, reach = [1], shape[-1] + 8 + odd
     for n in reversed(shape[:-1]):
         strides.append(reach)
@@ -130,7 +130,7 @@ LAYOUTS = {
 
 @dataclass
 class Call:
-    """A call's arguments, and what surrounds them in memory."""
+    """A call's arguments and the memory around them."""
 
     case: Case
     memory: Memory
@@ -202,7 +202,7 @@ class Expected:
 
 
 def _groups(views: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, tuple[int, ...]]]:
-    """(o, lse, place in out) in float64 of what has splits of its own."""
+    """(o, lse, place in out) in float64 for each group of splits."""
     if "o_other" in views:
         yield *(torch.stack([views[n], views[f"{n}_other"]]).double() for n in ("o", "lse")), ()
     elif "num_splits" in views:
@@ -213,7 +213,7 @@ def _groups(views: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, tuple[in
 
 
 def expected(call: Call) -> Expected:
-    """What a call must do, before it is made.
+    """The results that a call must give, with error bounds. Computed before the call.
 
     A weight 2^x is off by the roundings of x (three of 2^-24 of it, times ln 2) and of ex2.approx (2 ulp); sums of S terms, chains of S / 8
     or S / 32 by 2^-24 for each step; rcp.approx by 1 ulp, log2f by 1. Numbers below 2^-118 may have been flushed. A result rounded past a
@@ -247,7 +247,7 @@ def expected(call: Call) -> Expected:
             share = 1 - part
             sums_off = sums_off + part * eps * (4 + 3 * (sink.abs() + (sink - origin).abs()))
         worst = torch.where(live, 3 * eps * math.log(2) * x.abs().nan_to_num(posinf=0), 0)
-        worst = worst.where(weight > 2.0**-40, 0).amax(0)  # those that weigh less are below a rounding
+        worst = worst.where(weight > 2.0**-40, 0).amax(0)  # splits below this weight are lost in rounding
         relative = worst + (4 + len(lse) / 8 + 5) * eps + sums_off + 4 * eps
         bounds["out"][where] = 2 * relative[..., None] * size * share[..., None] + 2.0**-118
         if "lse_out" in bounds:
@@ -267,7 +267,7 @@ def assert_matches(call: Call, want: Expected) -> None:
     results = [call.views[n] for n in ("out", "lse_out") if n in call.views]
     for name, result, right, bound in zip(("out", "lse_out"), results, want.results, want.bounds, strict=False):
         got = result.detach().cpu().double()
-        same = (got == right) | (got.isnan() & right.isnan())  # what is left as it is was NaN
+        same = (got == right) | (got.isnan() & right.isnan())  # elements that the call leaves unchanged were NaN
         excess = torch.where(same, 0.0, (got - right).abs() / bound).nan_to_num(nan=INF)
         assert not excess.numel() or excess.max() <= 1, f"{name} off by {float(excess.max()):.2f} x its bound"
 

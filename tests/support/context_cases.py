@@ -19,9 +19,9 @@ from ssmgen.errors import ArgumentError
 
 PIECES = {4: (20, 24, 0, 16)}  # tokens of each rank, by how many ranks there are
 TOKENS = 60
-# Sequences begin on an edge, have no tokens, end on the rank where they began, and go over one, two and all edges; some tokens are of none.
-EXACT = ("chunk_scan", "chunk_simple_gla", "chunk_lightning_attn", "causal_conv1d")  # f32 is among what they take
-THOROUGH = ("chunk_scan", "chunk_kda", "causal_conv1d")  # one of each kind: the others in two forms
+# Sequences start on a rank's edge, are empty, end on their first rank, or cross one, two or all edges; some tokens belong to none.
+EXACT = ("chunk_scan", "chunk_simple_gla", "chunk_lightning_attn", "causal_conv1d")  # they take f32 inputs
+THOROUGH = ("chunk_scan", "chunk_kda", "causal_conv1d")  # one function of each kind; the others run in two forms
 STARTS = {"several": (0, 12, 20, 20, 37, 54, 60), "one": (0, 60), "gaps": (5, 24, 42)}
 
 
@@ -63,7 +63,7 @@ def packed(function: str, call: Tensors, starts: tuple[int, ...]) -> Tensors:
 
 
 def states(function: str, call: Tensors, dtype: torch.dtype = F32) -> torch.Tensor:
-    """What its sequences begin in."""
+    """The initial states of the call's sequences."""
     starts = call.get("cu_seqlens", call.get("query_start_loc"))
     count = len(next(call[n] for n in ("x", "v") if n in call)) if starts is None else len(starts) - 1
     some = next(t for t in call.values() if isinstance(t, torch.Tensor))
@@ -102,7 +102,7 @@ def agrees(mesh: Any, function: str, call: Tensors, begin: torch.Tensor | None, 
         assert ends.dtype == begin.dtype
     want = divided(function, {next(n for n in RULES[function].returns): out}, pieces, rank)["out"]
     starts = call.get("cu_seqlens", call.get("query_start_loc"))
-    if starts is not None:  # what is of no sequence has no output
+    if starts is not None:  # tokens outside every sequence have no output
         first = sum(pieces[:rank])
         own = [t for t in range(pieces[rank]) if starts[0] <= first + t < starts[-1]]
         axis = -1 if function == "causal_conv1d" else 0
@@ -145,7 +145,7 @@ def forms_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float, fl
 
 
 def dtensors_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float, float], over_heads: bool = False) -> None:
-    """Tensors sharded over their tokens, and on another axis of the mesh over heads: outputs lie as they do, final states everywhere."""
+    """Tensors sharded over tokens, and on another mesh axis over heads. Outputs are sharded like them; final states are replicated."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -168,7 +168,7 @@ def dtensors_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float,
 
 
 def what_is_begun_is_finished(mesh: Any, call: Tensors, form: Tensors) -> None:
-    """A family may begin ahead of the exchange, on the last rank too, and go on from there; with packed sequences it begins anew."""
+    """A family may start before the exchange, also on the last rank, and continue after it. Packed sequences start over."""
     function, rule, asked = ssmgen.chunk_delta_rule, CONTEXTS["chunk_delta_rule"], []
     ranks, rank, finished = mesh.size(), mesh.get_local_rank(), []
 
@@ -195,7 +195,7 @@ def what_is_begun_is_finished(mesh: Any, call: Tensors, form: Tensors) -> None:
 
 
 def nothing_goes_on(mesh: Any, call: Tensors) -> None:
-    """A convolution of width 1, and packed sequences that are none."""
+    """A convolution of width 1, and an empty list of packed sequences, pass no state on."""
     pieces, rank = PIECES[mesh.size()], mesh.get_local_rank()
     mine = {n: t.clone() for n, t in divided("causal_conv1d", call, pieces, rank).items()}
     want = divided("causal_conv1d", {"x": ssmgen.causal_conv1d(**call)}, pieces, rank)["x"]
@@ -266,7 +266,7 @@ def long(name: str, device: str, tokens: int) -> Tensors:
 
 
 def agrees_on_cards(mesh: Any, function: str, call: Tensors, begin: torch.Tensor | None, captured: bool = False) -> None:
-    """With the same call on one card, but for roundings of products."""
+    """The result equals the same call on one card, except for roundings of products."""
     tokens = next(call[n] for n in ("x", "v") if n in call).shape[0 if "cu_seqlens" in call else 1]
     group, rank, pieces = mesh.get_group(), mesh.get_local_rank(), (tokens * 3 // 5, tokens - tokens * 3 // 5)
     call = call | ({} if begin is None else {"initial_states": begin}) | {"return_final_states": True}

@@ -40,7 +40,7 @@ class Case:
     taps: str = "dense"  # odd, transposed
     silu: bool = True
     scale: float = 1.0  # of x
-    out: str = ""  # a layout; empty: that of x
+    out: str = ""  # a layout; empty: the layout of x
     seq_idx: bool = False
     initial: bool = False
     final: str = ""  # new; in_place: in initial_states
@@ -48,7 +48,7 @@ class Case:
     started: bool = False
     index: torch.dtype | None = None
     starts: torch.dtype = I32
-    states: str = "channels"  # what is contiguous; or: windows, gaps
+    states: str = "channels"  # the contiguous axis; or: windows, gaps
     pad_slot_id: int = -1
 
     @property
@@ -67,9 +67,9 @@ class UpdateCase:
     batch: int = 6
     tokens: int | None = None  # None: no tokens axis
     lengths: tuple[int, ...] = ()  # packed sequences
-    state: str = "windows"  # what is contiguous; or: channels, channels_odd, any
+    state: str = "windows"  # the contiguous axis; or: channels, channels_odd, any
     extra: int = 0  # entries of the state, beyond the fewest
-    layout: str = "channels"  # of x: what is contiguous; or: odd
+    layout: str = "channels"  # of x: the contiguous axis; or: odd
     x: torch.dtype = BF16
     weight: torch.dtype = BF16
     bias: torch.dtype | None = BF16
@@ -78,7 +78,7 @@ class UpdateCase:
     position: torch.dtype = I32
     starts: torch.dtype = I32
     index: torch.dtype | None = I32
-    saved: str = ""  # what is contiguous in the windows that are saved; or: odd
+    saved: str = ""  # the contiguous axis of the saved windows; or: odd
     saved_index: torch.dtype | None = None
     saved_tokens: int = 0  # of them, beyond or (negative) below the most
     parents: torch.dtype | None = None  # of a draft tree
@@ -135,7 +135,7 @@ LAYOUTS |= {"gaps": LAYOUTS["first_slice"], "any": LAYOUTS["first_any"]}
 
 @dataclass
 class Call:
-    """A call's arguments, and what surrounds them in memory."""
+    """A call's arguments and the memory around them."""
 
     op: ModuleType
     memory: Memory
@@ -253,7 +253,7 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
 
 
 def tree_of(tokens: int, g: torch.Generator) -> tuple[list[int], list[int]]:
-    """First children and next siblings, -1 for none: each token but the first is the child of an earlier one, or nobody's."""
+    """First children and next siblings, -1 for none. Each token after the first is the child of an earlier token, or has no parent."""
     children, siblings = [-1] * tokens, [-1] * tokens
     for t in range(1, tokens):
         parent = int(torch.randint(-1, t, (1,), generator=g))
@@ -297,7 +297,7 @@ def make_update(case: UpdateCase, device: str, seed: int = 0) -> Call:
     if case.advance is RING:
         seen = [(0, 5, 17, 2, 1000, 3)[s % 6] for s in range(count)]
         kwargs["cache_seqlens"] = memory.fill("cache_seqlens", torch.tensor(seen, dtype=case.position))
-    if case.parents:  # the token before, the first, two back; and what is none: itself, a later one, negative
+    if case.parents:  # the token before, the first, two back; and invalid: itself, a later one, negative
         kinds = (lambda t: t - 1, lambda t: 0, lambda t: t - 2, lambda t: t, lambda t: t + 2, lambda t: -9)
         columns = max(case.longest - (2 if case.lengths else 0), 1)
         tree = [[kinds[int(torch.randint(6, (1,), generator=g))](t) for t in range(columns)] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What holds of causal_conv1d and causal_conv1d_update: bounds of their results, laws; and their kernels on a CPU."""
+"""Laws and error bounds of causal_conv1d and causal_conv1d_update, and runs of their kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def activated(total: Tensor, size: Tensor, width: int, silu: bool, dtype: torch.
     """(output, how far a computation in f32 with one rounding at the store may be from it) of a float64 sum and its absolute sum.
 
     A chain of `width` multiply-adds rounds as often, each time by 2^-24 of the absolute sum at most. silu's slope is below 1.1; its
-    ex2.approx (2^-22), rcp.approx (2^-23) and two roundings stay below 2^-21, and the argument's roundings cost |v| 2^-23 more; what
-    it flushes to zero is below 2^-118. A result rounded past a power of two is off by the error twice.
+    ex2.approx (2^-22), rcp.approx (2^-23) and two roundings stay below 2^-21, and the argument's roundings cost |v| 2^-23 more. Values
+    flushed to zero are below 2^-118. A result rounded past a power of two is off by the error twice.
     """
     error = (width + 1) * 2.0**-24 * size
     if silu:
@@ -52,7 +52,7 @@ def activated(total: Tensor, size: Tensor, width: int, silu: bool, dtype: torch.
 
 
 def expected(call: Call) -> Expected:
-    """What a call must do, before it is made."""
+    """The results that a call must give, with error bounds. Computed before the call."""
     views = {n: t.detach().cpu() for n, t in call.views.items()}
     states = [n for n in call.op.FAMILY.written if n in views and n != "out"]
 
@@ -90,7 +90,7 @@ def assert_matches(call: Call, want: Expected) -> None:
     assert (difference <= 1).all(), f"out off by {float(difference.nan_to_num(nan=torch.inf).max()):.2f} x its bound"
 
 
-# The emulator: kernels on a CPU. It stops at what is out of bounds, misaligned, or written by two threads.
+# The emulator: kernels on a CPU. It stops at accesses that are out of bounds or misaligned, and at elements written by two threads.
 
 
 def emulate(op: ModuleType, given: tuple[Any, ...], options: Any, spec: KernelSpec | None = None, arch: Arch = SM90, change=str) -> None:
@@ -111,7 +111,7 @@ def emulate(op: ModuleType, given: tuple[Any, ...], options: Any, spec: KernelSp
 
 
 def emulated(op: ModuleType):
-    """What stands for the public function."""
+    """A function that runs the operator in the emulator and has the public function's signature."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         call = getattr(ssmgen, op.OPERATOR).build(*args, **kwargs)
@@ -121,7 +121,7 @@ def emulated(op: ModuleType):
     return function
 
 
-# Laws, of the public functions or of what stands for them: they take both, and a device.
+# Laws of the public functions or of their emulated versions. Each law takes both functions and a device.
 
 
 class Draw:
@@ -195,7 +195,7 @@ def ring_equals_shift(update: Any, draw: Draw, state_len: int, tokens: int) -> N
 
 
 def speculation_equals_the_accepted_history(forward: Any, update: Any, draw: Draw, tokens: int, steps: int = 8) -> None:
-    """Each step's outputs are those of a convolution over all that was accepted before it, and its own tokens."""
+    """Each step's outputs equal a convolution over the accepted history and the step's own tokens."""
     batch, width = 3, draw.width
     state = draw.states(batch, width - 2 + tokens)
     history = [state[b, :, : width - 1].clone() for b in range(batch)]
@@ -222,7 +222,7 @@ def a_tree(update: Any, draw: Draw, x: Tensor, past: Tensor, parents: Any) -> tu
 
 
 def a_chain_is_no_tree(update: Any, draw: Draw, state_len: int, tokens: int = 7) -> None:
-    """Also where numbers are no earlier token's: each then goes on from the one before it."""
+    """Parents that are not earlier tokens also make a chain: each token then follows the one before it."""
     x, past = draw.tokens(3, length=tokens), draw.states(3, state_len)
     want = a_tree(update, draw, x, past, None)
     for parents in (range(-1, tokens - 1), [-1] * tokens, range(tokens), [2**31 - 1] * tokens, [-(2**31)] * tokens):

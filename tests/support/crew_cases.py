@@ -55,7 +55,7 @@ def slow_times(calls, sets, specs, rounds, captures) -> dict[KernelSpec, float]:
 
 
 def stand_in(put: Callable[[Any, str, Any], None]) -> None:
-    """Puts a card's stand-in, and one operator's cases, in the place of what `tune` uses; a death in that of a compilation."""
+    """Replaces the card and the cases that `tune` uses with stand-ins for one operator. `begin` may kill it."""
     begun: list[int] = []
     variants = [s for s in registry.OPERATORS[OP].space(PROBLEM, SM90) if s.pdl.value != "off"][:6]
     bench = search.Bench(GPU, model.Card(SM90, 132, 4.2), "CUDA 13.0", "a build")
@@ -81,7 +81,7 @@ def stand_in(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """For processes whose caches lie in a folder."""
+    """The environment of processes whose caches lie in a folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SSMGEN_", "TORCHELASTIC"))}
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     return kept | {"SSMGEN_CACHE_DIR": str(folder), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more

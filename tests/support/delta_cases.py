@@ -80,7 +80,7 @@ ADVERSARIAL: dict[str, dict[str, float]] = {
 }
 
 
-# Calls and what runs them.
+# Calls and the functions that run them.
 
 
 def views_of(call: Any) -> dict[str, Tensor]:
@@ -91,15 +91,15 @@ def views_of(call: Any) -> dict[str, Tensor]:
 def emulated(
     *, function: Any = None, spec: Any = None, arch: Arch = SM90, change: Callable[[str], str] = str, prepared: bool = False, **kwargs: Any
 ) -> Any:
-    """The call's result as its kernels make it in the emulator: of the given variant, or what is made for its problem, or the registry's
-    choice. `change` edits their texts; prepared: the images are float64's, rounded, and the first kernel does not run."""
+    """The call's result from its kernels in the emulator. spec: a variant, or a function of the problem that makes one; None: the
+    registry's choice. `change` edits the kernels' texts. prepared: float64 images, rounded, replace the first kernel."""
     call = (function or ssmgen.chunk_gated_delta_rule).build(**kwargs)
     views, family = views_of(call), call.caller.family
     where = {n: t.data_ptr() for n, t in call.operands.items()}
     problem, size = family.problem_of(views, where, call.options), family.size_of(views)
     if size:
         spec = spec(problem) if callable(spec) else spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
-        call.operands["workspace"].fill_(0xFF)  # NaN, whatever it is read as
+        call.operands["workspace"].fill_(0xFF)  # NaN in every dtype
         if prepared:
             packed = pack(images_of(views, call.options), views["v"].dtype)
             call.operands["workspace"][: len(packed)] = packed
@@ -133,7 +133,7 @@ def problem_of(function: Any = None, **kwargs: Any) -> DeltaProblem:
 
 
 def exact(call: Mapping[str, Any], function: Any = None, **more: Any) -> dict[str, Tensor]:
-    """What the call must write, in float64, token by token."""
+    """The tensors that the call must write, in float64, token by token."""
     built = (function or ssmgen.chunk_gated_delta_rule).build(**call, **more)
     views = views_of(built)
     views = placed(views, views["v"].shape[-2] * views["v"].shape[-1] * views["k"].shape[-1])
@@ -166,8 +166,8 @@ def is_accurate(run: Run, sizes: Sizes, tokens: int, **kind: float) -> None:
 
 
 def segments_are_as_accurate(whole: Run, cut: Run, sizes: Sizes, tokens: int, **kind: float) -> None:
-    """Errors are those of one segment, to a twentieth: of outputs, and of states but where keys are near. There most of a state's error
-    is along the direction that they share, one number per head, and a draw: over 48 heads the same to 2 %, of one up to 18 % more."""
+    """Errors stay within a twentieth of the one-segment errors, except states with near keys. Most of such a state's error is along the
+    keys' common direction: one number per head, and random. It agrees to 2 % over 48 heads, and differs by up to 18 % for one."""
     call = make(sizes, 1, tokens, **kind) | {"initial_states": states(sizes, 1), "return_final_states": True}
     wanted = exact(call)
     for name, one, several in zip(("out", "final_states"), whole(**call), cut(**call), strict=True):
@@ -177,7 +177,7 @@ def segments_are_as_accurate(whole: Run, cut: Run, sizes: Sizes, tokens: int, **
 
 
 def lengths_are_accurate(run: Run, sizes: Sizes, lengths: Sequence[int]) -> None:
-    """Accuracy of packed sequences of so many tokens, and of each one's state."""
+    """Outputs and states of packed sequences of these lengths are accurate."""
     call = make(sizes, sum(lengths)) | {"cu_seqlens": starts_of(lengths, sizes.device), "return_final_states": True}
     wanted = exact(call)
     out, last = run(**call)
@@ -212,7 +212,7 @@ def a_cut_changes_no_bit(run: Run, sizes: Sizes, tokens: int, cut: int) -> None:
 
 
 def a_pool_is_touched_where_it_should_be(run: Run, sizes: Sizes, state: torch.dtype, layout: str = "vk") -> None:
-    """Slots that nobody has hold NaN, and so do those of sequences that start from nothing, those of none and tokens of no sequence."""
+    """NaN fills unused slots, slots of empty sequences, slots of sequences that start from zeros, and tokens outside every sequence."""
     lengths, slots, started = (65, 7, 0, 16, 64), (3, 20, 7, 0, -1), (True, True, True, False, True)
     memory, tokens = Memory(sizes.device), sum(lengths) + 9
     call = make(sizes, tokens)
@@ -237,7 +237,7 @@ def a_pool_is_touched_where_it_should_be(run: Run, sizes: Sizes, state: torch.dt
 
 
 def neighbours_do_not_matter(run: Run, sizes: Sizes, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
     call = make(sizes, sum(lengths) + 9)
     starts = starts_of((4, *lengths), sizes.device)[1:]
     plain, last = run(**call, cu_seqlens=starts, return_final_states=True)
@@ -251,7 +251,7 @@ def neighbours_do_not_matter(run: Run, sizes: Sizes, lengths: Sequence[int]) -> 
 
 
 def states_of_a_pool_may_begin_elsewhere(run: Run, sizes: Sizes, state: torch.dtype, index: torch.dtype | None) -> None:
-    """From dense states into a pool: the bits of the call without one; a sequence of no slot or without tokens touches none."""
+    """Dense states into a pool give the bits of a call without a pool. A sequence without a slot or without tokens changes no slot."""
     lengths = (65, 7, 0, 16)
     memory, call = Memory(sizes.device), make(sizes, sum(lengths))
     call |= {"cu_seqlens": starts_of(lengths, sizes.device), "initial_states": states(sizes, len(lengths), state)}
@@ -285,7 +285,7 @@ def layout_changes_no_bit(run: Run, sizes: Sizes, offset: int) -> None:
 
 
 def order_of_states_changes_no_bit(run: Run, sizes: Sizes, state: torch.dtype) -> None:
-    """States in the layout kv are the transposes of those in vk."""
+    """States in layout kv are the transposes of states in layout vk."""
     call, before = make(sizes, 2, 70), states(sizes, 2, state)
     out, last = run(**call, initial_states=before, return_final_states=True)
     turned = before.transpose(2, 3).contiguous()
@@ -294,8 +294,8 @@ def order_of_states_changes_no_bit(run: Run, sizes: Sizes, state: torch.dtype) -
 
 
 def gates_agree(run: Run, plain: Run, sizes: Sizes) -> None:
-    """A raw gate, a linear one and a log decay say the same, and so do a logit of beta and beta; a decay of 0 forgets everything, one of 1
-    nothing. plain: as ssmgen.chunk_delta_rule."""
+    """A raw gate, a linear gate and a log decay agree, and so do a logit of beta and beta. A decay of 0 erases the state, a decay of 1
+    keeps it. plain: as ssmgen.chunk_delta_rule."""
     call = make(sizes, 1, 70)
     call["v"][:, :2] *= 100
     raw = torch.randn(1, 70, sizes.heads, generator=torch.Generator().manual_seed(3)).to(sizes.device)

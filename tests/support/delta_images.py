@@ -1,4 +1,4 @@
-"""chunk_delta_rule: what the first kernel leaves for the second, in float64, and as the bytes that it is."""
+"""chunk_delta_rule: the first kernel's images, which the second kernel reads, in float64 and as bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDED = {torch.bfloat16: 3e-3, torch.float16: 7.5e-4}
 
 @dataclass(frozen=True)
 class Images:
-    """What the first kernel leaves, by number of a chunk and head; served: [numbers], tokens of each, 0 of nobody's."""
+    """The first kernel's images by chunk number and head; served: [numbers], tokens in each, 0 for images that belong to no chunk."""
 
     T: Tensor  # [numbers, HV, 64, 64]
     P: Tensor
@@ -32,8 +32,8 @@ class Images:
 
 
 def images_of(views: Mapping[str, Tensor], options: Any) -> Images:
-    """In float64, of a call's views. Where there is no token, T is the identity, c_x and c_o are as large as 1 / |k| of zeros is, and all
-    else is zero."""
+    """Images in float64 from a call's views. In rows without a token T is the identity, c_x and c_o have the size of 1 / |k| for zeros, and
+    all else is zero."""
     q, k, beta = views["q"].double(), views["k"].double(), beta_of(views["beta"], options.beta, torch.float64)
     a = decays_of(views.get("g"), options.gate, views.get("A_log"), views.get("dt_bias"), views["beta"], torch.float64)
     heads = beta.shape[2]
@@ -61,7 +61,7 @@ def images_of(views: Mapping[str, Tensor], options: Any) -> Images:
 
 
 def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
-    """(row of the batch, first token, behind the last one) of each sequence."""
+    """(row of the batch, first token, one past the last token) of each sequence."""
     batch, length = views["v"].shape[:2]
     if "cu_seqlens" not in views:
         return [(b, 0, length) for b in range(batch)]
@@ -73,7 +73,7 @@ def _image(q: Tensor, k: Tensor, rq: Tensor, rk: Tensor, beta: Tensor, a: Tensor
     """(T, P, c_x, c_u, c_o, decay) of a chunk's tokens."""
     count = len(a)
     behind = torch.ones(count, count, dtype=torch.float64).tril(-1).bool()
-    through = torch.where(behind, a[:, None], 1.0).cumprod(0).tril()  # what is left at i of what was there behind j
+    through = torch.where(behind, a[:, None], 1.0).cumprod(0).tril()  # the part of the state after token j that remains at token i
     A = rk[:, None] * (beta * rk) * through * (k @ k.T)
     T = torch.linalg.inv(torch.eye(count, dtype=torch.float64) + A.tril(-1))
     P = (rq[:, None] * (beta * rk) * through * (q @ k.T)).tril()
@@ -82,7 +82,7 @@ def _image(q: Tensor, k: Tensor, rq: Tensor, rk: Tensor, beta: Tensor, a: Tensor
 
 
 def _places() -> Tensor:
-    """[64, 64]: where a number of T or P lies among the 16-bit numbers of its panels; -1 for those that are not kept."""
+    """[64, 64]: the index of each element of T or P among the 16-bit numbers of its panels; -1 for elements that are not kept."""
     rows, columns = torch.meshgrid(torch.arange(CHUNK), torch.arange(CHUNK), indexing="ij")
     panel, inner = columns // PANEL, columns % PANEL
     begins = torch.tensor([0, *PANEL_BYTES]).cumsum(0)[:PANELS][panel] // 2
@@ -91,7 +91,7 @@ def _places() -> Tensor:
 
 
 def pack(images: Images, x: torch.dtype) -> Tensor:
-    """The bytes that the first kernel should leave, but for roundings; NaN where there is no chunk."""
+    """The bytes that the first kernel should leave, except roundings; NaN where there is no chunk."""
     numbers, heads = images.decay.shape
     found = torch.full((numbers, heads, IMAGE), 0xFF, dtype=torch.uint8)
     places = _places()
@@ -108,7 +108,7 @@ def pack(images: Images, x: torch.dtype) -> Tensor:
 
 
 def unpack(workspace: Tensor, images: Images, x: torch.dtype) -> Images:
-    """What is in a workspace, as the images of the same call would be."""
+    """A workspace's contents as Images, to compare with the images of the same call."""
     numbers, heads = images.decay.shape
     found = workspace.cpu()[: numbers * heads * IMAGE].view(numbers, heads, IMAGE)
     places = _places()
@@ -124,7 +124,7 @@ def unpack(workspace: Tensor, images: Images, x: torch.dtype) -> Images:
 
 
 def images_are_right(found: Images, wanted: Images, x: torch.dtype, bound: float | None = None, coefficients: float = 1e-5) -> None:
-    """Numbers of tokens within `bound`, or `coefficients`, relative L2 by chunk and head; behind the last one, what is wanted."""
+    """Chunks with tokens agree within `bound`, or `coefficients`, relative L2 by chunk and head. T and P are exact after the last token."""
     limit = ROUNDED[x] if bound is None else bound
     for at, count in enumerate(wanted.served.tolist()):
         for name in ("T", "P", "c_x", "c_u", "c_o", "decay") if count else ():

@@ -1,4 +1,4 @@
-"""Prompts of delta rules as drop-in functions are called with them: operands, and what must come of them token by token in float64."""
+"""Prompts of delta rules in the form of drop-in calls: operands, and the expected results token by token in float64."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def operands(*lead: int, unit: bool = True) -> dict[str, Tensor]:
     return call | {"g": logsigmoid(randn(*lead, HV, seed=2, dtype=F32) + 2), "beta": randn(*lead, HV, seed=3).sigmoid()}
 
 
-# Checkpoints of whole chunks, as FlashInfer's callers ask for them; and one row more than there are.
+# Checkpoints of whole chunks, as FlashInfer's callers ask for them; and one row more than needed.
 STARTS = starts_of([length // CHUNK for length in LENGTHS], torch.int64)
 KEPT = {"state_checkpoints": torch.zeros(3, *POOL), "checkpoint_cu_starts": STARTS, "checkpoint_every_n_tokens": CHUNK}
-# What functions write of what they are given, by all of their names.
+# Operands that functions write, under all of their names.
 
 
 def states(count: int, dtype: torch.dtype = F32, layout: str = "vk") -> Tensor:
@@ -84,7 +84,7 @@ def vllm_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, Any]:
 
 
 def chunks_of(lengths: Sequence[int] = LENGTHS) -> list[tuple[int, int]]:
-    """(sequence, tokens ahead of it) of every chunk, as SGLang's caches of prefixes count them."""
+    """(sequence, tokens before the chunk) of every chunk, as SGLang's prefix caches count them."""
     return [(i, c * CHUNK) for i, length in enumerate(lengths) for c in range(-(-length // CHUNK))]
 
 
@@ -95,7 +95,7 @@ def flashinfer_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, 
 
 
 def checkpointed(lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = F32, every: int = CHUNK) -> dict[str, Any]:
-    """What FlashInfer's and vLLM's calls say of checkpoints: a row for each so many tokens of a sequence, and one of nobody's."""
+    """Checkpoint arguments of FlashInfer's and vLLM's calls: one row per `every` tokens of a sequence, and one unused row."""
     counts = [length // every for length in lengths]
     rows = torch.full((sum(counts) + 1, *POOL), UNTOUCHED, dtype=dtype)
     return {"state_checkpoints": rows, "checkpoint_cu_starts": starts_of(counts, torch.int64), "checkpoint_every_n_tokens": every}
@@ -107,12 +107,12 @@ def logs(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def sglang_call(lengths: Sequence[int] = LENGTHS, **more: Any) -> dict[str, Any]:
-    """As SGLang's Triton kernels call their function: the states are a pool, which is to be given."""
+    """The call of SGLang's Triton kernels: the states are a pool, which the caller must pass."""
     call: dict[str, Any] = operands(1, sum(lengths), unit=False) | {"cu_seqlens": starts_of(lengths), "head_first": False}
     return call | {"initial_state_indices": SLOTS[: len(lengths)], "use_qk_l2norm_in_kernel": True} | more
 
 
-# Of SGLang's method: after how many chunks the state of each sequence is wanted; -1 for none.
+# SGLang's method: the number of chunks after which each sequence's state is wanted; -1 for none.
 TRACKED = torch.tensor([1, -1, 0, 0], dtype=torch.int32)
 
 
@@ -123,7 +123,7 @@ def extend_call(pool: Tensor, **more: Any) -> dict[str, Any]:
 
 
 def assert_refused(function: Callable[..., Any], call: dict[str, Any], kind: type[Exception], words: str) -> None:
-    """In words, and nothing written."""
+    """The call raises this error with these words, and writes nothing."""
     written = [t for n in WRITTEN if (t := call.get(n)) is not None]
     before = [t.clone() for t in written]
     with pytest.raises(kind, match=words):

@@ -16,7 +16,7 @@ NARROW = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n
 
 
 def narrow(**changes) -> Preset:
-    """mamba2, as the presets have it but for its width."""
+    """The preset mamba2 with a smaller width."""
     return Preset(name="mamba2", like="none", kind="mamba2", source="these tests", sizes={**NARROW, **changes})
 
 
@@ -30,7 +30,7 @@ def narrow_delta_rule() -> Preset:
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """decoded() and what is around it run on CPU tensors: five kernels a step, and no capture."""
+    """decoded() and its callees run on CPU tensors: five kernels a step, and no capture."""
 
     def refuse(model, ids, room, fuse):
         raise RuntimeError("no stream to capture\nwith more below") from None

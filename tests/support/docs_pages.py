@@ -14,7 +14,7 @@ _FENCE = re.compile(r"^```(?P<language>[a-z]+)(?: (?P<info>[^\n]*))?\n(?P<text>.
 
 class Block(NamedTuple):
     language: str
-    info: str  # what stands behind the language, such as title="…"
+    info: str  # the text after the language, such as title="…"
     text: str
     line: int  # of the file, at which the text begins
 
@@ -49,7 +49,7 @@ def programs(page: Path) -> list[Block]:
 
 
 def run(page: Path, on_card: bool) -> dict[str, object]:
-    """Runs a page's examples in order in one namespace, those that need a GPU only if there is one; that namespace."""
+    """Runs a page's examples in order in one namespace and returns it. Examples that need a GPU run only if there is one."""
     names: dict[str, object] = {"__name__": "__docs__", "__file__": str(page)}
     for block in programs(page):
         padded = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's own line

@@ -28,8 +28,8 @@ def published(package: str) -> tempfile.TemporaryDirectory:
 
 
 def replaced(monkeypatch, plugin, package: str):
-    """The engine's functions by name, as its layers hold them, those of the same name by that of the drop-in; and ssu_backend, its backend
-    of Mamba's."""
+    """The engine's functions by name, as its layers hold them. Functions of equal name carry the drop-in's name; ssu_backend is the
+    engine's Mamba backend."""
     if torch.version.cuda is None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("SSMGEN_ENGINE_KEEP", raising=False)
@@ -58,7 +58,7 @@ def vllm_functions(monkeypatch):
 
 @pytest.fixture(name="sglang")
 def sglang_functions(monkeypatch):
-    """causal_conv1d_update is that of the layers, causal_conv1d_update_triton the other."""
+    """causal_conv1d_update is the function that the layers hold; causal_conv1d_update_triton is the other one."""
     for engine in replaced(monkeypatch, sglang, "sglang"):
         engine.causal_conv1d_update = import_module("sglang.srt.models.lfm2").causal_conv1d_update
         yield engine
@@ -107,6 +107,6 @@ def delta_token(
 
 
 def near(got: Tensor, want: Tensor) -> bool:
-    """Within a rounding to the dtype and those of a few f32 sums."""
+    """Equal within one rounding to the dtype and the roundings of a few f32 sums."""
     bound = (want.abs().max().item() + 1) * (torch.finfo(got.dtype).eps / 2 + 8 * (K + 8) * torch.finfo(F32).eps)
     return got.shape == want.shape and (got.double() - want).abs().max().item() <= bound

@@ -1,7 +1,7 @@
 """The engines' functions on the operands of ssmgen's own cases: strided, poisoned, guarded, and with those cases' bounds.
 
-A form is one way in which an engine calls one function. Its operands are made by the cases of the family behind it (`ssu_cases` and the
-others), so that what those know of its results, in float64, holds of the engine's call: padding, unused slots and guards included.
+A form is one way in which an engine calls one function. The family's own cases (`ssu_cases` and the others) make its operands. Their
+float64 results and bounds then hold for the engine's call, with padding, unused slots and guards.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MAKERS |= {conv_laws: conv_cases.make, combine_cases: combine_cases.make, norm_
 
 @dataclass(frozen=True)
 class Form:
-    """engine, name: the function, as the fixtures of engine_calls hold it; laws: the module that knows what comes of its case.
+    """engine, name: the function, as the fixtures of engine_calls hold it; laws: the module that knows its expected results.
 
-    arguments: of the case's operands, the engine's. relay: changes operands first, within the case's meaning.
+    arguments: makes the engine's operands from the case's. relay: changes operands first, within the case's meaning.
     """
 
     id: str
@@ -82,7 +82,7 @@ def load(call: Any, other: Any) -> None:
 
 
 def longer(t: Tensor) -> Tensor:
-    """Two more rows, of what guards the tensor: negative numbers."""
+    """Adds two rows of the tensor's guard: negative numbers."""
     return t.as_strided((t.shape[0] + 2, *t.shape[1:]), t.stride())
 
 
@@ -100,14 +100,14 @@ def _transposed(call: Any) -> None:
 
 
 def _zero_accepted_is_like_one(call: Any) -> None:
-    """A padded sequence has too large a count, as 0 is none here."""
+    """A padded sequence gets a count that is too large, because 0 is not padding here."""
     accepted = call.kwargs["num_accepted_tokens"]
     accepted[accepted == 0] = 1000
     accepted[accepted == 1] = 0
 
 
 def _mamba(given: dict[str, Any]) -> dict[str, Any]:
-    """What both engines call alike. A, D, dt and dt_bias of heads are expanded, as the layers do."""
+    """The arguments that both engines pass alike. A, D, dt and dt_bias of heads are expanded, as the layers do."""
     given = {n: t for n, t in given.items() if n in (*_POSITIONAL, "out")}
     if given["x"].dim() > 2:
         H, P, N = given["state"].shape[1:]
@@ -155,7 +155,7 @@ def _sglang_verify(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(given: dict[str, Any], **names: str) -> dict[str, Any]:
-    """The operands that are there, under other names; without the padding's slot and what is named nothing."""
+    """The operands that are present, renamed. The pad slot and operands whose new name is empty are dropped."""
     names = {"pad_slot_id": ""} | names
     return {names.get(n, n): t for n, t in given.items() if names.get(n, n)}
 
@@ -184,7 +184,7 @@ def _sglang_conv(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed_decode(given: dict[str, Any]) -> dict[str, Any]:
-    """q, k and v lie behind each other, in a part of a wider row."""
+    """q, k and v lie one after the other, in a part of a wider row."""
     q, k, v = (given[n] for n in "qkv")
     channels = sum(t.shape[1] * t.shape[2] for t in (q, k, v))
     rest = {"scale": given["scale"], "initial_state": given["state"], "use_qk_l2norm_in_kernel": True}
@@ -382,7 +382,7 @@ assert len({f.id for f in FORMS}) == len(FORMS)
 
 
 def padded_with(form: Form, device: str, slot: int) -> tuple[Any, Tensor, Tensor]:
-    """(a call all of whose padded rows have this slot, which rows those are, the pool). Slot 0 is nobody's, and zeros."""
+    """(a call all of whose padded rows have this slot, which rows those are, the pool). Slot 0 is unused and zero."""
     call = replace(form, case=replace(form.case, pad_slot_id=0)).make(device)
     given = operands(call)
     index = next(given[n] for n in ("state_indices", "conv_state_indices") if n in given)

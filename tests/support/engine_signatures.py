@@ -2,7 +2,7 @@
 
 SIGNATURES: {(module, name): parameters}, of vLLM 0.33.0 (source distribution) and SGLang 0.5.23 (wheel), without annotations. null_block_id
 and pad_slot_id have a module's constant for a default there, NULL_BLOCK_ID = 0 and PAD_SLOT_ID = -1.
-IMPORTS: {module: import statements}, those of the same releases that bind one of these functions by name.
+IMPORTS: {module: import statements}: the statements of the same releases that bind one of these functions by name.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ SIGNATURES = {
     (f"{_ATTENTION}.fla.layernorm_gated", "rms_norm_gated"): (
         "*, x, weight, bias, z=None, eps=1e-06, group_size=None, norm_before_gate=True, is_rms_norm=False, activation='swish'"
     ),
-    # Of sgl_kernel, from which this module imports it.
+    # This module imports it from sgl_kernel.
     (f"{_LAYERS}.flashattention_backend", "merge_state_v2"): "v_a, s_a, v_b, s_b, v_merged=None, s_merged=None",
     (f"{_ATTENTION}.linear.lightning_attn", "lightning_attention"): _LIGHTNING,
     (f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
@@ -208,7 +208,7 @@ _PACKED_AND_SIGMOID = "fused_recurrent_gated_delta_rule_packed_decode, fused_sig
 _TRITON = f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_update as causal_conv1d_update_triton"
 _WRAPPED = f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn, causal_conv1d_update"
 
-# The backend takes the function when it is made, and passes what is optional by name.
+# The backend takes the function when it is constructed, and passes optional arguments by name.
 _DISPATCH = """\
 class TritonSSUBackend:
     def __init__(self, config=None):
@@ -238,7 +238,7 @@ class ChunkGatedDeltaRule:
 
 _ALIGNMENT = "from vllm.model_executor.layers.mamba.kda_checkpoint import kda_prefill_checkpoint_alignment"
 
-# What the layers' buffers are parts of.
+# The layers' buffers are parts of this workspace.
 _WORKSPACES = """\
 def current_workspace_manager():
     from types import SimpleNamespace
@@ -246,7 +246,7 @@ def current_workspace_manager():
     return SimpleNamespace(get_simultaneous=lambda *specs: [full(shape, 77, dtype=dtype) for shape, dtype in specs])
 """
 
-# Of a step: by each layer's name.
+# The context of a step, by each layer's name.
 _CONTEXT = """\
 def get_forward_context():
     raise AssertionError("a test puts one here")
@@ -303,7 +303,7 @@ IMPORTS = {
     "vllm.v1.attention.backends.flashinfer": _MERGE,
     "vllm.model_executor.layers.attention.mla_attention": _MERGE,
     "vllm.model_executor.layers.attention.sparse_mla_attention": _MERGE,
-    # The dispatcher's own function of this name is another one, and must stay.
+    # The dispatcher's own function has the same name but differs, and must stay.
     f"{_OPS}.ssu_dispatch": _DISPATCH.format(
         ops=f"{_OPS}.mamba_ssm",
         noise=", enable_stochastic_rounding=c.enable_stochastic_rounding, cache_philox_rounds=c.stochastic_rounding_philox_rounds",
@@ -334,7 +334,7 @@ IMPORTS = {
         f"from {_ATTENTION}.fla.kda import chunk_kda\n"
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
     ),
-    # Its own function of this name is another one.
+    # This module's own function has the same name but differs.
     f"{_ATTENTION}.helion.kda_prefill": f"from {_ATTENTION}.fla.kda import chunk_kda as triton_chunk_kda",
     f"{_LAYERS}.linear.lightning_backend": (
         f"from {_ATTENTION}.linear.lightning_attn import lightning_attention, linear_decode_forward_triton\n"

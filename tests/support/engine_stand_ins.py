@@ -1,4 +1,4 @@
-"""Packages that stand in for the engines: the published functions, which only say that they ran, and the published imports of them."""
+"""Packages that stand in for the engines: the published functions, which only report that they ran, and their published imports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine_signatures import IMPORTS, SIGNATURES, VERSIONS
 
 DEFINED = "def {name}({parameters}):\n    return {answer!r}\n"
 METHOD = "class {owner}(Kernel):\n{static}    def {name}({parameters}):\n        return {answer!r}\n"
-# What a class inherits says what its methods can do.
+# A class inherits its methods' capabilities from here.
 KERNEL = "class Kernel:\n    supports_track_state_snapshot = False\n"
 
 
 def answer(module: str, name: str) -> str:
-    """What a stand-in returns."""
+    """The value that a stand-in returns."""
     return f"the engine's {module}.{name}"
 
 

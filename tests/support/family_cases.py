@@ -1,4 +1,4 @@
-"""What tests of all families ask of each, of families that say it in a file of their own, `tests/support/cases/<family>.py`."""
+"""Loads the calls for tests that run on every family, from each family's file `tests/support/cases/<family>.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CASES = Path(__file__).parent / "cases"
 
 
 def cases(kind: str) -> dict[str, Any]:
-    """Those of a kind, of all in one.
+    """The entries of one kind, of all families together.
 
     CALLS: {public name: makes the arguments by name of a small call on a device}; BENCH: {operator: options of its benchmark's `run`, two
     cases or more on CPU tensors}.

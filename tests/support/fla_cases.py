@@ -12,7 +12,7 @@ from ssmgen.compat import fla
 
 
 def bag(*lead: int) -> dict[str, Tensor]:
-    """Operands of all functions; keys, and what plays one, are of length about one, and slices of one row."""
+    """Operands of all functions. Keys, and operands used as keys, are slices of one row and have length about one."""
     keys = (randn(*lead, 5, HK, K, seed=1, dtype=F32) / K**0.5).bfloat16().unbind(-3)
     x = dict(zip(("q", "k", "p", "kk", "kb"), keys, strict=True))
     x |= {"v": randn(*lead, HV, V, seed=2), "v_narrow": randn(*lead, HK, V, seed=2)}
@@ -25,7 +25,7 @@ def bag(*lead: int) -> dict[str, Tensor]:
 
 RAW = "g=raw A_log dt_bias"
 KDA: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
-# Of flash-linear-attention's two functions: the name behind chunk_ and fused_recurrent_, what they take, by name or as another, and how.
+# flash-linear-attention's two functions: the name after chunk_ and fused_recurrent_, the operands (name=operand if renamed), the options.
 CASES = {
     "kda": ("kda", "q k v g=gk beta", {}),
     "kda-raw": ("kda", f"q k v {RAW} beta=logit", KDA | {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}),
@@ -45,7 +45,7 @@ CASES = {
     "simple_gla-none": ("simple_gla", "q k v", {}),
     "lightning_attn": ("lightning_attn", "q k v=v_narrow", {"layer_idx": 1, "num_layers": 4}),
 }
-V_FIRST = ("kda", "gdn2", "gla", "simple_gla")  # those that take state_v_first
+V_FIRST = ("kda", "gdn2", "gla", "simple_gla")  # functions that take state_v_first
 
 
 def call_of(case: str, chunk: bool, *lead: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def call_of(case: str, chunk: bool, *lead: int) -> dict[str, Any]:
 
 
 def both(case: str, options: dict[str, Any], *lead: int) -> tuple[Any, Any]:
-    """(what the function of prompts makes of it, what the one of tokens does)."""
+    """(result of the prompt function, result of the token function)."""
     name, *_ = CASES[case]
     return tuple(
         getattr(fla, f"{kind}_{name}")(**call_of(case, kind == "chunk", *lead), **options) for kind in ("chunk", "fused_recurrent")

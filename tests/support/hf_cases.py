@@ -19,7 +19,7 @@ from ssmgen.compat.hf import layers as hf_layers
 from ssmgen.compat.hf.functions import delta_faults, kda_faults
 from ssmgen.compat.hf.roles import name_in, plain
 
-# What is replaced in each model folder, as it ought to be found.
+# The replacements that are expected in each model folder.
 CONV = ("causal_conv1d_update", "causal_conv1d_fn")
 _SCANS = {
     ("mamba_selective_state_update", "mamba_selective_scan"): ("mamba", "falcon_mamba", "jamba", "zamba"),
@@ -31,7 +31,7 @@ _SCANS = {
 }  # fmt: skip
 MODELS = {m: (*CONV, *scans) for scans, models in _SCANS.items() for m in models}
 MODELS |= dict.fromkeys(("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop"), CONV)
-# Mixers that `fuse` replaces, by folder: those with a decode step of one call, and Mamba's, of which only prompts are.
+# Mixers that `fuse` replaces, by folder: mixers whose decode step is one call, and Mamba's, where only prompts are fused.
 LAYERS = {
     "mamba2": "Mamba2Mixer", "bamba": "BambaMixer", "falcon_h1": "FalconH1Mixer", "granitemoehybrid": "GraniteMoeHybridMambaLayer",
     "nemotron_h": "NemotronHMamba2Mixer", "zamba2": "Zamba2MambaMixer", "qwen3_next": "Qwen3NextGatedDeltaNet",
@@ -50,7 +50,7 @@ NORMS = {
 
 
 def undo_leaks() -> list[str]:
-    """Undoes every patch that is still in place. Returns what these had replaced."""
+    """Undoes every patch that is still active. Returns the objects that these had replaced."""
     leaked = sorted({r.label for r in hf._active.values()})
     for patch in {owner for r in list(hf._active.values()) for owner in r.owners}:
         patch.undo()
@@ -78,7 +78,7 @@ def built(name: str, **changes: Any) -> torch.nn.Module:
 
 
 def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The model as `from_pretrained` loads it in this dtype: with those weights in f32 that its code names."""
+    """The model as `from_pretrained` loads it in this dtype: with f32 weights where its code names them."""
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for name, parameter in model.named_parameters():
         if not any(part in name for part in kept):
@@ -91,7 +91,7 @@ def modeling(name: str) -> Any:
 
 
 def snapshot() -> dict[str, dict[str, Any]]:
-    """What all modeling files hold."""
+    """The contents of all modeling files."""
     return {name: dict(vars(modeling(name))) for name in TINY if known(name)}
 
 
@@ -114,7 +114,7 @@ def _convolutions(module: torch.nn.Module) -> int:
 
 
 def generate(model: torch.nn.Module, tokens: int, **changes: Any) -> Any:
-    """So many tokens behind two prompts of five, greedily, with logits and cache."""
+    """Generates `tokens` tokens after two prompts of five, greedily, with logits and cache."""
     ids = torch.arange(3, 13, device=next(model.parameters()).device).view(2, 5)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, **changes}
     with torch.no_grad():
@@ -146,7 +146,7 @@ def _listed(states: Any) -> list[Any]:
 
 
 class DecodeStep:
-    """The model's next step behind two prompts of five, as a function of the cache, of which `cache` is one."""
+    """The model's next step after two prompts of five, as a function of the cache; `cache` is such a cache."""
 
     def __init__(self, model: torch.nn.Module):
         ids = torch.arange(3, 13, device=next(model.parameters()).device).view(2, 5)
@@ -159,14 +159,14 @@ class DecodeStep:
 
 
 def forget(cache: Any, tokens: int = 5) -> None:
-    """Attention layers keep so many tokens, so that the cache of an endless generation does not grow."""
+    """Attention layers keep this many tokens. The cache of an endless generation then does not grow."""
     for layer in cache.layers:
         if getattr(layer, "keys", None) is not None:
             layer.keys, layer.values = layer.keys[..., -tokens:, :].clone(), layer.values[..., -tokens:, :].clone()
 
 
 def last_logits(step: DecodeStep, cache: Any, steps: int) -> torch.Tensor:
-    """The logits of the last of so many steps, without what tests of one step keep."""
+    """The logits of the last of `steps` steps. The caches keep only the tokens that `forget` leaves."""
     for _ in range(steps):
         logits = step(cache)
         forget(cache)
@@ -190,7 +190,7 @@ def unserved(function: str, dtype: torch.dtype) -> list[str]:
 
 
 def prompt_calls(name: str, model: torch.nn.Module) -> dict[str, hf.Calls]:
-    """The calls of a prompt. A card computes those that there are kernels for."""
+    """The calls of a prompt. A card computes only calls that have kernels."""
     layers, weight = convolutions(model), next(model.parameters())
     left = {function for function, ours in of_prompts(name).items() if weight.is_cuda and unserved(ours, weight.dtype)}
     counts = {function: layers * (scans_of_a_layer(name) if function == MAMBA1 else 1) for function in of_prompts(name)}
@@ -231,7 +231,7 @@ def minimax(**changes: Any) -> torch.nn.Module:
 
 
 class Prompt:
-    """What a model makes of a prompt of two rows: logits, and of every layer of the cache, the convolution's window and the state."""
+    """A model's results for a prompt of two rows: logits, and each cache layer's convolution window and state."""
 
     def __init__(self, out: Any):
         self.logits = out.logits
@@ -247,7 +247,7 @@ class Prompt:
             return cls(model(input_ids=ids.to(model.device), **{"use_cache": True, **how}))
 
     def go_on(self, model: torch.nn.Module, length: int) -> Prompt:
-        """Another prompt behind this one, on a copy of its cache."""
+        """Another prompt after this one, on a copy of its cache."""
         return self.run(model, length, **takes_cache(model, copy.deepcopy(self.cache)))
 
 
@@ -257,7 +257,7 @@ def norm_of_error(got: Prompt, exact: Prompt) -> float:
     return (sum(((a.double() - b.double()).norm() / b.double().norm()).item() ** 2 for a, b in pairs) / len(pairs)) ** 0.5
 
 
-# Of layers that are fused.
+# Fused layers.
 
 
 def mixer_class(name: str) -> type[torch.nn.Module]:
@@ -311,7 +311,7 @@ SOME: Any = Some()
 
 
 def fused_calls(name: str, model: torch.nn.Module, steps: int) -> dict[str, hf.Calls]:
-    """The calls of a fused generation with so many decode steps."""
+    """The calls of a fused generation with `steps` decode steps."""
     calls = fused_prompt_calls(name, model)
     prompts = calls.get(fused_label(name), hf.Calls(0, 0)).ssmgen
     norms = {label: SOME if name in INDEXED else hf.Calls(count * (steps + 1), 0) for label, count in norms_of_a_pass(model).items()}
@@ -324,7 +324,7 @@ def gated_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def norm_label(norm: torch.nn.Module) -> str:
-    """By the folder of its class, which is not always the model's."""
+    """The label uses the folder of the norm's class, which may differ from the model's."""
     return f"{type(norm).__module__.split('.')[2]}.{type(norm).__name__}"
 
 
@@ -340,7 +340,7 @@ def norms_of_a_pass(model: torch.nn.Module, mask: torch.Tensor | None = None) ->
 
     norms = [layer for layer in model.modules() if hf_between.style_of(type(layer)) is not None]
     hooks = [norm.register_forward_hook(count) for norm in norms]
-    patched = {r: (r.served, r.kept) for r in hf._active.values()}  # whose calls this pass is none of
+    patched = {r: (r.served, r.kept) for r in hf._active.values()}  # this pass must not change their counts
     with torch.no_grad():
         if mask is None:
             model(input_ids=torch.ones(1, 1, dtype=torch.long, device=next(model.parameters()).device))
@@ -365,7 +365,7 @@ def fused_prompt_calls(name: str, model: torch.nn.Module, mask: torch.Tensor | N
 
 
 def replaced() -> dict[str, Any]:
-    """What patches replace: functions of modeling files and forwards of layers."""
+    """Objects that patches replace: functions of modeling files and forwards of layers."""
     here = [name for name in TINY if known(name)]
     functions = {f"{name}.{f}": getattr(modeling(name), f) for name in here for f in MODELS[name] if hasattr(modeling(name), f)}
     functions |= {fused_label(name): vars(mixer_class(name))["forward"] for name in CLASSES if known(name)}

@@ -37,10 +37,10 @@ _IMAGES = {
 
 _SEE = ("qwen3_5", "qwen3_5_moe", "qwen4_exp", "inkling", "inkling2", "inkling2_loop")
 
-# What the configuration of a model is told, by its folder's name
+# Configuration arguments of each model, by its folder's name
 TINY: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8, "num_hidden_layers": 3},
-    "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "num_hidden_layers": 3},  # of which a norm takes 4 or more
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "num_hidden_layers": 3},  # a norm takes 4 or more of them
     "jamba": {
         **_ATTENTION,
         "num_hidden_layers": 4,

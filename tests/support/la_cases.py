@@ -18,7 +18,7 @@ from ssmgen.engine.recurrences.attention.operands import OF_KEY_HEADS, ROLES
 from ssmgen.families.linear_attention import planning as op
 
 I32, I64 = torch.int32, torch.int64
-# The operands of each function. What they are decides their shapes and values.
+# The operands of each function. Their roles decide their shapes and values.
 QKV = {"q": "query", "k": "key", "v": "value"}
 RULES: dict[str, dict[str, str]] = {
     "gated_delta_rule": QKV | {"g": "gate", "beta": "beta"},
@@ -49,13 +49,13 @@ class Case:
     lengths: tuple[int, ...] = ()  # ragged: packed as [tokens, …], or as [1, tokens, …] if `tokens` is 1
     batch: int = 5
     state: torch.dtype = F32
-    x: torch.dtype | None = BF16  # of all operands but the state, the weights and out; None: each of another type
+    x: torch.dtype | None = BF16  # of all operands except the state, weights and out; None: types differ
     weights: torch.dtype = F32
-    out: torch.dtype | None = None  # None: that of v
+    out: torch.dtype | None = None  # None: the dtype of v
     omit: tuple[str, ...] = ()  # operands left out
     gate: str = "log"  # softplus, bounded, bounded_plain (without A_log)
     bias: str = "full"  # flat: [HV K]; or none
-    extreme: bool = False  # gates that overflow what is not written with care
+    extreme: bool = False  # gates that overflow unless the kernel takes care
     shared_gate: bool = False  # g [HV]
     shared_bonus: bool = True  # u [HV, K]
     beta: str = "plain"  # sigmoid, twice
@@ -64,7 +64,7 @@ class Case:
     scale: float | None = None
     index: torch.dtype | None = I32
     pad_slot_id: int = -1
-    dst: str = ""  # row: one slot per sequence; token: one per token; own: those that the sequence may start from
+    dst: str = ""  # row: one slot per sequence; token: one per token; own: the slots that the sequence may start from
     accepted: torch.dtype | None = None
     kept: int | None = None  # columns of intermediate_states, beyond the most tokens; if negative, dst_state_indices has as few
     parents: torch.dtype | None = None  # of a draft tree
@@ -73,7 +73,7 @@ class Case:
     packed: int | None = None  # q, k, v are slices of one tensor, from this element on; g and beta of another
     slot_gap: int = 0  # elements between slots
     head_gap: int = 0  # elements between the heads of one
-    out_gap: bool = False  # out has strides of its own
+    out_gap: bool = False  # out has its own strides
     layout: str = "vk"
 
     @property
@@ -87,7 +87,7 @@ GDN = Case("gdn", **RAW)
 
 
 def _rules() -> list[Case]:
-    """Each function as its models call it, and with what else it takes."""
+    """Each function as its models call it, and with its other arguments."""
     kda, gdn2, comba, gla = (Case(rule, rule=rule) for rule in ("kda", "gdn2", "comba", "gla"))
     rwkv6, rwkv7 = (Case(rule, rule=rule, group=1, K=64) for rule in ("rwkv6", "rwkv7"))
     delta, dplr, simple, lightning = (
@@ -163,13 +163,13 @@ _KV = kv_matrix()[::16]
 
 
 def usual(case: Case) -> bool:
-    """Whether a case is among those that run always."""
+    """Whether a case always runs."""
     return case in _KV or (case.layout == "vk" and not case.id.endswith("-t3"))
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """What becomes of one sequence: its tokens are [row, start + i] of the operands."""
+    """The start and the outputs of one sequence. Its tokens are [row, start + i] of the operands."""
 
     row: int
     start: int
@@ -182,7 +182,7 @@ class Sequence:
 
 @dataclass
 class Call:
-    """A call's arguments, and what surrounds them in memory."""
+    """A call's arguments and the memory around them."""
 
     case: Case
     memory: Memory
@@ -201,7 +201,7 @@ class Call:
 
 
 def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Sequence]]:
-    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are none."""
+    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are invalid."""
     B, longest = len(case.counts), max(case.counts)
     columns = longest if case.dst == "own" else 4
     slots = B + 1 if case.index is None else 2 * B * max(columns, longest) + 9
@@ -223,7 +223,7 @@ def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Se
     rows, columns = [-7 if case.rows and b % 6 == 3 else (2 * b + 1 if case.rows else b) for b in range(B)], longest + (case.kept or 0)
     indices |= {"intermediate_state_indices": rows} if case.rows else {}
     trees: list[list[int]] = [[]] * B
-    if case.parents:  # a token back, two back, the first; and what is none: itself, a later one, far off, negative
+    if case.parents:  # one back, two back, the first; and invalid: itself, a later one, far off, negative
         made = [lambda t: t - 1, lambda t: 0, lambda t: t - 2, lambda t: t, lambda t: t + 1, lambda t: 2**31 - 1, lambda t: -7]
         trees = [[made[(b + t * t) % 7](t) for t in range(longest - (1 if case.lengths else 0))] for b in range(B)]
         indices["parents"] = trees
@@ -304,8 +304,8 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
 
 def step(S: Approx, reach: Tensor, x: Mapping[str, Approx], options: op.Options, roundings: int) -> tuple[Approx, Tensor, Approx]:
     """(new state [HV, V, K], its reach, output [HV, V]) of one token. The state's errors go through the recurrence as its values do.
-    `reach`: absolute values of all terms that the state is a sum of; a product with it may be a sum of theirs, <D S, q> + e <k, q>.
-    Scale, decay and norms may be applied to sums instead of their terms: as many roundings.
+    `reach`: absolute values of all terms that the state is a sum of; a product with it may be a sum of theirs, <D S, q> + e <k, q>. Scale,
+    decay and norms may apply to sums instead of their terms, with as many roundings as before.
     """
     form, across, down = options.form, (lambda t: t[:, None, :]), (lambda t: t[:, :, None])
     q, k, v, read = x["q"], x["k"], x["v"], x.get("read", x["k"])
@@ -320,7 +320,7 @@ def step(S: Approx, reach: Tensor, x: Mapping[str, Approx], options: op.Options,
         elif form.gate == "bounded":
             g = exact(torch.tensor(options.lower_bound)) * (x["A_log"].exp() * biased if "A_log" in x else biased).sigmoid()
         decays.append(across((-g if form.gate == "slope" else g).exp()))
-    if "bonus" in x:  # of the state as it is: the rest is as ever
+    if "bonus" in x:  # the output reads the state before its update, which is as usual
         own = dot(k * x["bonus"], q, roundings + 4)[..., None] * v
         seen = dot(S, across(q), roundings + 6, reach)
         y = seen + own
@@ -344,7 +344,7 @@ def step(S: Approx, reach: Tensor, x: Mapping[str, Approx], options: op.Options,
 
 
 def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]]:
-    """What a call writes, in float64, with bounds: {"state": {slot: …}, "intermediate_states": {(sequence, token): …},
+    """The outputs of a call, in float64, with bounds: {"state": {slot: …}, "intermediate_states": {(sequence, token): …},
     "out": {(row, token): …}}; other output is zero. Sums over K are the kernels' tree, or in any order; tensor cores also truncate.
     """
     K, options = call.case.K, call.built.options
@@ -365,7 +365,8 @@ def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]
             S, reach, want["out"][at] = step(S, reach, x, options, roundings)
             if s.kept >= 0 and i < kept:
                 want["intermediate_states"][s.kept, i] = S
-                half = 0 if call.case.state is F32 else ulp(S.size, call.case.state) / 2  # what a token that goes on from it reads
+                # the rounding that a later token sees when it loads this state
+                half = 0 if call.case.state is F32 else ulp(S.size, call.case.state) / 2
                 after[i] = Approx(S.value, S.error + half), reach
             want["state"] |= {s.targets[i]: S} if i in s.targets else {}
     return want

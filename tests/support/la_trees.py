@@ -1,4 +1,4 @@
-"""Draft trees of the delta rules: cases, and laws of whatever calls the public functions, on any device."""
+"""Draft trees of the delta rules: cases, and laws of calls of the public functions, on any device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cases() -> list[Case]:
 
 
 class Draw:
-    """Operands of a call whose tokens may be chosen among those that there are."""
+    """Operands of a call whose tokens are chosen from a fixed set."""
 
     def __init__(self, rule: str, device: str, state: torch.dtype, layout: str = "vk", K: int = 64, V: int = 32, batch: int = 2):
         g = torch.Generator().manual_seed(3)
@@ -73,7 +73,7 @@ def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
 
 
 def a_chain_is_no_tree(run: Run, draw: Draw) -> None:
-    """Numbers that are no earlier token's stand for the token before, unrounded; that token itself does where states are f32."""
+    """A number that is not an earlier token means the token before, unrounded. With f32 states the token before itself gives the same."""
     order = list(range(len(TREE)))
     want = draw.call(run, order, None)
     chains = [[-1] * len(order), order, [t + 1 for t in order], [-(2**31)] * len(order), [2**31 - 1] * len(order)]

@@ -25,15 +25,15 @@ needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++"
 
 @dataclass
 class LayerCall:
-    """A call's arguments, and what surrounds them in memory."""
+    """A call's arguments and the memory around them."""
 
     case: Case
     memory: Memory
     kwargs: dict[str, Any]
-    live: list[int]  # rows that are no padding
-    used: Tensor  # slots of those that states are written to
-    windows: Tensor  # slots of those that windows are written to
-    rows: Tensor  # that intermediate states and windows are written to
+    live: list[int]  # rows that are not padding
+    used: Tensor  # slots that states are written to
+    windows: Tensor  # slots that windows are written to
+    rows: Tensor  # rows that intermediate states and windows are written to
     function: Callable[..., Tensor] = field(repr=False)
     separate: Callable[[LayerCall, Callable[[Callable[..., Any], dict[str, Any]], None]], None] = field(repr=False)
 
@@ -55,7 +55,7 @@ class LayerCall:
         return {n: bits(self.kwargs[n]).clone() for n in names if self.kwargs.get(n) is not None}
 
     def assert_unharmed(self) -> None:
-        """Nothing but the output and the states of live rows has changed, and nothing is counted any more."""
+        """Only the output and the states of live rows have changed, and all counters are zero again."""
         allowed = {"out": None, "state": self.used, "conv_state": self.windows, **dict.fromkeys(KEPT, self.rows)}
         pools = () if self.case.update else ("state", "conv_state")
         wrong = self.memory.untouched({n: t for n, t in allowed.items() if n not in pools})
@@ -103,7 +103,7 @@ class _Maker:
         return 0 <= slot < self.case.slots and slot != self.case.pad_slot_id
 
     def _by_token(self, order: Tensor) -> None:
-        """Slots of each token, as vLLM has them: those that may be started from are those that are written, but for a few.
+        """Slots of each token, as vLLM has them: except for a few, a sequence may start from the slots that it writes.
 
         Of five sequences, one has a count out of range, one no slot for its window, one no slot for its state.
         """
@@ -136,7 +136,7 @@ class _Maker:
         return view.copy_(values)
 
     def projection(self, sizes: dict[str, int], of: dict[str, torch.dtype | None]) -> dict[str, Tensor]:
-        """Slices of one tensor, those of dtypes of their own apart. What padded rows hold is NaN."""
+        """Slices of one tensor; operands with another dtype are separate tensors. Padded rows hold NaN."""
         case, odd = self.case, int(self.case.odd)
         whole = sum(sizes.values())
         values = self.randn(*case.lead, whole)
@@ -150,7 +150,7 @@ class _Maker:
     def pool(
         self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, slots: Tensor, offset: int = 64
     ) -> Tensor:
-        """Only the slots that are used hold anything but poison. Those of many are alike up to a factor, which takes less time."""
+        """All slots that are not used hold poison. Many used slots are equal up to a factor, which takes less time."""
         view = self.memory.view(name, (self.case.slots, *shape), strides, dtype, offset)
         rows = torch.arange(len(slots), device=view.device)
         values = self.randn(min(len(rows), 16), *shape).to(view.device)[rows % 16]
@@ -158,7 +158,7 @@ class _Maker:
         return view
 
     def several(self, channels: int, shape: tuple[int, ...]) -> dict[str, Any]:
-        """What calls of several tokens have beside; of their rows, one is there only to be left alone."""
+        """Arguments that calls of several tokens add. One of the rows must stay unchanged."""
         case = self.case
         if not case.tokens:
             return {}
@@ -186,7 +186,7 @@ class _Maker:
         return made
 
     def layer(self, channels: int, groups: int, shape: tuple[int, ...]) -> dict[str, Any]:
-        """What both layers have."""
+        """Arguments that both layers take."""
         case, size = self.case, torch.Size(shape).numel()
         length = case.window_len
         window = {
@@ -196,7 +196,7 @@ class _Maker:
         }[case.window]
         dense = tuple(torch.empty(shape, device="meta").stride())
         conv_state = self.pool("conv_state", (channels, length), window, case.x, self.windows)
-        if case.accepted:  # what is no history any more
+        if case.accepted:  # inputs that are no longer history
             for slot, count in zip(self.windows.tolist(), self.counts[self.live].tolist(), strict=True):
                 conv_state[slot, :, : count - 1] = float("nan")
                 conv_state[slot, :, count + case.taps - 2 :] = float("nan")
@@ -264,13 +264,13 @@ def _gdn(maker: _Maker, case: Gdn) -> LayerCall:
 
 
 def _convolved(call: LayerCall, inputs: str, run: Any) -> Tensor:
-    """What the convolution by itself leaves. It always moves its window: of calls that do not, it gets a copy."""
+    """The result of the convolution alone. It always moves its window; calls that do not move it pass a copy."""
     k, case = call.kwargs, call.case
     x = k[inputs].transpose(1, 2) if case.tokens else k[inputs].unsqueeze(2)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     slots = k["state_indices"]
     where = {"conv_state_indices": slots, "pad_slot_id": k["pad_slot_id"]} if slots is not None else {}
-    if case.accepted:  # a padded sequence of the layer's may be none of the convolution's
+    if case.accepted:  # a sequence that is padding for the layer may not be padding for the convolution
         padded = torch.tensor([b not in call.live for b in range(case.batch)], device=slots.device)
         where["conv_state_indices"] = torch.where(padded, k["pad_slot_id"], slots[:, 0])
         where["num_accepted_tokens"] = k["num_accepted_tokens"]
@@ -286,7 +286,7 @@ def _convolved(call: LayerCall, inputs: str, run: Any) -> Tensor:
 
 
 def _several(call: LayerCall) -> dict[str, Any]:
-    """What the recurrence by itself is told of several tokens."""
+    """Arguments for several tokens that the recurrence alone takes."""
     k, case = call.kwargs, call.case
     told = {n: k[n] for n in ("update_state", "num_accepted_tokens", "dst_state_indices") if n in k}
     if case.accepted:  # likewise
@@ -322,8 +322,8 @@ def _separate_gdn(call: LayerCall, run: Any) -> None:
 
 
 def _run_rule(call: LayerCall, function: Any, operands: dict[str, Any], run: Any) -> None:
-    """The delta rule by itself. It keeps states in rows 0, 1, … only; and where it keeps none and leaves the pool alone, it may use tensor
-    cores, whose bits are others than those of a layer."""
+    """Runs the delta rule alone. It keeps states only in rows 0, 1, … If it keeps none and does not update the pool, it may use tensor
+    cores, whose results differ bitwise from a layer's."""
     case, rows = call.case, operands.pop("intermediate_state_indices", None)
     if rows is None and (case.update or case.kept):
         run(function, operands)

@@ -1,4 +1,4 @@
-"""Cases of decode layers: what the emulator and the card are given."""
+"""Cases of decode layers for the emulator and the card."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ I32, I64 = torch.int32, torch.int64
 
 @dataclass(frozen=True)
 class Case:
-    """What the layers' cases share. `id` is readable."""
+    """Fields that all layers' cases share. `id` is readable."""
 
     id: str
     batch: int = 5
     x: torch.dtype = BF16  # of the projection and the windows
     gates: torch.dtype | None = None  # of dt, or of a and b; None: slices of the projection
     state: torch.dtype = BF16
-    out: torch.dtype | None = None  # None: that of x
+    out: torch.dtype | None = None  # None: the dtype of x
     weights: torch.dtype = F32  # of A, D, dt_bias; of A_log
     bias: bool = True  # whether there is dt_bias
     taps: int = 4
     conv_weight: torch.dtype = BF16
     conv_bias: torch.dtype | None = BF16
     window: str = "runs"  # or channels; any
-    extra: int = 0  # inputs that a window holds beyond those of the taps but the last
+    extra: int = 0  # inputs that a window holds in addition to the taps before the last
     z: torch.dtype | None = None  # None: a slice of the projection
     norm: torch.dtype | None = BF16  # None: no norm
     norm_first: bool = False
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Axes ahead of the channels."""
+        """Axes before the channels."""
         return (self.batch, self.tokens) if self.tokens else (self.batch,)
 
     @property

@@ -1,4 +1,4 @@
-"""What decode layers must keep on a card, whichever recurrence lies in them."""
+"""Laws of decode layers on a card, for every recurrence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def problem_of(case: Case) -> Problem:
 
 
 def chosen(case: Case, pdl: bool | None = None) -> KernelSpec:
-    """What the rules choose, and the tables of this GPU."""
+    """The choice of the rules and of this GPU's tables."""
     problem = problem_of(case)
     wanted = arch().number >= 90 if pdl is None else pdl
     name = runtime.device_name(torch.cuda.current_device())
@@ -46,14 +46,14 @@ def chosen(case: Case, pdl: bool | None = None) -> KernelSpec:
 
 
 def load(specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. What goes wrong is left to the calls that need them."""
+    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
     device, parts = torch.cuda.current_device(), dict.fromkeys(part for spec in specs for part in spec.kernels)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         wait([pool.submit(runtime.load, spec, device, "test") for spec in parts])
 
 
 def prepare(cases: Iterable[Case]) -> None:
-    """The layers' kernels, and those of the separate operators."""
+    """Loads the layers' kernels and the kernels of the separate operators."""
     specs: list[KernelSpec] = []
 
     def collect(function: Any, kwargs: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ def assert_equals_the_operators(case: Case) -> None:
 
 
 def assert_variants_are_equal(case: Case, specs: Sequence[KernelSpec], count: int) -> None:
-    """So many of them, and the separate operators."""
+    """`count` variants and the separate operators give equal results."""
     specs = random.Random(0).sample(list(specs), min(count, len(specs)))
     assert specs
     load(specs)
@@ -111,7 +111,7 @@ class _Again:
 
 
 def assert_launches_are_equal(case: Case, count: int) -> None:
-    """The call is made from the same states so many times: the order in which blocks come to a window says nothing."""
+    """Repeats the call `count` times from the same states. The order in which blocks reach a window changes no result."""
     call = make(case, DEVICE)
     again = _Again(call)
     chain = make(case, DEVICE).chain().results()
@@ -153,7 +153,7 @@ def assert_capture_needs_warm(case: Case) -> None:
 
 
 def assert_pdl_changes_nothing(case: Case) -> None:
-    """Steps right behind one another, each of which needs what the one ahead has left."""
+    """Runs consecutive steps, each of which needs the results of the step before."""
     calls = {pdl: make(case, DEVICE) for pdl in (False, True)}
     for pdl, call in calls.items():
         for _ in range(50):
@@ -164,7 +164,7 @@ def assert_pdl_changes_nothing(case: Case) -> None:
 
 
 def assert_waits_for_its_producer(case: Case) -> None:
-    """The projection is what the kernel ahead still writes when this one starts; without its wait it reads too early."""
+    """The kernel before still writes the projection when this one starts. Without its wait this kernel reads too early."""
     from test_selective_state_update import after_a_producer
 
     call = make(case, DEVICE)

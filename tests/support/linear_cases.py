@@ -1,5 +1,5 @@
-"""chunk_linear_attention: operands of its functions, what must come of them in float64 by the recurrences as they are written down, and
-what runs a call: a card, or the emulator."""
+"""chunk_linear_attention: operands of its functions, expected results in float64 from the textbook recurrences, and ways to run a call: on
+a card or in the emulator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssmgen.spec.kernel import Arch
 
 __all__ = ["BF16", "BOUNDS", "F16", "F32", "HARD", "NAN", "SM90", "STORED", "error", "same", "starts_of"]
 
-Run = Callable[..., Any]  # as a public function, behind the function
+Run = Callable[..., Any]  # a public function, which takes the function's name first
 PER_TOKEN = {  # parameters with a token's numbers
     "chunk_kda": ("q", "k", "v", "g", "beta"),
     "chunk_gla": ("q", "k", "v", "gk"),
@@ -69,7 +69,7 @@ class Case:
         return found
 
 
-# Decays: of all channels alike, of none, and of all but one, by so much in every token; keys that are nearly one; steps of 1.
+# Equal decays of all channels, of none, and of all except one, in every token; nearly equal keys; steps of 1.
 ADVERSARIAL: dict[str, dict[str, float]] = {
     "near keys": {"near": 0.05, "gate": 0.01},
     "near keys, steps of 1": {"near": 0.05, "step": 1.0, "gate": 0.01},
@@ -86,9 +86,9 @@ def make(
     case: Case, *lead: int, seed: int = 0, gate: float = 1.0, near: float = 0.0, step: float | None = None, log: float | None = None,
     spared: float = 0.0, fast: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """A call on dense operands. gate: factor of log decays between 0 and -0.2; log: the log decay of all, but for a channel that is spared,
-    and one that is fast; near: keys are one key and this much noise (0: all noise); step: beta (or RWKV-7's a) of all tokens, else
-    between 0 and 1."""
+    """A call on dense operands. gate: factor of log decays between 0 and -0.2. log: the log decay of all channels, except one spared
+    channel and one fast channel. near: keys are one key plus this much noise (0: all noise). step: beta (or RWKV-7's a) of all tokens;
+    None: between 0 and 1."""
     g = torch.Generator().manual_seed(seed)
     HV, V, K = case.state
     HK = case.key_heads
@@ -123,7 +123,7 @@ def make(
     }[case.function]()
 
 
-# What must come of a call.
+# The expected results of a call.
 
 
 def norm(x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def views_of(call: Any) -> dict[str, Tensor]:
 
 
 def exact(case: Case, call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
-    """What the call must write, in float64, token by token, by the reference."""
+    """The tensors that the call must write, in float64, token by token, by the reference."""
     built = getattr(ssmgen, case.function).build(**call, **more)
     views = views_of(built)
     if built.before is not None:
@@ -200,7 +200,7 @@ def exact(case: Case, call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]
     return {n: t.cpu() for n, t in wanted.items()}
 
 
-# What runs a call.
+# Ways to run a call.
 
 
 def public(case: Case, **kwargs: Any) -> Any:
@@ -209,8 +209,8 @@ def public(case: Case, **kwargs: Any) -> Any:
 
 
 def emulated(case: Case, *, spec: Any = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> Any:
-    """The call's result as its kernels make it in the emulator: of the given variant, or what is made for its problem, or the registry's
-    choice. `change` edits their texts."""
+    """The call's result from its kernels in the emulator. spec: a variant, or a function of the problem that makes one; None: the
+    registry's choice. `change` edits the kernels' texts."""
     call = getattr(ssmgen, case.function).build(**kwargs)
     views, family = views_of(call), call.caller.family
     where = {n: t.data_ptr() for n, t in call.operands.items()}
@@ -219,7 +219,7 @@ def emulated(case: Case, *, spec: Any = None, arch: Arch = SM90, change: Callabl
         call.before()
     if size:
         spec = spec(problem) if callable(spec) else spec or registry.select(family.operator, problem, size, arch, arch >= Arch(90))
-        call.operands["workspace"].fill_(0xFF)  # NaN, whatever it is read as
+        call.operands["workspace"].fill_(0xFF)  # NaN in every dtype
         for part in spec.kernels:
             launch_emulated(part, views, call, arch, change)
     return call.result

@@ -1,5 +1,4 @@
-"""chunk_linear_attention's second kernel by itself: prompts, the images of their chunks, made here, and what a launch in the emulator
-leaves."""
+"""Runs the second kernel of chunk_linear_attention alone, in the emulator, on prompts whose chunk images are made here."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ PER_TOKEN = ("q", "k", "v", "read", "write", "gk", "beta")
 @dataclass(frozen=True)
 class Prompt:
     """Packed sequences. q, k, read, write: [tokens, HK, K]; v: [tokens, HV, V]; gk: natural logs of decays, [tokens, HV, K] float64;
-    beta: [tokens, HV]. Of those that a rule does not know there is none."""
+    beta: [tokens, HV]. Operands that the rule does not use are None."""
 
     rule: Rule
     q: Tensor
@@ -60,7 +59,7 @@ class Prompt:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What the images hang on, as a spec says it."""
+        """The fields of a spec that the images depend on."""
         return {
             "head_k": self.q.shape[2], "rule": self.rule, "x": NAMES[self.q.dtype], "gk": DType.F32,
             "beta": None if self.beta is None else DType.F32, "read": self.read is not None, "write": self.write is not None,
@@ -142,7 +141,7 @@ def recurrence(p: Prompt, before: Tensor | None = None) -> tuple[Tensor, list[Te
 
 
 def images(p: Prompt) -> Tensor:
-    """[numbers, HV, bytes]: those of a prompt's chunks; NaN in those that are nobody's, and where nothing is."""
+    """[numbers, HV, bytes]: the images of a prompt's chunks; NaN in images that belong to no chunk and in unused bytes."""
     return pack(images_of(_views(p), p.problem), p.problem).view(-1, p.v.shape[1], p.problem.image.bytes)
 
 
@@ -155,7 +154,7 @@ def _operands(
     pool: Mapping[str, Tensor] | None,
     positions: Sequence[int] | None,
 ) -> dict[str, Tensor]:
-    """Operands of a launch, as `walked` says; inner: axes of a state. What is to be written holds sevens."""
+    """Operands of a launch, as `walked` says; inner: axes of a state. Outputs are filled with sevens."""
     count = len(p.lengths)
     named: dict[str, Tensor] = {"images": images(p), "v": p.v, "out": torch.full_like(p.v, 7.0)}
     if batch:
@@ -191,11 +190,11 @@ def walked(
     change: Callable[[str], str] = str,
     **how: Any,
 ) -> dict[str, Tensor]:
-    """What a launch leaves: out, and final_states or the pool's state, and checkpoints.
+    """The outputs of a launch: out, and final_states or the pool's state, and checkpoints.
 
-    make: the class of the spec, of which `how` says more than what follows from the operands. batch: sequences of one length are an axis of
-    their own. before: states to start from. pool: `state`, and `state_indices` and `has_initial_state` where there are any. positions: of
-    checkpoints. given: operands in place of those made here. change: edits the kernel's text.
+    make: the class of the spec; `how` adds fields that do not follow from the operands. batch: sequences of equal length form a batch axis.
+    before: initial states. pool: `state`, with optional `state_indices` and `has_initial_state`. positions: of checkpoints. given: operands
+    that replace the ones made here. change: edits the kernel's text.
     """
     tokens, (HV, V), K, count = len(p.v), p.v.shape[1:], p.q.shape[2], len(p.lengths)
     inner = (HV, V, K) if layout is Layout.VK else (HV, K, V)

@@ -1,4 +1,4 @@
-"""chunk_linear_attention: what the first kernel leaves for the second, in float64, and as the bytes that it is."""
+"""chunk_linear_attention: the first kernel's images, which the second kernel reads, in float64 and as bytes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MATRICES, SQUARES = ("E", "Q", "W"), ("T", "P")
 
 @dataclass(frozen=True)
 class Images:
-    """What the first kernel leaves, by number of a chunk and head; served: [numbers], tokens of each, 0 of nobody's. Without a rule that
-    reads, E and T are there, and are not kept."""
+    """The first kernel's images by chunk number and head; served: [numbers], tokens in each, 0 for images that belong to no chunk. Rules
+    that do not read have E and T here too, but do not keep them."""
 
     E: Tensor  # [numbers, HV, 64, K]
     Q: Tensor
@@ -45,7 +45,7 @@ class Images:
 
 
 def decays_of(views: Mapping[str, Tensor], problem: ImageProblem, lower_bound: float) -> Tensor:
-    """[B, T, HV, K] in float64: what the state is multiplied with at each token."""
+    """[B, T, HV, K] in float64: the factors of the state at each token."""
     A_log, dt_bias = (views[n].double() if n in views else None for n in ("A_log", "dt_bias"))
     form = SimpleNamespace(gate=problem.gate.value)
     if problem.gk is not None:
@@ -62,8 +62,9 @@ def _heads(views: Mapping[str, Tensor]) -> int:
 
 
 def operands_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(q, e, w, second w, weight) of each token and head of v, [B, T, HV, K] and weights [B, T, HV] in float64: what it reads with, and
-    writes with, times its weight. Of the low-rank form w is of v, and the second one of what is read; others have zeros there."""
+    """(q, e, w, second w, weight) of each token and head of v, [B, T, HV, K] and weights [B, T, HV] in float64: the vectors that it reads
+    with, and writes with, times its weight. In the low-rank form w belongs to v and the second w to the value read; the second w is zero in
+    other forms."""
     heads = _heads(views)
     key = {n: views[n].double() for n in ("q", "k", "read", "write", "alpha") if n in views}
     weight = torch.ones(*views["q"].shape[:2], heads, dtype=torch.float64)
@@ -89,7 +90,7 @@ def operands_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float
 
 
 def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
-    """(row of the batch, first token, behind the last one) of each sequence."""
+    """(row of the batch, first token, one past the last token) of each sequence."""
     batch, length = views["q"].shape[:2]
     if "cu_seqlens" not in views:
         return [(b, 0, length) for b in range(batch)]
@@ -98,9 +99,9 @@ def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
 
 
 def images_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float = 1.0, lower_bound: float = 0.0) -> Images:
-    """In float64, of a call's operands by their roles, in token form: q, k, read, write, alpha [B, T, HK, K], gk, erase [B, T, HV, K], g,
-    beta [B, T, HV], A_log [HV], dt_bias [HV] or [HV, K], cu_seqlens. Where there is no token, all is zero; but of a rule that does not
-    weigh, T is the identity."""
+    """Images in float64 from a call's operands by their roles, in token form: q, k, read, write, alpha [B, T, HK, K], gk, erase [B, T, HV,
+    K], g, beta [B, T, HV], A_log [HV], dt_bias [HV] or [HV, K], cu_seqlens. Rows without a token are zero, except that T is the identity if
+    the rule does not weigh."""
     *operands, weights = operands_of(views, problem, scale)
     a = decays_of(views, problem, lower_bound)
     (batch, length), heads, K, step = views["q"].shape[:2], _heads(views), problem.head_k, problem.rule.tokens
@@ -130,9 +131,9 @@ def _image(rule: Rule, q: Tensor, e: Tensor, w: Tensor, second: Tensor, a: Tenso
     reading = (torch.arange(ROWS) >= ROWS - rule.tokens).double()[:, None]
     count = len(a)
     behind = torch.ones(count, count).tril(-1).bool()[..., None]
-    through = torch.where(behind, a[:, None], 1.0).cumprod(0)  # [i, j]: what is left at i of what was there behind j
+    through = torch.where(behind, a[:, None], 1.0).cumprod(0)  # [i, j]: the part of the state after token j that remains at token i
     since = a.cumprod(0)
-    ahead, since_ahead = through, since  # of what e reads
+    ahead, since_ahead = through, since  # for the operand that e reads
     if rule in (Rule.OLD, Rule.LOW_RANK):
         ahead, since_ahead = torch.cat([through[:1], through[:-1]]), torch.cat([torch.ones_like(a[:1]), since[:-1]])
     E, Q = reading * (e * since_ahead)[tokens], reading * (q * since)[tokens]
@@ -148,7 +149,7 @@ def _image(rule: Rule, q: Tensor, e: Tensor, w: Tensor, second: Tensor, a: Tenso
 
 
 def _panels(rule: Rule) -> Tensor:
-    """[64, 64]: where a number of T or P lies among the 16-bit numbers of its panels; -1 for those that are not kept."""
+    """[64, 64]: the index of each element of T or P among the 16-bit numbers of its panels; -1 for elements that are not kept."""
     rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(ROWS), indexing="ij")
     panel, inner = columns // PANEL, columns % PANEL
     begins = torch.tensor([0, *rule.panel_bytes]).cumsum(0)[:PANELS][panel] // 2
@@ -157,7 +158,7 @@ def _panels(rule: Rule) -> Tensor:
 
 
 def _rest() -> Tensor:
-    """[64, 64]: where the second term of a number of T lies among theirs; -1 for those that have none."""
+    """[64, 64]: the index of each second term of T among the second terms; -1 for elements that have none."""
     rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(ROWS), indexing="ij")
     inner = columns % PANEL
     places = rows * PANEL + ((inner // 8) ^ (rows // 4 % 2)) * 8 + inner % 8
@@ -165,8 +166,8 @@ def _rest() -> Tensor:
 
 
 def _blocks(head_k: int, first: int) -> Tensor:
-    """[64, K]: where a number of E, Q or W lies among the 16-bit numbers of its blocks; -1 of the `first` rows, where these are not
-    kept."""
+    """[64, K]: the index of each element of E, Q or W among the 16-bit numbers of its blocks; -1 in the `first` rows if these are
+    not kept."""
     rows, columns = torch.meshgrid(torch.arange(ROWS), torch.arange(head_k), indexing="ij")
     piece = columns % BLOCK // 8 ^ rows % 8
     places = columns // BLOCK * ((ROWS - first) * BLOCK) + (rows - first) * BLOCK + piece * 8 + columns % 8
@@ -184,7 +185,7 @@ def _begins(problem: ImageProblem) -> dict[str, int]:
 
 
 def pack(images: Images, problem: ImageProblem) -> Tensor:
-    """The bytes that the first kernel should leave, but for roundings; NaN where nothing is written."""
+    """The bytes that the first kernel should leave, except roundings; NaN where nothing is written."""
     (numbers, heads, K), x = images.decay.shape, {"bf16": torch.bfloat16, "f16": torch.float16}[problem.x.value]
     image = problem.image
     found = torch.full((numbers, heads, image.bytes), 0xFF, dtype=torch.uint8)
@@ -204,7 +205,7 @@ def pack(images: Images, problem: ImageProblem) -> Tensor:
 
 
 def unpack(workspace: Tensor, images: Images, problem: ImageProblem) -> Images:
-    """What is in a workspace, as the images of the same call would be."""
+    """A workspace's contents as Images, to compare with the images of the same call."""
     (numbers, heads, K), x = images.decay.shape, {"bf16": torch.bfloat16, "f16": torch.float16}[problem.x.value]
     image, begins = problem.image, _begins(problem)
     found = workspace.cpu()[: numbers * heads * image.bytes].view(numbers, heads, image.bytes)
@@ -223,8 +224,8 @@ def unpack(workspace: Tensor, images: Images, problem: ImageProblem) -> Images:
 
 
 def images_are_right(found: Images, wanted: Images, problem: ImageProblem, bound: float | None = None, decay: float = 1e-5) -> None:
-    """Matrices within `bound`, decays within `decay`, relative L2 by chunk and head; what is zero, or of the identity, exactly so. Of a few
-    tokens, half more is allowed: nothing averages up to three roundings of each."""
+    """Matrices agree within `bound` and decays within `decay`, relative L2 by chunk and head. Zeros and the identity are exact. Half more
+    is allowed for a few tokens: nothing averages up to three roundings of each."""
     x = {"bf16": torch.bfloat16, "f16": torch.float16}[problem.x.value]
     limit = ROUNDED[x] if bound is None else bound
     for at in torch.nonzero(wanted.served).flatten().tolist():

@@ -1,4 +1,4 @@
-"""chunk_linear_attention: the laws of its results, for whatever runs a call: a card, or the emulator."""
+"""chunk_linear_attention: the laws of its results, on a card or in the emulator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from linear_cases import BF16, BOUNDS, F16, F32, HARD, NAN, STORED, Case, Run, e
 from ssu_cases import Memory
 from torch import Tensor
 
-# Relative L2 error of a few tokens: what is rounded for products is, each by up to 2^-9, and nothing averages that.
+# Relative L2 error of a few tokens: each operand of a product is rounded by up to 2^-9, and nothing averages that.
 FEW = {BF16: 9e-3, F16: 1.5e-3}
 
 
@@ -20,7 +20,7 @@ def tokens_of(case: Case, call: Mapping[str, Any], span: slice) -> dict[str, Any
 
 
 def cut(case: Case, call: Mapping[str, Any], *at: Any) -> dict[str, Any]:
-    """The call with this index into what tokens have."""
+    """The call with this index into the operands per token."""
     return {n: t[at] if n in case.per_token else t for n, t in call.items()}
 
 
@@ -39,8 +39,8 @@ def is_accurate(run: Run, case: Case, tokens: int, **kind: float) -> None:
 
 
 def is_accurate_from_zeros(run: Run, case: Case, tokens: int) -> None:
-    """Accuracy from zeros, of keys that are nearly one, with steps of 1 and no decay: what queries unlike them see is small, and errors are
-    not."""
+    """Accuracy from zeros, for nearly equal keys, with steps of 1 and no decay. Queries unlike the keys see small values, but errors are
+    not small."""
     call = make(case, 1, tokens, near=0.05, step=1.0, gate=0.0) | {"return_final_states": True}
     wanted = exact(case, call)
     out, last = run(case, **call)
@@ -49,7 +49,7 @@ def is_accurate_from_zeros(run: Run, case: Case, tokens: int) -> None:
 
 
 def lengths_are_accurate(run: Run, case: Case, lengths: Sequence[int]) -> None:
-    """Accuracy of packed sequences of so many tokens, and of each one's state."""
+    """Outputs and states of packed sequences of these lengths are accurate."""
     call = make(case, sum(lengths)) | {"cu_seqlens": starts_of(lengths, case.device), "return_final_states": True}
     wanted = exact(case, call)
     out, last = run(case, **call)
@@ -86,7 +86,7 @@ def a_cut_changes_no_bit(run: Run, case: Case, tokens: int, at: int) -> None:
 
 
 def a_pool_is_touched_where_it_should_be(run: Run, case: Case, state: torch.dtype, layout: str = "vk") -> None:
-    """Slots that nobody has hold NaN, and so do those of sequences that start from nothing, those of none and tokens of no sequence."""
+    """NaN fills unused slots, slots of empty sequences, slots of sequences that start from zeros, and tokens outside every sequence."""
     lengths, slots, started = (65, 7, 0, 16, 64), (3, 20, 7, 0, -1), (True, True, True, False, True)
     memory, tokens = Memory(case.device), sum(lengths) + 9
     call = make(case, tokens)
@@ -111,7 +111,7 @@ def a_pool_is_touched_where_it_should_be(run: Run, case: Case, state: torch.dtyp
 
 
 def neighbours_do_not_matter(run: Run, case: Case, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
     call = make(case, sum(lengths) + 9)
     starts = starts_of((4, *lengths), case.device)[1:]
     plain, last = run(case, **call, cu_seqlens=starts, return_final_states=True)
@@ -125,7 +125,7 @@ def neighbours_do_not_matter(run: Run, case: Case, lengths: Sequence[int]) -> No
 
 
 def states_of_a_pool_may_begin_elsewhere(run: Run, case: Case, state: torch.dtype, index: torch.dtype | None) -> None:
-    """From dense states into a pool: the bits of the call without one; a sequence of no slot or without tokens touches none."""
+    """Dense states into a pool give the bits of a call without a pool. A sequence without a slot or without tokens changes no slot."""
     lengths = (65, 7, 0, 16)
     memory, call = Memory(case.device), make(case, sum(lengths))
     call |= {"cu_seqlens": starts_of(lengths, case.device), "initial_states": states(case, len(lengths), state)}
@@ -145,7 +145,7 @@ def states_of_a_pool_may_begin_elsewhere(run: Run, case: Case, state: torch.dtyp
 
 
 def layout_changes_no_bit(run: Run, case: Case, offset: int) -> None:
-    """What tokens have are slices of wider tensors, `offset` elements from multiples of 16 bytes."""
+    """Operands per token are slices of wider tensors, `offset` elements from multiples of 16 bytes."""
     call = make(case, 2, 70)
     wanted = run(case, **call)
 
@@ -161,7 +161,7 @@ def layout_changes_no_bit(run: Run, case: Case, offset: int) -> None:
 
 
 def order_of_states_changes_no_bit(run: Run, case: Case, state: torch.dtype) -> None:
-    """States in the layout kv are the transposes of those in vk."""
+    """States in layout kv are the transposes of states in layout vk."""
     call, before = make(case, 2, 70), states(case, 2, state)
     out, last = run(case, **call, initial_states=before, return_final_states=True)
     turned = before.transpose(2, 3).contiguous()
@@ -170,7 +170,7 @@ def order_of_states_changes_no_bit(run: Run, case: Case, state: torch.dtype) -> 
 
 
 def gates(case: Case, tokens: int = 70) -> list[dict[str, Any]]:
-    """What gates and betas of a function may be, beside what `make` has."""
+    """Gates and betas that a function may take, in addition to the ones of `make`."""
     g = torch.Generator().manual_seed(3)
     HV, _, K = case.state
 
@@ -197,7 +197,7 @@ def gates(case: Case, tokens: int = 70) -> list[dict[str, Any]]:
 
 
 def gates_agree(run: Run, case: Case) -> None:
-    """Raw gates, bounded ones and none, logits of beta, and gates of all dtypes: what the reference makes of them."""
+    """Raw gates, bounded gates, no gates, logits of beta, and gates of all dtypes agree with the reference."""
     call = make(case, 1, 70)
     for more in gates(case):
         wanted = exact(case, call | more, return_final_states=True)
@@ -241,7 +241,7 @@ def checkpoints_are_final_states(run: Run, case: Case, state: torch.dtype, lengt
 
 
 def batches_change_no_bit(run: Run, case: Case) -> None:
-    """A sequence's bits are those that it has alone; checkpoints go through the flattened batch."""
+    """A sequence in a batch has the same bits as alone. Checkpoints are counted through the flattened batch."""
     call, end = make(case, 3, 70), case.chunk
     positions = torch.tensor([end, 70, 141, 140 + end, 210, 211], device=case.device)
     plain, last, kept = run(case, **call, return_final_states=True, checkpoint_positions=positions, return_checkpoints=True)

@@ -1,4 +1,4 @@
-"""Mamba-1 over prompts as drop-in functions are called with it: operands, and what must come of them, token by token in float64."""
+"""Mamba-1 over prompts in the form of drop-in calls: operands, and the expected results token by token in float64."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SLOTS = torch.tensor([5, 1, 3, 7, 2], dtype=torch.int32)
 
 
 def by_tokens(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
-    """[…, D, T] as behind a projection: the channels of a token lie behind each other."""
+    """[…, D, T] as after a projection: the channels of one token are contiguous."""
     return randn(*shape[:-2], shape[-1], shape[-2], seed=seed, dtype=dtype).transpose(-1, -2)
 
 
 def operands(*lead: int, T: int, G: int | None = None, make=by_tokens, dtype: torch.dtype = BF16, **more) -> dict:
-    """Rows [*lead, D, T]; a G of None is an axis that is not there."""
+    """Rows [*lead, D, T]; G None: no group axis."""
     groups = () if G is None else (G,)
     call = {n: make(*lead, D, T, seed=seed, dtype=dtype) for seed, n in enumerate(("u", "delta", "z"))}
     call |= {n: make(*lead, *groups, N, T, seed=seed, dtype=dtype) for seed, n in enumerate(("B", "C"), 3)}

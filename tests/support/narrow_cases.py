@@ -1,4 +1,4 @@
-"""Calls of selective_state_update whose states have fewer bits, in memory whose gaps are filled; and what they should leave there."""
+"""Calls of selective_state_update with narrow states, in memory whose gaps are filled, and the expected contents of that memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ssmgen.families.selective_state_update.views import Options, views_of
 I8, I16, E4M3 = torch.int8, torch.int16, torch.float8_e4m3fn
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 WRITTEN = ("state", "state_scale", "out", "intermediate_states", "intermediate_state_scales")
-DECAY_ERROR = 2.0**-18  # of numbers in f32 arithmetic, beside the greatest of their row: see ssu_cases.expected
-EXCESS_ERROR = 2.0**-8  # of what one step of a stored int8 is worth
+DECAY_ERROR = 2.0**-18  # of numbers in f32 arithmetic, relative to the greatest of their row: see ssu_cases.expected
+EXCESS_ERROR = 2.0**-8  # relative to one step of a stored int8
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Call:
 
     @property
     def public(self) -> Any:
-        """What the public function makes of it."""
+        """The result of the public function."""
         return call_of(ssmgen.selective_state_update, **self.kwargs)
 
     @property
@@ -147,7 +147,7 @@ class Call:
         ssmgen.selective_state_update(**self.kwargs)
 
     def numbers(self) -> dict[str, Tensor]:
-        """What the operands that are written stand for, in float64 on the CPU: numbers where there are scales; and the scales."""
+        """The values of the written operands in float64 on the CPU: widened if they have scales; and the scales."""
         views = views_of({n: t.cpu() for n, t in self.named.items()}, self.options, [])
         found = {
             n: widened(views[n], views.get(OPERANDS.scales.get(n, "")), torch.float64)
@@ -158,9 +158,9 @@ class Call:
 
 
 def assert_matches(call: Call) -> None:
-    """Runs the float64 reference of the untouched call beside the results: without rounding of states, from which what is stored may be a
-    step, or half of one, away; what is not written is as it was. In a tree, each token from what its parent is stored as: f32 arithmetic
-    may round a number that is near the middle of two to the other one, and what comes of that is a step off, or two, with no fault."""
+    """Compares with the float64 reference on an untouched call. The reference does not round states; a stored state may be a step, or half
+    a step, away. Operands that are not written stay unchanged. In a tree, each token starts from its parent's stored state. f32 arithmetic
+    may round a number near the middle of two to the other one. The result is then off by one or two steps, without a fault."""
     fresh = Call(call.case)
     views = views_of(fresh.named, fresh.options, problems := [])
     assert not problems, problems
@@ -189,7 +189,7 @@ def assert_matches(call: Call) -> None:
         arithmetic = arithmetic + (EXCESS_ERROR * 0.06 if call.case.state == I8 else 0)  # 0.06 is the greatest scale to begin with
         assert ((own_scale - step).abs() <= arithmetic).all(), f"{scales}: not the greatest over {NARROW[dtype].largest}"
         steps = 1 if call.case.noise else 0.5
-        size = torch.maximum(near.abs() / 8, step / 2.0**9 * 8) if dtype == E4M3 else step  # of a step: 3 bits, or those of a subnormal
+        size = torch.maximum(near.abs() / 8, step / 2.0**9 * 8) if dtype == E4M3 else step  # of a step: 3 bits, or a subnormal's step
         assert (error <= steps * size * (1 + 1e-3) + 2 * arithmetic).all(), f"{name} is off by {float((error / size).max()):.3f} steps"
     out = (got["out"] - want["out"]).abs()
     assert (out <= 2.0**-8 * want["out"].abs() + 2.0**-6 * want["out"].abs().mean()).all(), float(out.max())
@@ -199,7 +199,7 @@ def assert_matches(call: Call) -> None:
 
 
 def walk_tree(views: dict[str, Tensor], stored: Tensor) -> None:
-    """Updates state, intermediate_states and out, all in float64: each token goes on from its parent's state in `stored`, and one without
+    """Updates state, intermediate_states and out, all in float64: each token starts from its parent's state in `stored`, or without
     an earlier parent from the state before it. Nothing is rounded."""
     weights = {n: views[n].double() for n in ("A", "D")}
     for b, slot in enumerate(views["state_indices"].tolist()):
@@ -237,7 +237,7 @@ def ringed(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
 
 
 def caught_up(call: dict[str, Tensor]) -> Tensor:
-    """What the states of a step's three slots stand for once they have caught up with their histories, in float64, unrounded."""
+    """The states of a step's three slots after they have caught up with their histories, in float64, unrounded."""
     S = widened(call["state"], call["state_scale"], torch.float64)
     for slot in call["state_batch_indices"].tolist():
         for k in range(int(call["prev_num_accepted_tokens"][slot])):
@@ -249,11 +249,11 @@ def caught_up(call: dict[str, Tensor]) -> Tensor:
 
 
 def assert_rounded_once(call: dict[str, Tensor], exact: Tensor) -> None:
-    """The states of a step's three slots are within half a step of `exact`, and what f32 arithmetic is off by.
+    """The states of a step's three slots are within half a step of `exact`, plus the error of f32 arithmetic.
 
-    With u = 2^-24 and five tokens, whose logarithms of decay are below 1 each: their products are off by 5 u in all, a sum in three levels
-    by 15 u more. What is left of a token at the end is a power of the difference of two sums: 45 u, to the base 2: 10 u more, and 4 u of
-    the power itself; times dt and x: 61 u of what the token writes, and DECAY_ERROR is 64 u, an eighth of a step of int16.
+    Five tokens, each with a logarithm of decay below 1, and u = 2^-24: their products are off by 5 u in all, and a sum in three levels by
+    15 u more. The factor of a token at the end is a power of the difference of two sums: 45 u, 10 u more for base 2, and 4 u for the power
+    itself. Times dt and x this is 61 u of the token's write. DECAY_ERROR is 64 u, an eighth of a step of int16.
     """
     slots, dtype = call["state_batch_indices"].cpu(), call["state"].dtype
     most = exact.abs().amax(-1, keepdim=True)

@@ -53,7 +53,7 @@ def module() -> ModuleType:
 
 @pytest.fixture(params=["python", "native"])
 def way(request, monkeypatch) -> Iterator[str]:
-    """What calls that come again are made by. None is known from before."""
+    """The code that makes repeated calls: native or Python. No call is known from before."""
     from ssmgen.calls import fast_path
     from ssmgen.launch import native
 

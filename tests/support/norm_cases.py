@@ -1,4 +1,4 @@
-"""Operands for gated_rms_norm: strided, poisoned, guarded; what it must do with them, and by how much it may be off."""
+"""Operands for gated_rms_norm: strided, poisoned, guarded; its expected results and their error bounds."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Case:
     rows: tuple[int, ...] = (3,)
     groups: int = 1
     size: int = 128
-    flat: bool = False  # groups in one axis, told by group_size
+    flat: bool = False  # groups in one axis, given by group_size
     x: torch.dtype = BF16
     gate: torch.dtype | None = BF16
     weight: torch.dtype | None = BF16
-    each: bool = False  # group has a weight of its own
+    each: bool = False  # each group has its own weight
     out: torch.dtype = BF16
     norm_first: bool = False
     activation: str = "silu"
@@ -96,7 +96,7 @@ def matrix() -> list[Case]:
 
 
 def _gaps(shape: tuple[int, ...], odd: int = 0) -> tuple[int, ...]:
-    """A copy with room behind every group and row, which leaves 16 bytes aligned; rows of rows lie in one another."""
+    """Strides with a gap after every group and row, which keeps the alignment to 16 bytes; rows of rows are nested."""
     strides, reach = [1], shape[-1] + 8 + odd
     for n in reversed(shape[:-1]):
         strides.append(reach)
@@ -114,7 +114,7 @@ LAYOUTS = {
 
 @dataclass
 class Call:
-    """A call's arguments, and what surrounds them in memory."""
+    """A call's arguments and the memory around them."""
 
     case: Case
     memory: Memory
@@ -136,7 +136,8 @@ class Call:
 
 def make(case: Case, device: str, seed: int = 0) -> Call:
     g, memory = torch.Generator().manual_seed(seed), Memory(device)
-    grouped = (case.groups,) if case.groups > 1 or len(case.rows) > 1 else ()  # of more axes of rows, the last one would be that of groups
+    # with several axes of rows, the last one would be the axis of groups
+    grouped = (case.groups,) if case.groups > 1 or len(case.rows) > 1 else ()
     shape = (*case.rows, case.groups * case.size) if case.flat else (*case.rows, *grouped, case.size)
 
     def view(name: str, layout: str, dtype: torch.dtype) -> Tensor:
@@ -172,12 +173,12 @@ class Expected:
 
 
 def expected(call: Call) -> Expected:
-    """What a call must do, before it is made.
+    """The results that a call must give, with error bounds. Computed before the call.
 
     The logistic function of v is off by the roundings of v log2(e) (two of 2^-24 of it), of ex2.approx (2 ulp), of a sum and of rcp.approx
-    (1 ulp). Half of what the squares' sum is off by is in its root: twice what each is, chains of 4 and 12 levels of pairs, the mean's
-    factor; rsqrt.approx adds 2 ulp. Numbers below 2^-126 may have been flushed. A result rounded past a power of two is off by the error
-    twice.
+    (1 ulp). Half of the error of the sum of squares is in its root: twice the error of each square, chains of 4 and 12 levels of pairs, the
+    mean's factor; rsqrt.approx adds 2 ulp. Numbers below 2^-126 may have been flushed. A result rounded past a power of two is off by the
+    error twice.
     """
     views = {n: t.detach().cpu() for n, t in call.views.items()}
     dtype, eps = views["out"].dtype, 2.0**-24

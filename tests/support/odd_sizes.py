@@ -1,4 +1,4 @@
-"""Calls of decode steps whose rows are of any length: those that are no whole number of 4, down to 1."""
+"""Calls of decode steps with rows of any length: not a multiple of 4, down to 1."""
 
 from __future__ import annotations
 

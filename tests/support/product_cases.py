@@ -86,7 +86,7 @@ def numbers_of(a: Tensor) -> str:
 
 
 def run(text: str, a: Tensor, b: Tensor, out: Tensor, block: int = 128, blocks: int = 1, shared: int = 16384) -> Tensor:
-    """What the kernel makes of out; blocks: of one cluster."""
+    """The contents of out after the kernel; blocks: of one cluster."""
     named = {"a": a, "b": b, "out": out}
     packed = Arguments(Product(), {}).at([t.data_ptr() for t in named.values()])
     run_source(with_library(text, numbers_of(a), blocks > 1), "product", blocks, block, packed, named, ("out",), shared, cluster=blocks)

@@ -1,4 +1,4 @@
-"""Mamba-2 over prompts as drop-in functions are called with it: operands, and what must come of them, in float64 and from the formulas."""
+"""Mamba-2 over prompts in the form of drop-in calls: operands, and the expected results in float64 from the formulas."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _steps(call: dict[str, Any]) -> Tensor:
 
 
 def _finished(y: Tensor, call: dict[str, Any]) -> Tensor:
-    """With D x, times silu(z)."""
+    """Adds D x and multiplies by silu(z)."""
     D, z = call.get("D"), call.get("z")
     if D is not None:
         y = y + (D if D.dim() == 2 else D[:, None]).cpu().double() * call["x"].cpu().double()
@@ -90,8 +90,8 @@ def walks(call: dict[str, Any], lengths: Sequence[int], before: Tensor | None = 
 
 
 def attention(call: dict[str, Any], ids: Tensor) -> Tensor:
-    """One row as mamba-ssm's documents have it, y = ((C Bᵀ) * L) (dt x) with L_ij = exp(sum of dt A behind j, to i) for j <= i in one
-    sequence; ids: [T]. No state, and nothing from token to token."""
+    """One row as in mamba-ssm's documents: y = ((C Bᵀ) * L) (dt x), L_ij = exp(sum of dt A after j, up to i) for j <= i in one sequence;
+    ids: [T]. No state is carried from token to token."""
     x, A, B, C = (call[n].cpu().double() for n in ("x", "A", "B", "C"))
     d = _steps(call)
     total = (d * A).cumsum(0)

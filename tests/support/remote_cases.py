@@ -1,4 +1,4 @@
-"""Stores that machines share, for tests: fixtures, of which modules have this one as a plugin, and what machines do."""
+"""Stores that machines share: fixtures, which modules load as a plugin, and the machines' actions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ONE = made(1)
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Seconds of each kernel that was compiled, which is a sleep of none."""
+    """Seconds of each compiled kernel; compilation is replaced by a sleep of zero."""
     monkeypatch.setattr(store, "render", store.render)
     for name in ("compile_cubin", "build_id", "options_for", "library_path"):
         monkeypatch.setattr(nvrtc, name, getattr(nvrtc, name))
@@ -66,7 +66,7 @@ def url(request, url_of) -> str:
 
 
 def fresh(server) -> str:
-    """A part of the bucket that nobody has used."""
+    """A part of the bucket that has not been used."""
     return f"{server.url}/{os.urandom(6).hex()}"
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def others_in_graphs(function: Callable[..., Any], call: Mapping[str, Any], launches: int = 10_000) -> int:
-    """How many numbers of so many launches are others than those of one by itself. A graph has 100 of them. Of these ten at a time follow
-    each other with nothing between, to outputs of their own, poisoned before."""
+    """How many numbers of `launches` launches differ from a single launch. A graph has 100 launches. Ten launches at a time follow each
+    other directly; each writes its own output, poisoned before."""
     wanted = function(**call, return_final_states=True)
     others = torch.zeros((), dtype=torch.int64, device=wanted[0].device)
     ten = ten_behind_each_other(function, call, wanted, others)
@@ -29,7 +29,7 @@ def others_in_graphs(function: Callable[..., Any], call: Mapping[str, Any], laun
 def ten_behind_each_other(
     function: Callable[..., Any], call: Mapping[str, Any], wanted: tuple[Tensor, Tensor], others: Tensor
 ) -> Callable[[], None]:
-    """What launches ten calls and adds to `others` how many of their numbers are not those that are wanted."""
+    """A function that runs ten calls and adds to `others` the count of numbers that differ from `wanted`."""
     outputs = [torch.empty(10, *t.shape, dtype=t.dtype, device=t.device) for t in wanted]
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Operands for the replay functions: strided, poisoned, guarded; what must come of them; and runs of many steps."""
+"""Operands for the replay functions: strided, poisoned, guarded; their expected results; and runs of many steps."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ def at_shapes() -> list[Case]:
             cases += vary(wide, t32_bf16={"tokens": 32, "window": 32, "state": BF16}, two_t16={"two_kernels": True, "tokens": 16})
     cases = [replace(c, window=16) if not c.ring and c.tokens > c.window else c for c in cases]
     large = replace(STEP, heads=16, headdim=64, d_state=128, groups=1, tokens=6, state=BF16)
-    own = [replace(large, id=f"step-own-b{n}", batch=n, out=BF16, seeds="slots") for n in (48, 100)]  # warps with rows of their own
-    gated = {"z": F16, "gate": 3.0, "heads": 32, "groups": 2}  # so that many elements count: the rounding of a few may exceed the bound
+    own = [replace(large, id=f"step-own-b{n}", batch=n, out=BF16, seeds="slots") for n in (48, 100)]  # each warp has its own rows
+    gated = {"z": F16, "gate": 3.0, "heads": 32, "groups": 2}  # enough elements count: the rounding of a few may exceed the bound
     own.append(replace(own[-1], id="step-own-advance", arrivals=True, **gated))
     return [*cases, *own, *[replace(large, id=f"step-h16-b{n}", batch=n) for n in (1, 4, 32, 100)]]
 
 
 @dataclass
 class Call:
-    """A call's arguments, and what surrounds them in memory."""
+    """A call's arguments and the memory around them."""
 
     case: Case
     memory: Memory
@@ -174,7 +174,7 @@ def make(case: Case, device: str, seed: int = 0) -> Call:
         return torch.randn(shape, generator=g)
 
     def place(name: str, shape: tuple[int, ...], dtype: torch.dtype, gap: int = 0, values: Tensor | None = None) -> Tensor:
-        """A tensor in its buffer, with a gap behind the last axis; NaN if there are no values."""
+        """A tensor in its buffer, with a gap after the last axis; NaN if there are no values."""
         strides = torch.empty((*shape[:-1], shape[-1] + gap), device="meta").stride()
         t = (
             memory.view(name, shape, tuple(strides), dtype, 65 if odd else 64)
@@ -296,7 +296,7 @@ def _history(case: Case, k: dict[str, Any], slot: int) -> tuple[int, int, tuple[
 
 
 def _exact(case: Case, k: dict[str, Any], slot: int, pick: int | slice) -> tuple[Tensor, Tensor]:
-    """(state behind the history, outputs) of a sequence, in float64."""
+    """(state after the history, outputs) of a sequence, in float64."""
     live, first, here = _history(case, k, slot)
     old = [(first + i) % k["old_x"].shape[1] for i in range(live)]
     history = k["old_x"][slot, old].double(), k["old_dt"][slot][here][:, old].double().t()
@@ -317,7 +317,7 @@ def exact_outputs(call: Call) -> Iterator[Tensor]:
 
 
 def expected(call: Call) -> dict[str, Tensor]:
-    """What a call must leave, in float64 where it is floating; computed from its operands before it is made."""
+    """The results of a call, in float64 if they are floating point; computed from its operands before it is made."""
     case, k = call.case, {n: t.detach().cpu().clone() if isinstance(t, Tensor) else t for n, t in call.kwargs.items()}
     k = _plain(case, k)
     for name in ("out", "state", "old_dt", "old_dA_cumsum"):
@@ -362,7 +362,7 @@ def bound_of(call: Call, name: str, scale: float = 1.0) -> float:
 
 
 def assert_matches(call: Call, want: dict[str, Tensor], scale: float = 1.0) -> None:
-    """What is computed within its bound in every sequence and slot, copies bit for bit, and nothing else in memory changed."""
+    """Computed values are within their bounds in every sequence and slot, copies are bit-exact, and the rest of memory is unchanged."""
     wrong = call.memory.untouched(dict.fromkeys(call.written))
     assert not wrong, f"changed outside what the call may write: {wrong}"
     before = {n: b.as_strided(*w).cpu() for n, (_, b, w) in call.memory.buffers.items()}

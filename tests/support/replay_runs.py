@@ -1,4 +1,4 @@
-"""Many steps of replay, one after the other, beside the recurrence itself."""
+"""Many consecutive steps of replay, compared with the recurrence itself."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ssmgen.engine.accuracy import norm_error
 
 
 class Run:
-    """Steps of speculative decoding on a pool, beside the sequential recurrence of all that was accepted, in float64.
+    """Steps of speculative decoding on a pool, compared with the sequential recurrence of all accepted tokens, in float64.
 
-    In each step some of the sequences take part, with their own numbers of tokens if they are packed; any prefix is accepted.
+    Some sequences take part in each step, each with its own token count if they are packed; any prefix is accepted.
     """
 
     def __init__(self, case: Case, device: str, seed: int = 0, **options: Any):

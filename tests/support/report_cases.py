@@ -1,4 +1,4 @@
-"""A small report: what the tests of its files and those in a browser share."""
+"""A small report, shared by the tests of its files and the tests in a browser."""
 
 from __future__ import annotations
 

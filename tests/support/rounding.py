@@ -13,8 +13,8 @@ U, TINY = 2.0**-24, 2.0**-126  # one rounding of an f32, relative; below what th
 
 @dataclass(frozen=True, eq=False)
 class Approx:
-    """A float64 value, and how far off an f32 computation of it may be: every operation adds its own rounding to what its operands'
-    errors do to its result. Powers and roots take 4 U (2 ulp); one of e is one of 2, of an argument with two more roundings.
+    """A float64 value and the error bound of its f32 computation. Every operation propagates its operands' errors and adds its own
+    rounding. Powers and roots take 4 U (2 ulp); a power of e is a power of 2 whose argument has two more roundings.
     """
 
     value: Tensor
@@ -50,7 +50,7 @@ class Approx:
         return self.moved(torch.sigmoid, 2 * U * self.size + 4 * U, 3 * U)  # as much in v as e^-v is off; a sum and a reciprocal
 
     def softplus(self) -> Approx:
-        """max(v, 0) + log(1 + e^-|v|): the logarithm is off by what the power is, relatively, and by 6 U more."""
+        """max(v, 0) + log(1 + e^-|v|): the logarithm has the power's relative error, and 6 U more."""
         log = torch.log1p(torch.exp(-self.value.abs()))
         result = self.moved(lambda v: torch.logaddexp(v, torch.zeros_like(v)), 0.0, U)
         return Approx(result.value, result.error + (2 * U * self.size + 10 * U) * log)

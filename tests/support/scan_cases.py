@@ -1,4 +1,4 @@
-"""chunk_scan: operands, strided, poisoned and guarded; and the laws of its results, for whatever runs a call: a card, or the emulator."""
+"""chunk_scan: operands, strided, poisoned and guarded; and the laws of its results, on a card or in the emulator."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Sizes:
 def emulated(
     *, function: Any = None, spec: ScanSpec | Make | None = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any
 ) -> Any:
-    """The call's result as a kernel makes it in the emulator: the given variant, or what is made for its problem, or the registry's choice.
-    `change` edits its text."""
+    """The call's result from a kernel in the emulator. spec: a variant, or a function of the problem that makes one; None: the registry's
+    choice. `change` edits the kernel's text."""
     call = (function or ssmgen.chunk_scan).build(**kwargs)
     views, family = call.caller.checked(call.operands, call.options, None), call.caller.family
     where = {n: t.data_ptr() for n, t in call.operands.items()}
@@ -77,7 +77,7 @@ def edited(old: str, new: str, where: str = "") -> Callable[[str], str]:
 
 @contextmanager
 def found(words: str) -> Iterator[None]:
-    """A mistake is an EmulatorError with these words, or, of the word "off", other results than a law asks for."""
+    """A mistake is an EmulatorError with these words or, for the word "off", results that break a law."""
     try:
         yield
     except EmulatorError as e:
@@ -89,7 +89,7 @@ def found(words: str) -> Iterator[None]:
 
 
 def variant(**how: Any) -> Make:
-    """What makes a problem's variant whose products are each warp's own."""
+    """A function that makes a problem's variant in which each warp computes its own products."""
 
     def of(problem: ScanProblem) -> ScanSpec:
         given = {f.name: getattr(problem, f.name) for f in fields(ScanProblem)}
@@ -110,8 +110,8 @@ def launched(*, spec: ScanSpec | Make, function: Any = None, **kwargs: Any) -> A
 
 
 def by_warps(problem: ScanProblem, heads: int = 128) -> ScanSpec:
-    """The variant for this card whose products are each warp's own: wherever warpgroups would come first, this one's bits are others.
-    heads: with few, blocks divide a sequence, which changes none."""
+    """The variant for this card in which each warp computes its own products. Warpgroup variants, which may come first, differ bitwise.
+    heads: with few heads, blocks divide a sequence, which changes no bit."""
     arch = runtime.device_arch(torch.cuda.current_device())
     rules = candidates(problem, heads, arch, arch >= Arch(90))
     return next(spec for _, spec, _ in rules if type(spec) is ScanSpec and not spec.violations(arch))
@@ -137,13 +137,13 @@ def make(sizes: Sizes, *lead: int, seed: int = 0, decay: float = 1.0, z: bool = 
 
 
 def placed(views: Mapping[str, Tensor], state: int) -> dict[str, Tensor]:
-    """Where a reference goes through tokens, each with so many elements of state: on the CPU, and where these are 2 MiB of float64 or more,
-    which take it milliseconds a token, where the operands are."""
+    """Places operands for a token-by-token reference; state: elements of state per token. They go to the CPU, unless the state is 2 MiB of
+    float64 or more: that takes the CPU milliseconds a token, and the operands stay where they are."""
     return {n: t if state >= 1 << 18 else t.cpu() for n, t in views.items()}
 
 
 def exact(call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
-    """What the call must write, in float64, token by token."""
+    """The tensors that the call must write, in float64, token by token."""
     built = ssmgen.chunk_scan.build(**call, **more)
     views = op.CALLER.checked(built.operands, built.options, None)
     views = placed(views, views["x"].shape[-2] * views["x"].shape[-1] * views["B"].shape[-1])
@@ -192,7 +192,7 @@ def is_accurate(scan: Scan, sizes: Sizes, tokens: int, decay: float, *, z: bool 
 
 
 def lengths_are_accurate(scan: Scan, sizes: Sizes, lengths: Sequence[int], decay: float = 0.1) -> None:
-    """Accuracy of the first tokens of a sequence, so many of them, in ascending order."""
+    """The first tokens of a sequence are accurate, for each of these counts in ascending order."""
     call = tokens_of(make(sizes, lengths[-1], decay=decay), slice(None))
     wanted = exact(call, checkpoint_positions=torch.tensor(lengths, device=sizes.device), return_checkpoints=True)
     for length, state in zip(lengths, wanted["checkpoints"], strict=True):
@@ -223,7 +223,7 @@ def a_cut_changes_no_bit(scan: Scan, sizes: Sizes, tokens: int, cut: int) -> Non
 
 
 def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.dtype) -> None:
-    """Slots that nobody has hold NaN, and so do those of sequences that start from nothing, those of none and tokens of no sequence."""
+    """NaN fills unused slots, slots of empty sequences, slots of sequences that start from zeros, and tokens outside every sequence."""
     lengths, slots, started = (65, 7, 0, 16, 64), (3, 20, 7, 0, -1), (True, True, True, False, True)
     memory, tokens = Memory(sizes.device), sum(lengths) + 9
     call = make(sizes, tokens)
@@ -248,7 +248,7 @@ def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.
 
 
 def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
     call = make(sizes, sum(lengths) + 9)
     starts = starts_of((4, *lengths), sizes.device)[1:]
     plain, states = scan(**call, cu_seqlens=starts, return_final_states=True)
@@ -262,7 +262,7 @@ def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -
 
 
 def states_of_a_pool_may_begin_elsewhere(scan: Scan, sizes: Sizes, state: torch.dtype, index: torch.dtype | None) -> None:
-    """From dense states into a pool: the bits of the call without one; a sequence of no slot or without tokens touches none."""
+    """Dense states into a pool give the bits of a call without a pool. A sequence without a slot or without tokens changes no slot."""
     lengths = (65, 7, 0, 16)
     memory, call = Memory(sizes.device), make(sizes, sum(lengths), decay=0.1)
     shape = (len(lengths), sizes.heads, sizes.headdim, sizes.d_state)
@@ -309,7 +309,7 @@ def decoding_goes_on(scan: Scan, sizes: Sizes, tokens: int) -> None:
 
 
 def ids_are_sequences(scan: Scan, sizes: Sizes, lengths: Sequence[int] = LENGTHS) -> None:
-    """seq_idx gives what cu_seqlens gives; of sequences that begin with a chunk, bit for bit. Ids may come again."""
+    """seq_idx gives the results of cu_seqlens; they are bit-equal for sequences that start on a chunk. Ids may occur again."""
     call = make(sizes, sum(lengths), decay=0.1)
     starts = starts_of(lengths, sizes.device)
     packed, states = scan(**call, cu_seqlens=starts, return_final_states=True)
@@ -327,7 +327,7 @@ def ids_are_sequences(scan: Scan, sizes: Sizes, lengths: Sequence[int] = LENGTHS
 
 
 def ids_go_on(scan: Scan, sizes: Sizes) -> None:
-    """A row's first token goes on from its state, and nothing of a sequence before, however large, is left in the next one's state."""
+    """A row's first token continues from its state. No part of a sequence, however large, remains in the next one's state."""
     call = make(sizes, 2, 140, decay=0.1)
     before = 1e30 * torch.randn(2, sizes.heads, sizes.headdim, sizes.d_state, generator=torch.Generator().manual_seed(1))
     before[1] = torch.inf
@@ -389,5 +389,5 @@ def checkpoints_of_a_batch(scan: Scan, sizes: Sizes) -> None:
     assert same(scan(**call, checkpoint_positions=many, return_checkpoints=True)[1][1100:1103], states[:3])
     out, none = scan(**call, checkpoint_positions=positions[:0], return_checkpoints=True)
     assert same(out, plain) and none.shape[0] == 0
-    call["x"][2, 1:] = NAN  # what comes behind a position does not reach its state
+    call["x"][2, 1:] = NAN  # tokens after a position do not reach its state
     assert same(scan(**call, checkpoint_positions=positions[1:2], return_checkpoints=True)[1], first)

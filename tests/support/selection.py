@@ -1,4 +1,4 @@
-"""Selects the parametrised cases that run always, and those that run with `-m matrix`."""
+"""Selects the parametrised cases that always run; the others run with `-m matrix`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 
 def kept(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
-    """Parameters: those that are to be kept run always, the others with `-m matrix`."""
+    """Parameters: the kept ones always run, the others with `-m matrix`."""
     return [value if keep(value) else _of_matrix(value) for value in values]
 
 
 def few(values: Iterable[Any], most: int = 3) -> list[Any]:
     """Parameters: up to `most` run always, and at most half; the others with `-m matrix`. Chosen at even distances from the first one on,
-    as in lists of cases neighbours differ least."""
+    because neighbours in lists of cases differ least."""
     values = list(values)
     count = min(most, -(-len(values) // 2))
     always = {i * len(values) // count for i in range(count)}
@@ -27,13 +27,13 @@ def few(values: Iterable[Any], most: int = 3) -> list[Any]:
 def costly(always: int, matrix: int | None = None) -> pytest.MarkDecorator:
     """Marks a test function: `always` of its parameter sets run always, and the others with `-m matrix`. `chosen` says which these are.
 
-    matrix: only so many others. For products of parameters whose every value occurs in the sets that run.
+    matrix: a limit on the others. Use it for products of parameters whose every value occurs in the sets that run.
     """
     return pytest.mark.costly(always, matrix)
 
 
 def thin(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Marks tests of `costly` functions, and returns those that are not to run."""
+    """Marks tests of `costly` functions and returns the tests that must not run."""
     functions: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("costly"):

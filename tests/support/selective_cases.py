@@ -1,4 +1,4 @@
-"""selective_scan: operands, poisoned and guarded; and the laws of its results, for whatever runs a call: a card, or the emulator."""
+"""selective_scan: operands, poisoned and guarded; and the laws of its results, on a card or in the emulator."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Sizes:
 
 
 def variant(**how: Any) -> Callable[[SelectiveProblem], SelectiveSpec]:
-    """What makes a problem's variant of small blocks, which takes the emulator little time."""
+    """A function that makes a problem's variant with small blocks, which runs fast in the emulator."""
 
     def of(problem: SelectiveProblem) -> SelectiveSpec:
-        chosen: Any = registry.select(OPERATOR, problem, 10_000, SM90, True)  # channels: more than are walked by roles
+        chosen: Any = registry.select(OPERATOR, problem, 10_000, SM90, True)  # channels: more than the roles kernel takes
         spec = changed(chosen, **{"lanes": min(4, chosen.padded // 4), "warps": 1, "tile": 16, "min_blocks": 1} | how)
         assert not (found := spec.violations(SM90)), found
         return spec
@@ -53,7 +53,7 @@ def variant(**how: Any) -> Callable[[SelectiveProblem], SelectiveSpec]:
 
 
 def emulated(*, spec: Any = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> Any:
-    """The call's result as a kernel makes it in the emulator: a small variant, or what `spec` makes for its problem."""
+    """The call's result from a kernel in the emulator: a small variant, or the one that `spec` makes for its problem."""
     call = ssmgen.selective_scan.build(**kwargs)
     views = call.caller.checked(call.operands, call.options, None)
     where = {n: t.data_ptr() for n, t in call.operands.items()}
@@ -66,8 +66,8 @@ def emulated(*, spec: Any = None, arch: Arch = SM90, change: Callable[[str], str
 
 
 def make(sizes: Sizes, *lead: int, seed: int = 0, step: float = 0.05, decay: float = 1.0, z: bool = True) -> dict[str, Any]:
-    """A call on dense operands, channels last. A is log-uniform, `decay` times 0.1 … 16, and no powers of anything; steps of delta, behind
-    softplus, are about `step`."""
+    """A call on dense operands, channels last. A is log-uniform, `decay` times 0.1 … 16, and no powers of anything. Steps of delta after
+    softplus are about `step`."""
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int, dtype: torch.dtype = sizes.x) -> Tensor:
@@ -91,7 +91,7 @@ def states(sizes: Sizes, count: int, dtype: torch.dtype = F32) -> Tensor:
 
 
 def exact(call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
-    """What the call must write, in float64, token by token."""
+    """The tensors that the call must write, in float64, token by token."""
     built = ssmgen.selective_scan.build(**call, **more)
     views = {n: t.cpu() for n, t in op.CALLER.checked(built.operands, built.options, None).items()}
     wanted = {n: views[n].double() for n in op.FAMILY.written if n in views}
@@ -105,7 +105,7 @@ def tokens_of(call: Mapping[str, Any], span: slice) -> dict[str, Any]:
 
 
 def channels_first(call: Mapping[str, Any], dense: bool) -> dict[str, Any]:
-    """The same call with tokens behind channels; dense: and contiguous there."""
+    """The same call with the token axis after the channel axis; dense: contiguous in that order."""
     turned = {n: t.movedim(1, -1) for n, t in call.items() if n in PER_TOKEN}
     return {**call, **{n: t.contiguous() if dense else t for n, t in turned.items()}, "channels_first": True}
 
@@ -153,7 +153,7 @@ def a_cut_changes_no_bit(scan: Scan, sizes: Sizes, tokens: int, cut: int) -> Non
 
 
 def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.dtype) -> None:
-    """Slots that nobody has hold NaN, and so do those of sequences that start from nothing, those of none and tokens of no sequence."""
+    """NaN fills unused slots, slots of empty sequences, slots of sequences that start from zeros, and tokens outside every sequence."""
     lengths, slots, started = (33, 7, 0, 16, 30), (3, 20, 7, 0, -1), (True, True, True, False, True)
     memory, tokens = Memory(sizes.device), sum(lengths) + 9
     call = make(sizes, tokens)
@@ -176,7 +176,7 @@ def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.
 
 
 def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens of none, changes no bit of a sequence, of its state neither."""
+    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
     call = make(sizes, sum(lengths) + 9)
     starts = starts_of((4, *lengths), sizes.device)[1:]
     plain, last = scan(**call, cu_seqlens=starts, return_final_states=True)

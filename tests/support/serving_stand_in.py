@@ -1,4 +1,4 @@
-"""In the place of tools.serving.worker: an engine that computes nothing, says when it was asked, and may fail."""
+"""Replaces tools.serving.worker: an engine that computes nothing, records when it was called, and may fail."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def scan_checkpoints(device: str) -> Tensors:
 
 
 def channels_first(device: str) -> Tensors:
-    """A call of Mamba-1 over prompts, of one group of channels, tokens behind channels."""
+    """A call of Mamba-1 over prompts, with one group of channels and the token axis last."""
     rows = {name: normal(device, BATCH, H * P, 9, dtype=BF16) for name in ("u", "delta", "z")}
     keys = {name: normal(device, BATCH, N, 9, dtype=BF16) for name in ("B", "C")}
     states = {"A": -normal(device, H * P, N, positive=True), "state": normal(device, BATCH, H * P, N)}

@@ -100,7 +100,7 @@ def agrees(mesh: Any, function: str, call: Tensors, over: str, placed: str) -> N
 
 
 def local_shards_agree(mesh: Any, function: str, call: Tensors) -> None:
-    """Each rank's tensors, as plain ones, give its part of what DTensors give."""
+    """Each rank's plain tensors give its part of the DTensors' result."""
     run = getattr(ssmgen, function)
     theirs, mine = (distribute(mesh, function, call, "head", "sharded") for _ in range(2))
     local = {n: t.to_local() if hasattr(t, "to_local") else t for n, t in mine.items()}
@@ -151,7 +151,7 @@ class Layer:
         return other
 
     def step(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(heads' outputs [batch, H, P], what is projected from them [batch, 24])"""
+        """(outputs of the heads [batch, H, P], their projection [batch, 24])"""
         x = ssmgen.causal_conv1d_update(x, self.conv_state, self.weight, activation="silu")
         heads = x.unflatten(1, (-1, P))
         y = getattr(ssmgen, self.function)(**self.call | {"x" if self.kind == "mamba2" else "v": heads})
@@ -182,7 +182,7 @@ def layer(mesh: Any, device: str, kind: str) -> None:
 
 
 def other_placements_are_redistributed(mesh: Any, device: str) -> None:
-    """A sum that is still in parts, a shard along the wrong axis, a rank's slice of what all have."""
+    """A sum that is still in parts, a shard along the wrong axis, a rank's slice of a replicated tensor."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     torch.manual_seed(0)
@@ -238,7 +238,7 @@ def an_output_that_is_given(mesh: Any, device: str) -> None:
 
 
 def compiled(mesh: Any, device: str) -> None:
-    """Into one graph, a convolution and what comes behind it."""
+    """Compiles a convolution and the operator after it into one graph."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     one = Layer(device, "gdn")
@@ -253,7 +253,7 @@ def compiled(mesh: Any, device: str) -> None:
 
 
 def channels_of_a_layer(mesh: Any, device: str) -> None:
-    """Each rank has a window of its heads' x, B and C; what is projected is a sum that is still in parts, or a shard along a wrong axis."""
+    """Each rank has a window of its heads' x, B and C. The projection is a sum that is still in parts, or a shard along a wrong axis."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     torch.manual_seed(0)
@@ -299,7 +299,7 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
 
 
 def in_a_graph(mesh: Any, device: str, kind: str, plain: bool) -> None:
-    """A captured step, replayed, does what steps of whole tensors do. Nothing of it is communicated."""
+    """A captured step, replayed, equals steps on whole tensors. It communicates nothing."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     one = Layer(device, kind)
@@ -342,7 +342,7 @@ def cases_on_cards(device: str) -> dict[str, Callable[[Any], None]]:
 
 # Processes.
 
-PATIENCE = datetime.timedelta(seconds=100)  # for another rank, which may have failed
+PATIENCE = datetime.timedelta(seconds=100)  # time to wait for another rank, which may have failed
 
 
 def free_port() -> int:
@@ -355,8 +355,8 @@ Cases = Callable[[str], dict[str, Callable[[Any], None]]]  # of a device
 
 
 def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str, all_cases: Cases) -> None:
-    """One rank: runs all cases, and writes what went wrong, by case. device_type: "cuda" for a card each, over NCCL; "shared" for one that
-    all share, over gloo; "cpu"."""
+    """One rank: runs all cases and writes the failures by case. device_type: "cuda" for one card per rank, over NCCL; "shared" for one card
+    that all ranks share, over gloo; "cpu"."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0"}
     torch.set_num_threads(1)
     device = {"cuda": f"cuda:{rank}", "shared": "cuda:0"}.get(device_type, "cpu")
@@ -379,8 +379,8 @@ def rank_main(rank: int, ranks: int, port: int, device_type: str, directory: str
 
 
 def failures(ranks: int, device_type: str, directory: Path, all_cases: Cases, least: int = 90) -> str:
-    """What went wrong on so many processes, by case and rank, as text. All cases share the processes, which take seconds to start.
-    least: cases that there are at least."""
+    """The failures on `ranks` processes, by case and rank, as text. All cases share the processes, which take seconds to start. least: the
+    smallest number of cases allowed."""
     arguments = (ranks, free_port(), device_type, str(directory), all_cases)
     # On the CPU ranks are forked from one process that has loaded torch: each would take 4 s for that. CUDA forbids it.
     how = "forkserver" if device_type == "cpu" and "forkserver" in multiprocessing.get_all_start_methods() else "spawn"

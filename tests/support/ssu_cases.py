@@ -32,7 +32,7 @@ class Case:
     D: torch.dtype | None = F32
     z: torch.dtype | None = None
     dt_bias: torch.dtype | None = F32
-    out: torch.dtype | None = None  # None: that of x
+    out: torch.dtype | None = None  # None: the dtype of x
     tied: bool = True
     softplus: bool = True
     limit: tuple[float, float] | None = None
@@ -89,7 +89,7 @@ def matrix() -> list[Case]:
 
 
 def small_matrix() -> list[Case]:
-    """The same with fewer heads and sequences where those add nothing: for what computes on a CPU."""
+    """The same matrix with fewer heads and sequences where they add nothing: for computation on a CPU."""
 
     def smaller(case: Case) -> Case:
         heads = case.heads if case.heads * case.headdim * case.d_state < 100_000 else 2 * case.groups
@@ -138,7 +138,7 @@ class Memory:
 
 @dataclass
 class Call:
-    """A call's arguments, and what surrounds them in memory."""
+    """A call's arguments and the memory around them."""
 
     case: Case
     memory: Memory
@@ -154,7 +154,7 @@ class Call:
 
     @property
     def options(self) -> Options:
-        """What it says beside its tensors."""
+        """The call's options, without its tensors."""
         return Options(self.case.softplus, self.case.limit, self.case.pad_slot_id, 0, True)
 
 

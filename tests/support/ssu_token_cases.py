@@ -30,9 +30,9 @@ class Case:
     lengths: tuple[int, ...] = ()  # ragged: packed as [tokens, …], or as [1, tokens, …] if `tokens` is 1
     batch: int = 6
     state: torch.dtype = F32
-    x: torch.dtype = BF16  # of all operands but states, weights and out
+    x: torch.dtype = BF16  # of all operands except states, weights and out
     weights: torch.dtype = F32
-    out: torch.dtype | None = None  # None: that of x
+    out: torch.dtype | None = None  # None: the dtype of x
     D: bool = True
     z: bool = False
     dt_bias: bool = True
@@ -40,7 +40,7 @@ class Case:
     limit: tuple[float, float] | None = None
     index: torch.dtype | None = I32
     pad_slot_id: int = -1
-    dst: str = ""  # row: one slot per sequence; token: one per token; own: those that the sequence may start from
+    dst: str = ""  # row: one slot per sequence; token: one per token; own: the slots that the sequence may start from
     accepted: torch.dtype | None = None
     kept: torch.dtype | None = None  # type of intermediate states
     columns: int = 0  # of intermediate states and of a ragged tree, beyond the most tokens
@@ -51,7 +51,7 @@ class Case:
     rounds: int = 10
     packed: int | None = None  # x, B and C are slices of one tensor, from this element on
     slot_gap: int = 0  # elements between slots
-    out_gap: bool = False  # out has strides of its own
+    out_gap: bool = False  # out has its own strides
 
     @property
     def counts(self) -> tuple[int, ...]:  # of tokens, by sequence
@@ -98,7 +98,7 @@ def matrix() -> list[Case]:
 
 @dataclass(frozen=True)
 class Sequence:
-    """What becomes of one sequence: its tokens are [row, start + i] of the operands."""
+    """The start and the outputs of one sequence. Its tokens are [row, start + i] of the operands."""
 
     row: int
     start: int
@@ -111,7 +111,7 @@ class Sequence:
 
 @dataclass
 class Call:
-    """A call's arguments, and what surrounds them in memory."""
+    """A call's arguments and the memory around them."""
 
     case: Case
     memory: Memory
@@ -129,7 +129,7 @@ class Call:
 
 
 def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Sequence]]:
-    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are none."""
+    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are invalid."""
     B, longest = len(case.counts), max(case.counts)
     columns = longest if case.dst == "own" else 4
     slots = B + 1 if case.index is None else 2 * B * max(columns, longest) + 9
@@ -155,7 +155,7 @@ def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Se
         indices["intermediate_state_indices"] = rows
     rows = [r if case.kept and 0 <= r < 2 * B + 2 else -1 for r in rows]
     trees = [[-1] * longest] * B
-    if case.parents:  # a token back, two back, the first; and what is none: itself, a later one, far off, negative
+    if case.parents:  # one back, two back, the first; and invalid: itself, a later one, far off, negative
         made = [lambda t: t - 1, lambda t: 0, lambda t: t - 2, lambda t: t, lambda t: t + 1, lambda t: 2**31 - 1, lambda t: -7]
         trees = [[made[(b + t * t) % 7](t) for t in range(kept_columns if case.lengths else longest)] for b in range(B)]
         indices["parents"] = trees
@@ -231,9 +231,8 @@ def step(h: Approx, reach: Tensor, x: Mapping[str, Approx], case: Case) -> tuple
 
 
 def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]]:
-    """What a call writes, in float64, with bounds: {"state": {slot: …}, "intermediate_states": {(row, token): …},
-    "out": {(row, token): …}}; other output is zero. A state that a tree goes back to is off by its rounding. Sums over N are the kernels'
-    tree, or in any order.
+    """The outputs of a call, in float64, with bounds: {"state": {slot: …}, "intermediate_states": {(row, token): …}, "out": {(row, token):
+    …}}; other output is zero. A state that a tree goes back to is off by its rounding. Sums over N follow the kernels' tree, or any order.
     """
     case = replace(call.case, d_state=4 << (call.case.d_state - 1)) if any_order and call.case.d_state < 12 else call.case
     views = {n: t.detach().cpu() for n, t in call.views.items()}

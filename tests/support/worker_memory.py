@@ -1,6 +1,7 @@
 """The bound on memory: a run fails, naming the test, once a process that runs its tests, a worker, has held more than `worker_memory_mib`.
 
-What a worker starts, a compiler or another Python, is bounded too, each on its own. Nothing is bounded where torch sees a CUDA device,
+Processes that a worker starts, such as a compiler or another Python, are each bounded separately. Nothing is bounded if torch sees a CUDA
+device,
 whose libraries and context take more, nor without Linux's /proc.
 """
 
@@ -17,9 +18,9 @@ from pathlib import Path
 import pytest
 
 STATUS = Path("/proc/self/status")
-SLACK = 64  # MiB that tests may leave behind, code that they run again among it, before it is collected
+SLACK = 64  # MiB that tests may hold at their end before collection, code that they run again included
 MADV_DONTNEED = 4
-M_MMAP_THRESHOLD, OWN_PAGES = -3, 1 << 20  # bytes from which a block has pages of its own
+M_MMAP_THRESHOLD, OWN_PAGES = -3, 1 << 20  # blocks of at least this many bytes get their own pages
 PEAKS = pytest.StashKey[dict[str, int]]()
 COLLECTED, LEFT = pytest.StashKey[int](), pytest.StashKey[int]()
 
@@ -30,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     """Large blocks go back to the system when they are freed. Left alone, glibc takes the largest block that was freed, up to 32 MiB, for
-    the least that gets pages of its own, and what is smaller leaves holes among what lives on: some 100 MiB behind these tests."""
+    the least that gets its own pages. Smaller blocks then leave holes among live data: some 100 MiB after these tests."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, OWN_PAGES)
 
@@ -42,8 +43,8 @@ def held(field: str) -> int:
 
 def peaks() -> dict[str, int]:
     """Most MiB that this worker has held, and the largest of the ended processes that it has started, if that is more."""
-    # In ru_maxrss a process takes over the peak of the one that starts it: so it says nothing of the worker, and less than the worker's
-    # own peak says nothing of those that it has started.
+    # A process starts with its parent's peak in ru_maxrss. That value therefore does not measure the worker, and below the
+    # worker's own peak it does not measure its children.
     worker, started = held("VmHWM"), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
     return {"a worker": worker} | ({"a process that it started": started} if started > worker else {})
 
@@ -62,7 +63,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Fails the first test behind which a peak is above the bound; those behind it only inherit it."""
+    """Fails the first test after which a peak is above the bound. Later tests only inherit the peak."""
     try:
         return (yield)
     finally:

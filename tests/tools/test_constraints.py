@@ -48,7 +48,7 @@ def test_all_files_have_one_torch_and_one_transformers():
 
 
 def test_the_file_of_this_environment_names_all_that_is_needed():
-    """By walking through what is installed; only where that is of the versions of the file, since other releases may need others."""
+    """Walks through the installed packages, only if they have the file's versions: other releases may need other packages."""
     if not constraints.here().is_file():
         pytest.skip("no constraints for this Python")
     pinned, needed = constraints.pinned(constraints.here()), constraints.needed(extras=("test",))
@@ -87,7 +87,7 @@ def test_lowest_versions_are_those_of_the_project():
 
 
 def test_the_test_extra_admits_the_lowest_versions():
-    """Otherwise pip cannot install what `oldest` tries."""
+    """Otherwise pip cannot install the versions that `oldest` tries."""
     lowest = dict(line.split("==") for line in releases.lowest())
     wrong = [str(r) for r in constraints.named(("hf", "test")) if r.name in lowest and lowest[r.name] not in r.specifier]
     assert not wrong

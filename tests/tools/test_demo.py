@@ -1,4 +1,4 @@
-"""`python -m tools.demo`: its models, its step and what is measured, on CPU tensors."""
+"""`python -m tools.demo`: its models, its step and its measurements, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name in HERE])
 def test_a_presets_state_is_as_wide_as_its_model(name):
-    """Seen in the cache behind a prompt, which needs no memory on the meta device."""
+    """The cache after a prompt shows it, which needs no memory on the meta device."""
     state, channels = SHAPES[name]
     layer = Greedy(meta(presets()[name], 2), prompt(2, SHARED["vocab_size"], "meta")).cache.layers[0]
     if state is not None:
@@ -117,7 +117,7 @@ def test_a_step_gives_what_generate_does_with_either_cache_patched_or_not(name):
 @costly(3)
 @pytest.mark.parametrize("name", HERE)
 def test_a_step_on_a_static_cache_can_be_captured(name):
-    """On the meta device: nothing is asked of a tensor's contents, and nothing comes from the host."""
+    """Runs on the meta device: no tensor's contents are read, and no data comes from the host."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -206,7 +206,7 @@ def test_no_kernel_in_a_profile_is_an_error(monkeypatch):
         measure.kernels(lambda: torch.ones(2).sum())
 
 
-# A run, with what needs a device replaced.
+# A run whose parts that need a device are replaced.
 
 
 def test_a_family_is_measured_at_each_batch_size(on_cpu):
@@ -222,7 +222,7 @@ def test_a_family_is_measured_at_each_batch_size(on_cpu):
 
 
 def test_accelerate_is_timed_by_token_and_leaves_the_model_as_it_was(monkeypatch):
-    """What three tokens more take than one, by a clock of one second per call of the model."""
+    """The time of three more tokens than one, by a clock of one second per call of the model."""
     model, clock = narrow().build(2, torch.float32, "cpu"), SimpleNamespace(now=0.0)
     model.generation_config.eos_token_id = [*range(1024)]  # each would end it
     monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
@@ -286,7 +286,7 @@ def test_the_rest_of_every_model_can_be_timed_without_its_recurrent_layers(name)
 @costly(1)
 @pytest.mark.parametrize(("fits", "found"), [(4, "of 5 tokens: "), (5, "")])
 def test_prompts_that_transformers_has_no_memory_for(on_cpu, monkeypatch, fits, found):
-    """Chunks are as long as the model's own, and what is patched is measured all the same; also where a part of the prompt does fit."""
+    """Chunks have the model's own length. The patched model is measured all the same, also if a part of the prompt fits."""
     monkeypatch.setattr(prompts, "FEWEST", 1)
     own = modeling("mamba2").mamba2_chunk_scan
 
@@ -329,7 +329,7 @@ def test_passes_that_would_be_too_large_or_too_long_are_not_made(on_cpu, monkeyp
 
 
 def test_a_family_of_whose_prompts_nothing_is_fused_has_no_such_way(on_cpu, monkeypatch):
-    """All that are known have layers, or the norms between them; what patch() replaces as well is not counted."""
+    """All known families have layers, or norms between them; functions that patch() also replaces are not counted."""
     assert all(prompts._fuses(tiny(name)) for name in filter(known, ("qwen3_5", "kimi_linear", "mamba", "zamba", "lfm2")))
     patch = hf.patch
     monkeypatch.setattr(hf, "patch", lambda model, fuse=False: patch(model))

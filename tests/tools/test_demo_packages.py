@@ -1,4 +1,4 @@
-"""`python -m tools.demo` where transformers calls packages of kernels: beside its own functions, patched and fused. On CPU tensors."""
+"""`python -m tools.demo` if transformers calls packages of kernels: its own functions, patched and fused ones too. On CPU tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ONCE = Options(layers=2, tokens=3, rounds=1, prompts=(9,))
 
 
 class Lengths(list[int]):
-    """Those of the prompts that a package was called with. error: what it raises."""
+    """The lengths of the prompts that a package was called with. error: the error that it raises."""
 
     error: Exception | None = None
 
@@ -106,7 +106,7 @@ def test_a_package_that_fails_has_a_note_and_the_others_go_on(on_cpu, package):
 
 
 def test_decode_steps_have_one_more_way(on_cpu, package):
-    """The same tokens are those of transformers' own functions."""
+    """The tokens equal the tokens of transformers' own functions."""
     (row,), failed = run.family(narrow(), (1,), Options(layers=2, tokens=2, rounds=1), "cpu")
     assert not failed and {PLAIN, PACKAGES, PATCHED, FUSED} <= row.ms.keys() and row.kernels[PACKAGES] == 5
     assert package == [8, 8] and (row.same, row.tokens) == (12, 12)

@@ -1,4 +1,4 @@
-"""The scaffold of a family: what it writes works, and is what the guide shows. That all other tests pass with it, CI sees in a copy."""
+"""The scaffold of a family works, and its files are the guide's. CI checks in a copy that all other tests pass with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts(root: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """As much of a checkout as the family's own tests and the guide's commands need, with the family."""
+    """The parts of a checkout that the family's own tests and the guide's commands need, with the family."""
     root = tmp_path_factory.mktemp("checkout")
     for folder in ("ssmgen", "templates"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""`python -m tools.report`: what its pages say, and that they stand for themselves."""
+"""`python -m tools.report`: the contents of its pages, which need no other files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_variants_page_says_what_show_says(report):
 
 
 def test_sources_are_whole(report):
-    """What a browser shows of a page's source is the source."""
+    """The source that a browser shows on a page is the whole source."""
     path = next((report / "variants/sm_90a").glob("ssu*.html"))
     shown = re.search(r'<section id="cu">.*?<pre class="code">(.*?)</pre>', path.read_text(), re.DOTALL)[1]
     texts = json.loads((report / "data/selective_state_update.cu.js").read_text().removeprefix("window.ssmgen_cu = ").rstrip(";\n"))
@@ -197,7 +197,7 @@ def test_files_that_are_no_benchmarks_are_named_and_nothing_is_written(tmp_path)
 
 
 def test_choices_that_were_measured_name_their_gpu(monkeypatch):
-    """They stand beside those of the rules, which serve every other GPU."""
+    """Measured choices appear with the rules' choices, which serve every other GPU."""
     with few_variants():
         found = content.choices(SM90)
     tuned = [choice for served in found.values() for choice in served if choice.gpu]

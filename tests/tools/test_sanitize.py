@@ -1,4 +1,4 @@
-"""tools.sanitize, as far as it can be looked at without the sanitizer: what it runs, its controls, images, and what it reads in reports."""
+"""The parts of tools.sanitize that run without the sanitizer: its kernels, controls, images, and its reading of reports."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_lines_of_texts_are_shown():
 
 
 def test_every_kernel_that_waits_at_barriers_has_its_control():
-    """Prompts are long enough for stages to be used again; the control and what is planted change every text with such barriers."""
+    """Prompts are long enough for stages to be used again. The control and the planted errors change every text with such barriers."""
     cases = chosen([])
     with_barriers = [c for c in cases if any("mbarrier.init" in render(part, c.arch) for part in c.spec.kernels)]
     for edit in ("each lane arrives", "a lane does not arrive", "one arrives for others that may not be done"):
@@ -81,7 +81,7 @@ def test_edited_texts_compile():
 
 
 class Driver:
-    """As much of the driver as launching an image takes; kernels do nothing."""
+    """The parts of the driver that launching an image needs; kernels do nothing."""
 
     def __init__(self):
         self.memory, self.launches = [], []

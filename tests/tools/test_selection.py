@@ -11,7 +11,7 @@ from selection import chosen, costly
 
 
 def sets(*sizes: int) -> list[Any]:
-    """Tests of a product of so many values per parameter."""
+    """Tests of a product of parameters with these numbers of values."""
     return [SimpleNamespace(callspec=SimpleNamespace(indices=dict(enumerate(values)))) for values in product(*map(range, sizes))]
 
 

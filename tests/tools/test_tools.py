@@ -42,7 +42,7 @@ def test_a_step_fails_with_its_command():
 
 @pytest.mark.parametrize(("passed", "fails"), [(5, False), (4, True)])
 def test_fewer_tests_than_there_were_fail(passed, fails, monkeypatch):
-    """The report is what pytest writes: 7 tests, of which some were skipped."""
+    """The report has pytest's form: 7 tests, of which some were skipped."""
     monkeypatch.setattr(ci, "_of_readme", lambda pattern: f"{sys.executable} -c 'import sys; {WRITE % (7 - passed)}'")
     with pytest.raises(SystemExit, match="tests have gone") if fails else contextlib.nullcontext():
         ci._suite("", at_least=5)
@@ -69,7 +69,7 @@ def test_every_data_file_has_its_commands_and_they_parse():
 
 
 def test_a_data_file_holds_all_reports_of_its_commands(tmp_path):
-    """And is the same, byte for byte, for the same results."""
+    """The file is the same, byte for byte, for the same results."""
     told = json.loads(gzip.decompress((measure.DATA / "h200-kda-layer.json.gz").read_bytes()))
     asked = []
 

@@ -1,4 +1,4 @@
-"""Tuning without a GPU: the table, what the registry makes of it, the cost model, the cases, and the search around what is measured."""
+"""Tuning without a GPU: the table, its use by the registry, the cost model, the cases, and the search with replaced measurements."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def row(spec=OTHER, size=8, problem=PROBLEM, **changes) -> table.Row:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """No tables but those that a test writes."""
+    """Only the tables that a test writes exist."""
     monkeypatch.setenv("SSMGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
     registry.forget()
@@ -157,7 +157,7 @@ def test_no_variant_of_the_packages_tables_spills(monkeypatch, share):
     assert not failed, "\n".join(failed)
 
 
-# What the registry makes of it.
+# The registry's use of the table.
 
 
 def chosen(size: int, gpu: str | None = GPU, pdl: bool = True, problem=PROBLEM):
@@ -229,7 +229,7 @@ def test_what_is_tuned_is_built():
     assert "-> tuned" in result.output and GPU in result.output
 
 
-# The search, around what is measured on a card.
+# The search, with replaced measurements of a card.
 
 
 class FakeCall:
@@ -241,7 +241,7 @@ class FakeCall:
 
 
 class Card:
-    """What stands for a GPU: times by tile."""
+    """Replaces a GPU: times by tile."""
 
     def __init__(self, monkeypatch):
         self.timed, self.checked, self.wrong, self.spilling = [], [], set(), set()
@@ -280,7 +280,7 @@ def test_the_fastest_is_kept_and_served(card):
 
 
 def test_what_the_gate_saw_is_among_what_is_compared(card):
-    """With a row in the table that is served and gated, and not what the rules would."""
+    """If the table has a row, its variant is served and gated instead of the rules' choice."""
     card.tune(8)
     card.tune(8, again=True)
     assert card.checked == [[OTHER, RULE], [OTHER, OTHER]]
@@ -384,7 +384,7 @@ def test_without_a_gpu(monkeypatch):
 
 
 def test_models_pose_problems_that_some_row_could_serve():
-    """A bucket must not forget what a variant's legality depends on: what is legal for one problem of it is legal for all."""
+    """A bucket must keep every field that a variant's legality depends on: a variant legal for one of its problems is legal for all."""
     buckets: dict[str, list] = {}
     for _, problem in default_problems():
         buckets.setdefault(f"{type(problem).__name__} {table.bucket(problem)}", []).append(problem)

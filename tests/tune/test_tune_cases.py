@@ -1,4 +1,4 @@
-"""What is tuned: what a variant may be expected to take, and the cases that are measured."""
+"""Inputs of tuning: the expected time of a variant, and the measured cases."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = ["home"]  # a fixture of all tests here
 @pytest.mark.parametrize("several", [{}, {"tokens": 4}], ids=["one", "slots"])
 @pytest.mark.parametrize("model", ["nemotron-h-8b", "qwen3.5-35b-a3b"])
 def test_rows_of_layers_are_served(model, several):
-    """Also with other types of what is beside the states; and each kernel of the row's variant is legal, the norm's too."""
+    """Rows also serve other types of operands other than the states. Each kernel of the row's variant is legal, including the norm's."""
     problem = find_model(model).layers((DType.BF16,), (Index.I32,), **several)[-1]
     operator = OPERATOR_OF[type(problem)]
     rule = registry.select(operator, problem, 8, SM90, True)

@@ -1,4 +1,4 @@
-"""Rows of tables: which variants they may name, what the rules lose to them, and what comes to be timed for them."""
+"""Rows of tables: the variants that they may name, the rules' losses against them, and the variants timed for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["home"]  # a fixture of all tests here
 
 @pytest.mark.parametrize("operator", ["chunk_scan", "selective_scan"])
 def test_rows_of_an_operators_other_spec_classes_are_believed(operator):
-    """Some have one for kernels by warpgroups, or by roles, beside the one that is named as the operator is."""
+    """Some operators have further classes, for kernels by warpgroups or by roles, in addition to the class with the operator's name."""
     arch = Arch(90, "a")
     problem = next(p for _, p in default_problems() if OPERATOR_OF[type(p)] == operator)
     rule = registry.select(operator, problem, 4096, arch, True)
@@ -41,18 +41,18 @@ def test_rows_of_an_operators_other_spec_classes_are_believed(operator):
 
 
 def test_rules_that_choose_the_runner_up_by_now_lose_what_it_does():
-    second = row(us=2.0, rule_us=2.5, runner_up_us=2.02)  # the runner-up is what the rules choose
+    second = row(us=2.0, rule_us=2.5, runner_up_us=2.02)  # the rules choose the runner-up
     assert loss(second) == pytest.approx(0.01)
     assert loss(replace(second, runner_up="tile=no")) == loss(replace(second, runner_up="")) == pytest.approx(0.25)
 
 
-# Two splits of 1 us, of which no variant is good on both cards: docs/performance.md.
+# Two splits of 1 us, for which no variant is good on both cards: docs/performance.md.
 KNOWN = {"NVIDIA_H100_80GB_HBM3": {"combine, dense (16, 2) d_v 512 bf16"}, "NVIDIA_H200": set()}
 
 
 @pytest.mark.parametrize("gpu", KNOWN)
 def test_rules_lose_no_more_than_3_percent_to_the_packages_tables(gpu):
-    """Rows that are no longer believed say nothing."""
+    """Rows that are no longer trusted have no effect."""
     rows = table.read(Path(table.__file__).parent / f"{gpu}.json").values()
     assert rows and {row.label for row in rows if loss(row) > 0.03 and not table.staleness(row)} <= KNOWN[gpu]
 

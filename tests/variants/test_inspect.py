@@ -25,7 +25,7 @@ SM90 = Arch.parse("sm_90a")
 COPY = inspect.resolve("slot_copy:slot_bytes=4096", None)
 WIDE_COPY = inspect.resolve("slot_copy:slot_bytes=8192", None)
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-COLOUR = re.compile(r"\x1b\[[39]\dm")  # a pager writes other ones of its own
+COLOUR = re.compile(r"\x1b\[[39]\dm")  # a pager writes other colours
 
 LISTING = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
@@ -104,12 +104,12 @@ def test_every_character_of_sass_is_known():
 
 
 def in_terminal(*args: str, **env: str) -> str:
-    """What a command writes to a terminal of 24 lines. A pager, which waits for a key, is told to quit."""
+    """The output of a command on a terminal of 24 lines. A pager, which waits for a key, is told to quit."""
     ours, theirs = pty.openpty()
     told = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "LESS", "PAGER")}
     told |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"} | env
     command = [sys.executable, "-m", "ssmgen", *args]
-    # In a session of its own, or the pager would ask the terminal that the tests run in.
+    # It runs in a separate session; otherwise the pager would read from the tests' terminal.
     done = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=told, start_new_session=True)
     os.close(theirs)
     written = b""
@@ -119,7 +119,7 @@ def in_terminal(*args: str, **env: str) -> str:
             continue
         try:
             read = os.read(ours, 65536)
-        except OSError:  # Linux' way to say that the other side is closed
+        except OSError:  # Linux reports in this way that the other side is closed
             break
         written += read
     os.close(ours)

@@ -1,4 +1,4 @@
-"""Work that processes share: who does what, what becomes of the dead one's share, and that there is one result, which is one process's."""
+"""Work shared by processes: the split of items, the share of a dead process, and the single result, which equals one process's."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def crew_of(world: int, lease: float = LEASE):
 
 
 def silence(member: Crew) -> None:
-    """As SIGKILL does: no more signs of life, and nothing said."""
+    """Ends a member like SIGKILL: no more signs of life, and no message."""
     member._ending.set()
 
 
 def together(*members, count=20):
-    """(who did which items, results, exit codes) when each member shares, in a thread of its own."""
+    """(items by member, results, exit codes) when each member shares its work in a separate thread."""
     did: dict[int, list[int]] = {m.seat.rank: [] for m in members}
     published, codes = [], {}
 
@@ -145,7 +145,7 @@ def test_another_publishes_for_the_dead_one():
 
 
 def test_after_a_new_start_nobody_waits_for_the_old_processes():
-    """As torchrun does it: all have ended when all are started again, and the store is the same."""
+    """A restart like torchrun's: all members have ended before all are started again, and the store is the same."""
     with crew_of(2, lease=60) as old:
         number, _ = next(old[1].take(lambda: range(5)))
         host = old[0].seat
@@ -170,7 +170,7 @@ def test_budgets_end_it_with_items_left():
         assert list(members[1].take(lambda: range(9), lambda: True)) == []
         members[1]._ask("set", f"idle/{members[1].me}", "1")
         told = {}
-        members[0].seat = Seat(0, 2, 0, 2, "127.0.0.1", members[0].seat.port, hosted=True)  # nobody waits for a farewell
+        members[0].seat = Seat(0, 2, 0, 2, "127.0.0.1", members[0].seat.port, hosted=True)  # no member waits for a farewell
         assert members[0].finish(lambda said: told.update(said) or 0) == 0 and list(told) == seen
 
 
@@ -187,7 +187,7 @@ def test_what_one_may_have_is_had_by_one_that_lives():
 
 
 def test_a_share_of_a_build_ends_where_it_fails(tmp_path):
-    """In one of its threads, or for want of a place: what is left of it is others'."""
+    """It fails in one of its threads, or because the cache cannot be written. The others take the rest."""
     spec = registry.select(crew_cases.OP, crew_cases.PROBLEM, 1, SM90, True)
     work = [(replace(spec, tile=spec.tile << n), SM90) for n in range(3)]
 
@@ -196,7 +196,7 @@ def test_a_share_of_a_build_ends_where_it_fails(tmp_path):
 
     def cache() -> Cache:
         found = Cache(tmp_path / "none")
-        found.writable = None  # as when there is no home
+        found.writable = None  # as without a home directory
         return found
 
     with crew_of(1) as (first,), pytest.MonkeyPatch.context() as patch:
@@ -212,7 +212,7 @@ def test_a_share_of_a_build_ends_where_it_fails(tmp_path):
 
 
 def test_one_task_after_the_other_in_one_store():
-    """As when a job's processes build, and tune then."""
+    """A job's processes build, and then tune."""
     with crew_of(1) as (first,):
         again = Seat(0, 1, 0, 1, "127.0.0.1", first.seat.port, hosted=True)
         assert first.finish(lambda told: 3) == 3
@@ -301,7 +301,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def tuned_here(path: Path) -> str:
-    """What one process, this one, prints when it tunes the same; its table is written to a path."""
+    """The output of this single process when it tunes the same; its table is written to a path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSMGEN_CACHE_DIR", str(path.parent))
         crew_cases.stand_in(patch.setattr)

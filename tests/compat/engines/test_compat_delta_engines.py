@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's prompts of gated delta rules as these call them, in float64; and what holds of all such drop-ins."""
+"""Prompts of gated delta rules as vLLM and SGLang call them, in float64; and laws of all such drop-ins."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_vllm_checkpoints(vllm):
 
 @pytest.mark.parametrize(("in_place", "dtype"), [(True, F32), (False, BF16)])
 def test_sglang_layers(sglang, in_place, dtype):
-    """States before each chunk lie where SGLang's caches of prefixes look for them, also that of a sequence's first one."""
+    """SGLang's prefix caches find a state before each chunk in its place, also before a sequence's first chunk."""
     pool = pages(9, *POOL, dtype=dtype)
     kept, before = pool.clone(), pool[SLOTS.long()]
     call = sglang_call(initial_state=pool, inplace_update=in_place)
@@ -101,7 +101,7 @@ def test_sglang_layers(sglang, in_place, dtype):
 
 
 def test_sglang_rows_and_padding(sglang):
-    """Without cu_seqlens each row is a sequence. A negative slot is padding, and more of them than sequences are no matter."""
+    """Without cu_seqlens each row is a sequence. A negative slot is padding, and there may be more slots than sequences."""
     pool, slots = pages(9, *POOL), torch.tensor([5, -1, 3, 8], dtype=torch.int32)
     kept, call = pool.clone(), operands(3, 66)
     o, _, h = sglang.chunk_gated_delta_rule(**call, initial_state=pool, initial_state_indices=slots)
@@ -116,7 +116,7 @@ def test_sglang_rows_and_padding(sglang):
 @pytest.mark.parametrize(("in_place", "dtype"), [(True, F32), (True, BF16), (False, F32)])
 @pytest.mark.parametrize("tracked", [False, True])
 def test_sglang_backend(sglang, tracked, in_place, dtype):
-    """Its Triton kernels' method: no states ahead of chunks, but those that are tracked, also of a sequence's first chunk."""
+    """The method of its Triton kernels returns no states before chunks, except tracked ones, also before a sequence's first chunk."""
     pool = pages(9, *POOL, dtype=dtype)
     kept, before = pool.clone(), pool[SLOTS.long()]
     buffer = torch.full((len(LENGTHS), *POOL), torch.nan) if tracked else None
@@ -137,7 +137,7 @@ def test_sglang_backend(sglang, tracked, in_place, dtype):
 
 
 def test_sglang_s_own_method_gives_tracked_states():
-    """Where ssmgen refuses a call, they come from the states ahead of all chunks, which that one returns."""
+    """If ssmgen refuses a call, the tracked states come from the engine's method, which returns the states before all chunks."""
     rows = chunks_of()
     states_of_all = torch.stack([torch.full(POOL, 10.0 * i + at) for i, at in rows])[None]
     seen = []
@@ -184,14 +184,14 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_of_a_tensor_is_read_by_the_host(way):
-    """A fake tensor holds no values: who asks for one gets an error."""
+    """A fake tensor holds no values: a read of a value is an error."""
     function, make = WAYS[way]
     call = make()
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         function(**{n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in call.items()})
 
 
-BOUND = 6e-3 + 2**-9  # of kernels against float64, and the rounding of what is 16 bits
+BOUND = 6e-3 + 2**-9  # of kernels against float64, and the rounding to 16 bits
 
 
 @pytest.mark.skipif(not emulator.available(), reason="needs g++")
@@ -199,7 +199,7 @@ BOUND = 6e-3 + 2**-9  # of kernels against float64, and the rounding of what is 
     "way", [pytest.param("fla", marks=pytest.mark.matrix), "flashinfer", pytest.param("vllm", marks=pytest.mark.matrix), "sglang"]
 )
 def test_kernels_make_what_is_asked_for(way, monkeypatch):
-    """In the emulator: states of two dtypes and layouts, of slots, and at places that some sequences do not have."""
+    """In the emulator: states of two dtypes and layouts, in slots, and at places that some sequences do not have."""
     names = ("q", "k", "v", "g", "beta")
     monkeypatch.setattr(delta_prompts, "chunk_gated_delta_rule", lambda *t, **more: emulated(**dict(zip(names, t, strict=True)), **more))
     pool, buffer = pages(9, *POOL), torch.zeros(len(LENGTHS), *POOL)
@@ -229,7 +229,7 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
     assert close(o.flatten(0, -3), y, BOUND) and all(close(last[i], S[-1], BOUND) for i, S in enumerate(each))
 
 
-# What is refused, in words, and nothing written.
+# Refused calls: the error's words, and nothing is written.
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_vllm_state_goes_to_another_slot(vllm):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_vllm_speculative_steps(vllm, packed):
-    """From the last accepted token's column (0 is like 1) to a column per token; buffers are longer than the batch."""
+    """Reads the last accepted token's column (0 is like 1) and writes a column per token; buffers are longer than the batch."""
     lengths, accepted = [3, 1, 0, 2] if packed else [1] * 4, torch.tensor([2, 0, 1, 3])
     table = torch.arange(1, 1 + 5 * 3, dtype=torch.int32).view(5, 3)
     table[1, 1:], table[3, 1] = 0, 0
@@ -79,7 +79,7 @@ def test_vllm_speculative_steps(vllm, packed):
 
 
 def test_vllm_decode_step_of_mamba1(vllm):
-    """No heads, A of its own for each row, the gate in the kernel, and transposed views."""
+    """No heads, a separate A for each row, the gate in the kernel, and transposed views."""
     batch, dim, N = 3, 10, 16
     x, dt, z = (randn(dim, batch, seed=s).t() for s in (1, 2, 3))
     A, B, C, D, bias = -randn(dim, N).abs(), randn(batch, N, seed=4), randn(batch, N, seed=5), randn(dim), randn(dim, seed=6)
@@ -98,7 +98,7 @@ def test_vllm_decode_step_of_mamba1(vllm):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["A of its own", "A of a head"])
 def test_sglang_decode_step_of_mamba1(sglang, monkeypatch, tied):
-    """Channels are heads of one row there, and rows of one head here: no head is a block of its own."""
+    """SGLang's channels are heads of one row; ours are rows of one head, so that no head is a separate block."""
     batch, dim, N, seen = 3, 10, 16, []
     x, dt, z = (randn(batch, dim, 1, seed=s) for s in (1, 2, 3))
     A = -randn(dim).abs() if tied else -randn(dim, 1, N).abs()
@@ -184,7 +184,7 @@ def test_vllm_convolution_of_a_step(vllm, how):
 
 
 def test_vllm_convolution_of_drafts(vllm):
-    """Packed, after so many accepted tokens; all buffers are longer than the batch."""
+    """Packed, with these counts of accepted tokens; all buffers are longer than the batch."""
     weight, bias = taps(4)
     lengths, accepted = [3, 1, 0, 2], torch.tensor([2, 1, 3, 1, 7])
     slots = torch.tensor([4, 2, 7, 0], dtype=torch.int32)

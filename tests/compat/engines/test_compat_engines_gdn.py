@@ -87,7 +87,7 @@ def test_vllm_sigmoid_gating(vllm, form, kda):
 
 
 def test_vllm_warms_with_a_page_for_a_state(vllm):
-    """[slots, page] in place of [slots, HV, V, K], and a slot of padding; what else a page holds stays."""
+    """[slots, page] instead of [slots, HV, V, K], and a slot of padding; the rest of a page stays unchanged."""
     x, state = gdn_operands(1, 1), randn(2, HV * V * K + 7)
     call = {n: x[n] for n in ("q", "k", "v", "a", "b", "A_log", "dt_bias")}
     for slot in (0, 1):
@@ -107,7 +107,7 @@ def test_vllm_warms_with_a_page_for_a_state(vllm):
 
 @pytest.mark.parametrize("form", ["steps", "batch", "table"])
 def test_vllm_recurrent_of_gates(vllm, form):
-    """As for OLMo: g and beta ready, packed steps; also a batch of tokens without cu_seqlens, and the first column of a table."""
+    """OLMo's calls: g and beta are ready, steps are packed. Also a batch of tokens without cu_seqlens, and the first column of a table."""
     lead = (1, 3) if form == "steps" else (3, 2) if form == "table" else (3, 1)
     x = gdn_operands(*lead)
     g = -x["A_log"].exp() * (x["a"] + x["dt_bias"]).exp().log1p()
@@ -162,7 +162,7 @@ def test_sglang_sigmoid_gating(sglang, gate, disabled):
 
 
 def test_sglang_rows_beside_sequences(sglang):
-    """[B, T] with cu_seqlens: the tokens of all rows behind each other, whose sequences end anywhere."""
+    """[B, T] with cu_seqlens: the rows' tokens are concatenated, and sequences end anywhere."""
     x, slots = gdn_operands(6), torch.tensor([3, 1], dtype=torch.int32)
     how = {"use_qk_l2norm_in_kernel": True, "softplus_beta": 1.0, "softplus_threshold": 20.0, "cu_seqlens": starts_of([4, 2])}
     how |= {"A_log": x["A_log"], "dt_bias": x["dt_bias"], "initial_state_indices": slots}

@@ -21,7 +21,7 @@ STARTED, PAD = torch.tensor([True, True, False, True]), 3
 
 
 class Step:
-    """A layer, what it is called with, and a forward context of two decode steps and two prompts, or of the prompts alone."""
+    """A layer, its arguments, and a forward context of two decode steps and two prompts, or only the prompts."""
 
     def __init__(self, steps: int, dtype: torch.dtype, by_windows: bool, checkpoints: bool):
         lengths = ([1, 1] if steps else []) + [66, 5]

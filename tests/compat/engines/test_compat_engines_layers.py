@@ -18,7 +18,7 @@ SIZE = H * D  # channels of q, of k and of v
 
 
 def operands(batch: int) -> dict[str, Tensor]:
-    """What both engines give, in one form: slices of a projection's output, weights of q, k and v by width."""
+    """The operands of both engines in one form: slices of a projection's output, weights of q, k and v by width."""
     wide = randn(batch, 3 * SIZE + 5, seed=1)
     return {
         "x": wide[:, : 3 * SIZE], "taps": randn(3, WIDTH, SIZE, seed=2) / 2, "bias": randn(3 * SIZE, seed=3),

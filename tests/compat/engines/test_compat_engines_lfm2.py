@@ -25,7 +25,7 @@ def gates_of(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def wanted(hidden: Tensor, window: Tensor, slots: list[int], pad: int) -> tuple[Tensor, Tensor]:
-    """(outputs behind the second projection, windows) of one token per sequence."""
+    """(outputs after the second projection, windows) of one token per sequence."""
     b, c, x = gates_of(hidden)
     after, outputs = window.clone(), torch.zeros(len(slots), HIDDEN, dtype=torch.float64)
     for n, slot in enumerate(slots):
@@ -53,7 +53,7 @@ def near(got: Tensor, want: Tensor) -> bool:
 @pytest.mark.parametrize("by_windows", [False, True])
 @pytest.mark.parametrize("columns", [0, 2])
 def test_vllm_decode_steps(vllm, monkeypatch, columns, by_windows):
-    """Rows behind the step's are padding of a graph, and stay. A table of slots is read in its first column."""
+    """Rows after the step's are padding of a graph, and stay unchanged. The first column of a table of slots is read."""
     module, slots = import_module(VLLM), torch.tensor([4, 0, 2], dtype=torch.int32)
     window = pages(6, WIDTH - 1, HIDDEN).transpose(1, 2) if by_windows else pages(6, HIDDEN, WIDTH - 1)
     table = torch.stack([slots] + [torch.full_like(slots, 5)] * (columns - 1), 1) if columns else slots
@@ -66,7 +66,7 @@ def test_vllm_decode_steps(vllm, monkeypatch, columns, by_windows):
 
 
 def test_vllm_drafts(vllm, monkeypatch):
-    """Packed, after so many accepted tokens: those of the functions that vLLM calls."""
+    """Packed, with counts of accepted tokens. The results equal the results of the functions that vLLM calls."""
     module, plain = import_module(VLLM), import_module("ssmgen.compat.vllm").causal_conv1d_update
     window = pages(6, HIDDEN, WIDTH + 1)
     table, accepted = torch.tensor([[4, 1, 1], [2, 3, 3]], dtype=torch.int32), torch.tensor([2, 1])

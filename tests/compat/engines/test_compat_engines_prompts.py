@@ -1,4 +1,4 @@
-"""Prompts that the engines give to other backends by default, and those with states inside them, in float64."""
+"""Prompts that the engines give to other backends by default, and prompts with states inside them, in float64."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_vllm_checkpoints_lie_at_multiples_of_64(vllm, module):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_vllm_prompts_of_kimi_k3(vllm, checkpoints, dtype):
-    """Into buffers that the layer has, of which the output is a part; A_log has four axes there."""
+    """Results go to the layer's buffers, and the output is a part of one; A_log has four axes there."""
     layer, x, before = import_module(KIMI), kda_operands(), states(len(LENGTHS), dtype)
     layer.kda_prefill_checkpoint_alignment("flashkda")
     out = torch.full((1, TOKENS + 3, HV, V), torch.nan, dtype=BF16)[:, 1:-2]
@@ -78,7 +78,7 @@ def test_vllm_prompts_of_kimi_k3(vllm, checkpoints, dtype):
 
 @pytest.mark.refused
 def test_vllm_checkpoints_of_layers_that_were_made_before(vllm, monkeypatch, caplog):
-    """They may lie at multiples of 16, at which no kernel of ssmgen's gives a state."""
+    """Checkpoints may lie at multiples of 16, where ssmgen's kernels give no state."""
     layer = import_module(KIMI)
     monkeypatch.setattr(vllm_flashkda()._Places, "aligned", False)
     call = X | INTO | {"checkpoint_offsets": OFFSETS}
@@ -91,7 +91,7 @@ def vllm_flashkda() -> Any:
 
 
 class Layer:
-    """What the method looks at of GLM5-Next's layer; exported: what it gave on."""
+    """The parts of GLM5-Next's layer that the method reads; exported: the values that it passed on."""
 
     def __init__(self, x: dict[str, Tensor], dtype: torch.dtype):
         shape, self.exported = (len(LENGTHS) + 2, HV, V, K), {}
@@ -142,7 +142,7 @@ def test_sglang_leaves_prompts_to_the_backend_that_ssmgen_serves(sglang, monkeyp
 @pytest.mark.refused
 @pytest.mark.parametrize("why", ["another card", "another method"])
 def test_sglang_keeps_its_default(sglang, monkeypatch, caplog, why):
-    """Where FlashInfer has not been compared, and where the method that would be called is SGLang's own."""
+    """The default stays if FlashInfer has not been compared, and if the method to be called is SGLang's own."""
     from ssmgen.compat import sglang as plugin
 
     backend = import_module("sglang.srt.layers.attention.linear.gdn_backend")
@@ -165,7 +165,7 @@ def jet_call(pool: Tensor, *lead: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_sglang_prompts_of_jet_nemotron(sglang, dtype, frozen, monkeypatch):
-    """By chunks: no token waits for the one before it."""
+    """By chunks: no token waits for the token before it."""
     pool, updates = pages(9, HV, V, K, dtype=dtype), import_module("ssmgen.compat.sglang.updates")
     kept, before = pool.clone(), pool[SLOTS.long()]
     monkeypatch.setattr(updates, "gated_delta_rule", None)
@@ -212,7 +212,8 @@ def test_sglang_drafts_of_jet_nemotron(sglang):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_sglang_tracks_states_of_segments(sglang, dtype):
-    """After so many tokens of a prompt, into a slot of their own; none for a prompt of no slot, without tokens, or of fewer."""
+    """Tracks the state after a number of tokens of a prompt, in a separate slot. A prompt without a slot, without tokens or with fewer has
+    none."""
     tokens, pool = bag(1, TOKENS), pages(12, HK, K, V, dtype=dtype)
     q, k, v = (tokens[n][0] for n in ("q", "k", "v_narrow"))
     kept, slope, slots = pool.clone(), torch.tensor([0.3, 0.01]).view(HK, 1, 1), SLOTS.clone()
@@ -246,7 +247,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_of_a_tensor_is_read_by_the_host(way, monkeypatch):
-    """A fake tensor holds no values: who asks for one gets an error."""
+    """A fake tensor holds no values: a read of a value is an error."""
     function, call = WAYS[way]
     monkeypatch.setattr(vllm_flashkda()._Places, "aligned", True)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:

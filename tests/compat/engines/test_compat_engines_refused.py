@@ -1,4 +1,4 @@
-"""What ssmgen has no kernel for goes to the engine's own function, which finds all as it was."""
+"""Calls without an ssmgen kernel go to the engine's own function, which finds all operands unchanged."""
 
 from __future__ import annotations
 

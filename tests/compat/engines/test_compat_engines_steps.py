@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's steps of Kimi delta attention, drafts of delta rules, gated norms and what else their layers call, in float64."""
+"""Steps of vLLM and SGLang, in float64: Kimi delta attention, drafts of delta rules, gated norms, and other calls of their layers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def log_gates(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["plain", "raw", "raw into out", "bounded", "glm", "glm of gates"])
 def test_vllm_drafts_of_kda(vllm, form):
-    """From the last accepted token's column to a column per token; buffers are longer than the batch."""
+    """Reads the last accepted token's column and writes a column per token; buffers are longer than the batch."""
     x, state = gdn_operands(sum(LENGTHS), kda=True), pages(17, HV, V, K)
     before, bound = state.clone(), -5.0 if form in ("bounded", "glm") else None
     call = {n: x[n][None] for n in "qkv"} | {"initial_state": state, "cu_seqlens": starts_of(LENGTHS), "ssm_state_indices": TABLE}
@@ -76,7 +76,7 @@ def test_vllm_drafts_of_kda(vllm, form):
 
 
 def test_vllm_steps_of_kda(vllm):
-    """As Bailing's layers call it: gates ready, one token a sequence, a slot each; keywords that it ignores."""
+    """The call of Bailing's layers: gates are ready, each sequence has one token and a slot; some keywords are ignored."""
     x, slots, state = gdn_operands(3, kda=True), torch.tensor([4, 0, 2], dtype=torch.int32), pages(6, HV, V, K)
     (g, beta), before = log_gates(x), state.clone()
     got, pool = vllm.fused_recurrent_kda(
@@ -117,7 +117,7 @@ def test_packed_steps_of_kda(request, engine, bound):
 
 
 def gated(x: Tensor, z: Tensor, weight: Tensor, eps: float, act=silu, first: bool = True, size: int | None = None) -> Tensor:
-    """The gated norm in float64; first: the norm is ahead of the gate."""
+    """The gated norm in float64; first: the norm comes before the gate."""
     x, z, weight = x.double(), act(z.double()), weight.double()
     x = x if first else x * z
     groups = x.unflatten(-1, (-1, size or x.shape[-1]))
@@ -144,7 +144,7 @@ def test_vllm_drafts_with_their_norm(vllm, activation, given):
     states, outputs, padding = drafted(before, x)
     want = gated(outputs, call["output_gate"], call["norm_weight"], 1e-4, silu if activation == "silu" else torch.sigmoid)
     assert (out is None or got is out) and not got[padding].any() and near(state, states)
-    # A norm divides by what it is of: rounding errors of its operand grow as much.
+    # A norm divides by its operand's size: rounding errors of the operand grow by the same factor.
     assert (got.double() - want).abs().max() <= 1e-4 * want.abs().max()
 
 
@@ -177,7 +177,7 @@ def test_vllm_drafts_of_lightning_attention(vllm, ahead):
 
 @pytest.mark.refused
 def test_what_the_norm_refuses_leaves_the_states_of_drafts(vllm):
-    """It is behind the delta rule, whose step the engine's own must not find done."""
+    """The norm comes after the delta rule. The engine's own function must not find the rule's step already done."""
     x, state = gdn_operands(sum(LENGTHS)), pages(17, HV, V, K)
     before = state.clone()
     call = draft_call(x, state, output_gate_activation="tanh")
@@ -190,7 +190,7 @@ def test_what_the_norm_refuses_leaves_the_states_of_drafts(vllm):
 @pytest.mark.parametrize("first", [True, False], ids=["norm first", "gate first"])
 @pytest.mark.parametrize("form", ["vllm", "vllm in place", "sglang", "mixer"])
 def test_norms_of_rows(request, form, first, group):
-    """Also by groups of channels. Gates are parts of wider rows."""
+    """Norms also run by groups of channels. Gates are parts of wider rows."""
     engine = request.getfixturevalue("sglang" if "sglang" in form else "vllm")
     x, weight, how = randn(12, 24), randn(24, seed=1), {"eps": 1e-4, "group_size": group, "norm_before_gate": first}
     wide = randn(12, 31, seed=2)[:, 4:28]
@@ -232,14 +232,14 @@ def test_norms_of_heads(request, engine, activation, dtype):
 
 
 def test_what_torch_compile_traces_stays_the_engine_s(vllm, sglang):
-    """In one graph: there is no way back from what ssmgen would refuse in it."""
+    """Inside one graph ssmgen could not hand a refused call back to the engine."""
     for function in (vllm.rms_norm_gated, sglang.rms_norm_gated):
         own = torch.compile(lambda x, f=function: f(x, x, None, None), fullgraph=True, backend="eager")
         assert own(randn(4, 8)) == function.__wrapped__(*[None] * 4)
 
 
 def test_sglang_convolution_of_prompts_in_triton(sglang):
-    """The lengths, a list of work and unknown keywords say nothing new; only the first entries of a longer state are the history."""
+    """The lengths, a list of work and unknown keywords add no information. Only the first entries of a longer state are the history."""
     weight, bias = taps(4)
     lengths, slots, started = [5, 1, 4], torch.tensor([3, -1, 4], dtype=torch.int32), torch.tensor([True, True, False])
     x, (pool, before) = randn(sum(lengths), DIM).t(), stored(9, 5)

@@ -1,4 +1,4 @@
-"""The engines' functions on the cases of the families behind them, on CPU tensors: the same forms run on a card in tests/gpu."""
+"""The engines' functions on their families' cases, on CPU tensors; the same forms run on a card in tests/gpu."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_results_are_within_the_families_bounds(request, form, mode):
 @costly(12)
 @named
 def test_a_call_on_other_operands_in_the_same_memory(request, form):
-    """What a CUDA graph does: the same tensors, and other numbers in them."""
+    """The same tensors with other numbers in them, as in a CUDA graph."""
     function = getattr(request.getfixturevalue(form.engine), form.name)
     first, second = form.make("cpu"), form.make("cpu", seed=1)
     run, want = form.prepared(function, first), form.expected(second)
@@ -66,12 +66,12 @@ def test_padded_rows_that_share_slot_0_change_nothing_of_others(request, form):
 @costly(16, 40)
 @named
 def test_the_second_call_finds_what_the_first_has_made(request, form, launched):  # noqa: F811
-    """Views that are made anew in each call are no new kind of call."""
+    """A call that makes its views again is not a new kind of call."""
     function, call = getattr(request.getfixturevalue(form.engine), form.name), form.make("cpu")
     for _ in range(3):
         function(**form.arguments(operands(call)))
     assert launched.made == 1 and len(launched) == 3
-    given = [n for n in launched[0] if n not in ("out", "rand_seed", "num_accepted_tokens")]  # these may be made anew
+    given = [n for n in launched[0] if n not in ("out", "rand_seed", "num_accepted_tokens")]  # these may be new in each call
     assert all(step.keys() == launched[0].keys() and all(step[n] == launched[0][n] for n in given) for step in launched)
 
 

@@ -92,7 +92,7 @@ def test_decode(pad_slot_id, activation, form, in_place):
 @pytest.mark.parametrize("pad_slot_id", [-1, 0])
 @pytest.mark.parametrize("spare", [0, 2])
 def test_speculative_decoding_is_the_convolution_of_what_was_accepted(form, pad_slot_id, spare):
-    """Prefill into the first entries of longer states, then steps of drafts, of which random numbers are accepted in the next step."""
+    """Prefill into the first entries of longer states, then steps of drafts; the next step accepts a random number of them."""
     made, width, T = torch.Generator().manual_seed(spare), 4, 4
     weight, bias = taps(width)
     slots = torch.tensor([3, pad_slot_id, 5, 1], dtype=torch.int32)

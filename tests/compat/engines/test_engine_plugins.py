@@ -1,4 +1,5 @@
-"""The plugins of vLLM and SGLang: every name that an engine holds is replaced and given back, and what ssmgen refuses the engine does."""
+"""The plugins of vLLM and SGLang: every name that an engine holds is replaced and given back; the engine serves calls that ssmgen
+refuses."""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ def test_every_name_is_replaced_and_given_back(engine, when):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("engine", ["sglang"], indirect=True)
 def test_methods_are_replaced_in_their_class_and_given_back(engine, when):
-    """With what the class says of them, which it then inherits again; also for objects that there are."""
+    """The class's own capability is replaced with the method, and inherited again afterwards; this also holds for existing objects."""
     (place,) = [p for p in of(engine) if p[1] == "TritonGDNKernel.extend"]
     owner = place[1].partition(".")[0]
     if when == "before":
@@ -183,7 +184,7 @@ def test_what_was_imported_between_is_given_back_too(engine):
 
 
 def test_a_reloaded_module_is_replaced_again(engine):
-    """And both replacements are taken back, that of the first time from where it was imported to."""
+    """Both replacements are taken back; the first one from the modules that had imported it."""
     plugin, (module, name) = PLUGINS[engine], of(engine)[-1]
     plugin.register()
     first = getattr(importlib.import_module(module), name)
@@ -203,7 +204,7 @@ def test_modules_keep_their_loader(engine):
 
 
 def test_a_function_of_the_same_name_stays(engine, monkeypatch):
-    """The dispatcher has one; what it imports when it is called is ours."""
+    """The dispatcher has such a function; at its call it imports ours."""
     with_ours(monkeypatch, engine, lambda *args, **kwargs: (args, kwargs))
     (dispatcher,) = [m for m in modules_of(engine) if m.__name__.endswith("ssu_dispatch")]
     assert not ours(dispatcher.selective_state_update)
@@ -220,7 +221,7 @@ def test_names_outside_the_engine_stay(engine, monkeypatch):
     assert other.function is original
 
 
-# What is left alone.
+# Names that are left unchanged.
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -322,7 +323,7 @@ def test_what_was_done_is_logged_once_below_the_engine_s_logger(engine, when, ca
 
 
 def with_ours(monkeypatch, engine: str, function):
-    """(the replaced first function of the engine, for which `function` is called; what the engine's own returns)"""
+    """(the engine's first function, whose replacement calls `function`; the value that the engine's own returns)"""
     r, *others = PLUGINS[engine]._ENGINE.replacements
 
     def made(*args, **kwargs):
@@ -355,7 +356,7 @@ def test_refused_calls_go_to_the_engine_and_are_said_once(engine, error, monkeyp
 
 
 def test_other_reasons_are_said_too(engine, monkeypatch, caplog):
-    """A call of an engine's warm-up must not silence what its requests meet; numbers make no other reason."""
+    """A warning in an engine's warm-up must not silence later warnings of requests. Different numbers do not make a new reason."""
     reasons = iter(["x is [2], not [3]", "x is [41], not [3]", "x is on cpu", "x is [2], not [3]"])
 
     def refuse(*args, **kwargs):

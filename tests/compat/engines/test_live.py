@@ -1,4 +1,4 @@
-"""tools.live, as far as it goes without vLLM: what it finds wrong with answers, and what it installs."""
+"""The parts of tools.live that run without vLLM: its checks of answers, and its installation."""
 
 from __future__ import annotations
 

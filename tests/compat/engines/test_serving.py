@@ -37,7 +37,7 @@ class Impatient(Engine):
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """Runs options with stand-ins; the pairs, what was noted, and the journal's entries."""
+    """Runs options with stand-ins; returns the pairs, the notes, and the journal's entries."""
     monkeypatch.setenv("SERVING_JOURNAL", str(tmp_path / "journal"))
     monkeypatch.setenv("VLLM_PLUGINS", "another,ssmgen")
 
@@ -172,7 +172,7 @@ def test_models_are_cut_in_proportion_and_their_states_fit(model):
 
 
 def _state_bytes(config):
-    """A layer's: the recurrence's, f32 where the configuration says so, and the convolution's, of 16 bits."""
+    """A layer's states: the recurrence's, f32 if the configuration asks for it, and the convolution's, of 16 bits."""
     if hasattr(config, "linear_num_value_heads"):
         keys, values = (
             config.linear_num_key_heads * config.linear_key_head_dim,
@@ -255,7 +255,7 @@ def test_what_there_is_of_an_interrupted_run_is_printed(monkeypatch):
 
 
 def test_warnings_are_kept_when_the_engine_configures_logging_again(caplog):
-    """As vLLM does while it is built: handlers of the loggers below its own are gone then."""
+    """vLLM's construction removes the handlers of the loggers below its own."""
     logger, warnings = logging.getLogger("served.plugin"), Warnings()
     logger.addFilter(warnings)
     logger.addHandler(logging.NullHandler())

@@ -19,7 +19,7 @@ K_ODD, V_ODD = K - 4, V - 6
 
 
 def cut(name: str, t: object) -> object:
-    """An operand whose rows are of K_ODD or V_ODD in place of K and V."""
+    """An operand with rows of K_ODD or V_ODD elements instead of K and V."""
     if not isinstance(t, Tensor):
         return t
     if name == "dt_bias":
@@ -53,7 +53,7 @@ def test_prompts_of_any_width_are_their_tokens_one_by_one(case, packed, monkeypa
     )
     assert widths and not any(n % 16 for n in widths)
     assert o.shape == prompt["v"].shape and o.is_contiguous() and close(o, o2.double())
-    rounded = 2**-8 if CASES[case][0] == "gdn2" else None  # the product of v and w is, ahead of the kernels
+    rounded = 2**-8 if CASES[case][0] == "gdn2" else None  # the product of v and w is rounded before the kernels
     assert last.dtype == F32 and last.shape == before.shape and last.is_contiguous() and close(last, last2.double(), rounded)
     assert torch.equal(before, kept)
 

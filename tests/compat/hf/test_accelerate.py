@@ -1,4 +1,4 @@
-"""ssmgen.accelerate on a CPU: the tokens of transformers' own generate, and what could not be done said."""
+"""ssmgen.accelerate on a CPU: it generates the tokens of transformers' own generate, and reports the parts that it could not do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_it_generates_what_the_model_does(name, monkeypatch):
 
 
 def test_a_longer_prompt_behind_a_shorter_one_on_the_same_cache():
-    """Qwen4 keeps the positions of all tokens beside the cache, or in it: a prompt has those of its own tokens."""
+    """Qwen4 keeps the positions of all tokens in the cache or separately. A prompt has only its own tokens' positions."""
     model = built("qwen4_exp")
     prompts = [(IDS, 2), (IDS, 24)]
     want = [of_transformers(model, ids, count) for ids, count in prompts]
@@ -152,7 +152,7 @@ def test_a_wrong_argument_is_a_clear_error(wrong, words):
 
 
 def test_generate_takes_what_the_models_does():
-    """A streamer, beams, a configuration and tokens that end; a model that samples by default is greedy unless told."""
+    """A streamer, beams, a configuration and end tokens. A model that samples by default is greedy unless sampling is requested."""
     from transformers import GenerationConfig
 
     model = built("mamba2")

@@ -1,4 +1,4 @@
-"""transformers' models, tiny and with random weights, generate with ssmgen's functions what they generate with their own."""
+"""transformers' models, tiny and with random weights, generate the same tokens with ssmgen's functions as with their own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ssmgen.errors import ArgumentError, CaptureError, PatchError
 
 SCANS = {name: next((f for f in functions if "conv" not in f), None) for name, functions in MODELS.items()}
 ONE_OF_EACH = ("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2")
-# What transformers' own code keeps from compiling into one graph, patched or not, and why. What is not here compiles.
+# Models whose original code does not compile into one graph, patched or not, and why. All other models compile.
 NOT_COMPILED = {"qwen4_exp": "data-dependent expression"}
 TOKENS = 6
 every_model = pytest.mark.parametrize("name", TINY)
@@ -48,7 +48,7 @@ COMPILED = ("mamba2", "qwen3_5")  # always: it takes seconds a model
 
 
 def close(got, want, of):
-    """Equal to rounding: within 1e-4 of the largest, where models of so many layers keep some 1e-6."""
+    """Equal to rounding: within 1e-4 of the largest; errors of models of this depth are some 1e-6."""
     assert (got - want).abs().max() <= 1e-4 * of.abs().max(), (got - want).abs().max()
 
 
@@ -57,7 +57,7 @@ def test_every_kind_has_a_model():
     assert sum(map(known, TINY)) >= 16
 
 
-# What they generate.
+# Generated tokens.
 
 
 @every_model
@@ -85,7 +85,7 @@ def test_greedy_generation_is_unchanged_and_ours(name):
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_kernels_serve_every_call(name, dtype):
-    """On the CPU the reference computes; that there are kernels for these calls is asked of the registry."""
+    """The reference computes on the CPU; the registry says whether these calls have kernels."""
     model = in_dtype(built(name), dtype)
     with hf.patch(model) as patch, recording() as calls:
         generate(model, 2)
@@ -218,7 +218,7 @@ def test_a_delta_rules_state_is_updated_in_place_and_returned_itself(keep):
     close(state, new if keep else before, of=before)
 
 
-# What is not served stays with the original.
+# Calls that are not served stay with the original.
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

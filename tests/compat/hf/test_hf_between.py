@@ -1,4 +1,4 @@
-"""Norms between layers and the sums ahead of them, as `patch(fuse=True)` has them: to the bit what the model rounds, in fewer launches."""
+"""Norms between layers and the sums before them under `patch(fuse=True)`: bit for bit the model's roundings, in fewer launches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ssmgen.compat.hf import block_sums, norm_styles, texts
 from ssmgen.compat.hf import layers as hf_layers
 from ssmgen.compat.hf.functions import recording
 
-# (sums that a step computes with the norm behind them, norms by themselves) of the tiny models
+# (sums that a step computes with the norm after them, norms alone) of the tiny models
 STEPS = {"mamba": (3, 1), "mamba2": (3, 1), "qwen3_next": (6, 3), "bamba": (6, 1), "lfm2": (6, 3)}
 every_kind = pytest.mark.parametrize("name", [*MODELS, "minimax"])
 
@@ -52,7 +52,7 @@ def test_styles_are_told_from_each_other():
 
 @every_kind
 def test_the_tables_say_what_norms_and_blocks_do(name):
-    """Every norm and block of the tested releases is in a table: what numbers and the text say of it is the same."""
+    """Every norm and block of the tested releases is in a table. Its numbers agree with its text."""
     if not known(name):
         pytest.skip(f"this transformers has no {name}")
     for kind in [getattr(modeling(name), c) for c in hf_between.classes(modeling(name))]:
@@ -152,7 +152,7 @@ def test_a_norm_rounds_where_its_own_forward_does(name, dtype):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_sums_are_computed_with_the_norms_behind_them(name):
-    """From the second pass on: in the first, which norm that is has been seen."""
+    """This holds from the second pass on; the first pass finds out which norm follows."""
     model = built(name)
     want = generate(model, 4)
     with hf.patch(model, fuse=True), recording() as calls:
@@ -167,7 +167,7 @@ def test_sums_are_computed_with_the_norms_behind_them(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("f32", [True, False], ids=["residual-f32", "residual-alike"])
 def test_a_residual_in_f32_and_one_of_the_models_dtype(f32, dtype):
-    """Hidden states behind every block: the sums are exact, and rounded as the model rounds them."""
+    """Hidden states after every block: the sums are exact, and rounded as the model rounds them."""
     model = built("mamba2", residual_in_fp32=f32).to(dtype)
     with torch.no_grad():
         step = DecodeStep(model)
@@ -182,7 +182,7 @@ def test_a_residual_in_f32_and_one_of_the_models_dtype(f32, dtype):
 
 
 class Operations(TorchDispatchMode):
-    """The names of what PyTorch computes, but for views and new tensors."""
+    """The names of PyTorch's operations, except views and new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_a_step_has_few_operations_beside_ours(monkeypatch):
-    """A mamba2 has two matrix products a layer; ahead of them the embedding, and behind them the head's and its casts."""
+    """A mamba2 has two matrix products a layer. The embedding comes before them, and the head's product and its casts after them."""
     model = built("mamba2").bfloat16()
     for module, name in ((hf_between.native, "rms_norm"), (hf_layers.native_mamba2, "mamba2_layer")):
         monkeypatch.setattr(module, name, partial(_apart, getattr(module, name)))
@@ -210,7 +210,7 @@ def test_a_step_has_few_operations_beside_ours(monkeypatch):
 
 
 def _apart(function, *args, **kwargs):
-    """A call that no mode sees: the reference's own operations are none of a step's."""
+    """A call that no mode sees: the reference's own operations do not count as a step's."""
     with _disable_current_modes():
         return function(*args, **kwargs)
 
@@ -227,7 +227,7 @@ def test_a_block_keeps_nothing_of_a_model_that_is_gone():
 
 
 def test_a_norm_that_does_not_come_is_forgotten():
-    """Its result is not what another call gets, and the sum is computed alone until it is seen again."""
+    """Another call does not get its result, and the sum is computed alone until it occurs again."""
     model = built("mamba2")
     block, norm = model.backbone.layers[0], model.backbone.layers[1].norm
     with torch.no_grad(), hf.patch(model, fuse=True):
@@ -242,7 +242,7 @@ def test_a_norm_that_does_not_come_is_forgotten():
 
 
 def test_training_is_untouched():
-    """A forward under grad has gradients of what is between layers, and transformers' checkpointing still takes place."""
+    """A forward under grad gives gradients between layers, and transformers' checkpointing still takes place."""
     model = built("mamba2").train()
     ids = torch.arange(3, 13).view(2, 5)
     model(input_ids=ids, labels=ids).loss.backward()

@@ -1,4 +1,4 @@
-"""What the installed transformers has is found by name, parameters and source; parameters of its forwards by what they are for."""
+"""Parts of the installed transformers are found by name, parameters and source; parameters of its forwards by their use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_mixer_is_found():
 
 
 def test_a_copy_is_found_by_its_source(monkeypatch):
-    """A class of another name with Qwen3.5's methods; one whose forward, or a function that it calls, differs in a word is none."""
+    """Finds a class of another name with Qwen3.5's methods; not a class whose forward, or a function that it calls, differs in a word."""
     module = modeling("qwen3_5")
     theirs = module.Qwen3_5GatedDeltaNet
     copied = type("TomorrowGatedDeltaNet", (theirs.__bases__), dict(vars(theirs)))
@@ -118,7 +118,7 @@ def test_a_newer_transformers_is_warned_of_once(monkeypatch):
 
 
 def test_a_leaked_patch_is_undone_and_told():
-    """As the fixture of these tests does it: one test fails, and the next begins with transformers' own."""
+    """The fixture of these tests does this: after one test fails, the next begins with transformers' own functions."""
     original = modeling("mamba2").causal_conv1d_fn
     hf.patch("mamba2")
     hf.patch(["mamba2", "lfm2"])

@@ -45,7 +45,7 @@ TOKENS = 6
 every_kind = pytest.mark.parametrize("name", LAYERS)
 one_of_each = pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
 
-# Kinds of mixers that differ from the tiny model's: by name, with what its configuration is told
+# Kinds of mixers that differ from the tiny model's: by name, with changes of its configuration
 VARIANTS = {
     "mamba2-g1": ("mamba2", {"n_groups": 1}),
     "mamba2-g4": ("mamba2", {"n_groups": 4}),
@@ -74,7 +74,7 @@ def the_originals_are_back(nothing_stays_patched):
     assert all(now is before[label] for label, now in replaced().items()), "the identical objects"
 
 
-# What they generate.
+# Generated tokens.
 
 
 @every_kind
@@ -120,7 +120,7 @@ def test_variants_of_a_kind(name, changes):
 
 @pytest.mark.parametrize("first", [True, False], ids=["norm-first", "gate-first"])
 def test_falcon_h1s_norm_of_one_sequence_and_of_two(first):
-    """One sequence is normed as transformers does it, whatever its version; two are as each by itself."""
+    """One sequence is normalised as in this version of transformers. Two sequences equal each one alone."""
     model = distinct(built("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=first))
     ids, how = torch.arange(3, 13).view(2, 5), {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
 
@@ -137,7 +137,7 @@ def test_falcon_h1s_norm_of_one_sequence_and_of_two(first):
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_kernels_serve_every_call(name, dtype):
-    """On the CPU the reference computes; that there are kernels for these calls is asked of the registry."""
+    """The reference computes on the CPU; the registry says whether these calls have kernels."""
     model = built(name).to(dtype)
     with hf.patch(model, fuse=True) as patch, recording() as calls:
         got = generate(model, 3)
@@ -182,12 +182,12 @@ def test_which_models_are_fusible(monkeypatch):
     assert not hf.fusible(offloaded)
 
 
-# What stays with the original.
+# Calls that stay with the original.
 
 
 @one_of_each
 def test_training_and_steps_under_grad_keep_the_original(name):
-    """No count and no warning of the layer: the functions within it say what there is to say."""
+    """The layer gives no count and no warning; the functions within it give them."""
     model = built(name).requires_grad_(False)
     with torch.no_grad():
         step = DecodeStep(model)
@@ -264,7 +264,7 @@ def test_a_refused_mixer_is_forgotten_with_its_model(name):
 
 
 class Hook:
-    """As accelerate puts one on every layer of a model that is spread over devices."""
+    """A hook such as accelerate puts on every layer of a model that is spread over devices."""
 
     def __init__(self, **attributes):
         self.calls = 0
@@ -281,7 +281,7 @@ class Hook:
     ("attributes", "ours"), [({"offload": False}, 3), ({"offload": True}, 2), ({}, 2)], ids=["in-place", "offloaded", "of-another-kind"]
 )
 def test_a_layer_whose_weights_accelerate_brings_is_the_originals(attributes, ours):
-    """It brings them when the layer is called, and what is fused does not call the convolution."""
+    """Accelerate loads the weights when the layer is called. The fused code does not call the convolution."""
     model, hook = built("mamba2"), Hook(**attributes)
     mixers(model)[0].conv1d._hf_hook = hook
     want, before = generate(model, TOKENS), hook.calls
@@ -309,7 +309,7 @@ def test_a_change_of_the_rates_is_seen(how):
 
 
 def test_a_model_made_in_inference_mode():
-    """Its weights have no version."""
+    """The weights of such a model have no version."""
     with torch.inference_mode():
         model = built("mamba2")
         want = generate(model, TOKENS)

@@ -1,4 +1,4 @@
-"""Fused layers of transformers' models step by step: their cache, compiled, beside other patches, failing, in threads, warmed."""
+"""Fused layers of transformers' models step by step: their cache, compiled, with other patches, failing, in threads, warmed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_counts_of_readers_belong_to_a_layer_of_the_cache(name):
 
 @one_of_each
 def test_steps_in_inference_mode_and_out_of_it(name):
-    """What is kept of a step in that mode serves a step out of it, and the other way round."""
+    """Data kept from a step in that mode serves a step out of it, and the other way round."""
     model = built(name)
 
     def logits():
@@ -181,7 +181,7 @@ def compiled_nodes(step, *args):
     return torch.compile(step, backend=backend, fullgraph=True)(*args), targets
 
 
-# An indexer's own step is no single graph. The others take seconds each.
+# An indexer's own step is not a single graph. The others take seconds each.
 @costly(2)
 @pytest.mark.parametrize(
     "name", kept([n for n in LAYERS if n not in INDEXED], {"mamba2", "falcon_h1", "qwen3_next", "qwen3_5"}.__contains__)
@@ -334,7 +334,7 @@ def test_warm_asks_for_the_kernels_of_every_call_at_every_batch_size(name, monke
     assert found == expected
     for function, groups, sizes in asked:
         assert len(sizes) in (2, 3) and min(sizes) > 0 and sizes == sorted(set(sizes)), function
-        if function not in of_prompt:  # whose sizes are those of the layer's sequences, and of the norms' groups
+        if function not in of_prompt:  # its sizes follow the layer's sequences and the norms' groups
             assert sizes in ([groups, groups * 8, groups * 64], [groups * 4, groups * 32]), function
 
 

@@ -1,4 +1,4 @@
-"""Prompts of whole layers of transformers' models: in pieces and behind padding, rows are what they are by themselves."""
+"""Prompts of whole layers of transformers' models: in pieces and with padding, each row equals the row alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ssmgen.compat.hf import prompts as hf_prompts
 from ssmgen.compat.hf.functions import recording
 from ssmgen.errors import UnsupportedError
 
-PADDED = ("111111111 001111111 010110111 000000011 000000000", "11111 01011 00011 00000 00111")  # rows of a prompt and of one behind it
+PADDED = ("111111111 001111111 010110111 000000011 000000000", "11111 01011 00011 00000 00111")  # rows of a prompt and of the next one
 WIDTH = 4  # of every tiny model's convolution
 FIRST = ("mamba", "mamba2", "qwen3_next", "kimi_linear")  # one of each kind of layer
 every_kind = pytest.mark.parametrize("name", CLASSES)
@@ -72,12 +72,12 @@ class Layer:
             return self.mixer(hidden, **takes_cache(self.mixer, cache), attention_mask=mask)
 
 
-# A row is what it is by itself.
+# Each row equals the row alone.
 
 
 @pytest.mark.parametrize(("name", "changes"), MIXERS.values(), ids=MIXERS)
 def test_a_row_is_what_it_is_by_itself_wherever_its_padding_is(name, changes):
-    """A prompt and another one behind it: what the layer gives, its window and its state; where there is padding, what it makes of 0.
+    """A prompt and another one after it: the layer's output, its window and its state. Padded places hold the layer's output for 0.
 
     The rows of both have: no padding; some on the left; gaps; fewer tokens than the window, and none.
     """
@@ -105,7 +105,7 @@ def test_a_prompt_in_pieces_is_the_whole_prompt(name):
     """Longer than the convolution's window and shorter. Transformers' Mamba begins each from a state of zeros."""
     model = prompted(name)
     want = Prompt.run(model, 16)
-    counts = "position_ids" in inspect.signature(model.forward).parameters  # transformers' Bamba begins anew where it is not told
+    counts = "position_ids" in inspect.signature(model.forward).parameters  # Bamba starts again without them
     logits, how = [], {}
     with hf.patch(model, fuse=True) as patch:
         for first, end in ((0, 7), (7, 10), (10, 16)):
@@ -155,7 +155,7 @@ def test_a_layer_is_one_convolution_one_scan_and_one_gated_norm(name):
 
 @pytest.mark.parametrize("name", kept(CLASSES, lambda name: name in FIRST))
 def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name):
-    """Twice as far at most: what is left to chance in so few numbers."""
+    """The error is at most twice the model's own: that is left to chance in so few numbers."""
     model = prompted(name).bfloat16()
     exact, theirs = Prompt.run(copy.deepcopy(model).float(), 65), Prompt.run(model, 65)
     with hf.patch(model, fuse=True) as patch:
@@ -168,7 +168,7 @@ def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name):
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_what_refuses_has_changed_nothing(name, monkeypatch):
-    """The last of a layer's calls, behind a cache that has tokens: transformers' forward goes on from its states."""
+    """Refuses a layer's last call, on a cache that has tokens: transformers' forward continues from the cache's states."""
     model = prompted(name)
     want = Prompt.run(model, 6)
     after = want.go_on(model, 5)

@@ -64,7 +64,7 @@ def test_greedy_generation_is_unchanged(padded, recwarn):
 
 @pytest.mark.parametrize("length", [1, 9])
 def test_a_prompt_and_one_behind_it(length):
-    """With a cache that is new and one that has tokens; a step then updates the state in place."""
+    """Runs with a new cache and with a cache that has tokens; a step then updates the state in place."""
     model = tiny()
     want = run(model, length)
     after = run(model, 7, copy.deepcopy(cache_of(want)))

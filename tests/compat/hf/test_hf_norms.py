@@ -1,4 +1,4 @@
-"""Gated norms of transformers' models, as `patch(fuse=True)` has them: what their own forward gives, closer to f32 in 16 bits."""
+"""Gated norms of transformers' models under `patch(fuse=True)`: the results of their own forward, closer to f32 in 16 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ every_kind = pytest.mark.parametrize("name", NORMS)
 
 
 def norm_of(name: str) -> torch.nn.Module:
-    """One of the model's, with weights that differ from each other; a skip where this transformers has none of its own for the model."""
+    """One of the model's norms, with unequal weights. It skips if this transformers has no such class for the model."""
     if known(name) and not hasattr(modeling(name), NORMS[name]):
         pytest.skip(f"the {name} of this transformers has another model's norm")
     norm = gated_norms(built(name, **MORE.get(name, {})))[0]
@@ -31,7 +31,7 @@ def norm_of(name: str) -> torch.nn.Module:
 
 
 def operands(name: str, norm: torch.nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a layer gives it: of delta rules heads in rows; else the gate is a slice of the projections."""
+    """The operands that a layer passes: heads in rows for delta rules; in other layers the gate is a slice of the projections."""
     width = norm.weight.numel()
     if "mamba2_chunk_scan" in of_prompts(name):
         return torch.randn(2, 7, width, dtype=dtype), torch.randn(2, 7, 3 * width, dtype=dtype)[..., :width]
@@ -39,7 +39,7 @@ def operands(name: str, norm: torch.nn.Module, dtype: torch.dtype) -> tuple[torc
 
 
 def test_every_gated_norm_is_known():
-    """And no other class of a modeling file goes by such a name."""
+    """No other class of a modeling file has such a name."""
     for name, module in [(name, modeling(name)) for name in MODELS if known(name)]:
         classes = [n for n, c in vars(module).items() if n.endswith("RMSNormGated") and c.__module__ == module.__name__]
         assert (

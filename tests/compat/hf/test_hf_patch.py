@@ -164,7 +164,7 @@ for name in filter(known, ("mamba2", "mamba", "qwen3_5", "kimi_linear")):
 
 
 def test_installed_packages_are_replaced_too(tmp_path):
-    """Packages of these names stand in for the real ones, with what is called of them, and no more."""
+    """Packages of these names replace the real ones. They have only the functions that are called."""
     there = {
         "causal_conv1d": ["causal_conv1d_fn", "causal_conv1d_update"],
         "mamba_ssm/ops/triton/selective_state_update": ["selective_state_update"],

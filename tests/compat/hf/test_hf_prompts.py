@@ -46,7 +46,7 @@ MAMBA2 = [name for name in PROMPTED if "mamba2_chunk_scan" in of_prompts(name)]
 
 
 def of_kinds(argument, always, others):
-    """Every kind with what is asked of all, and two with the others too; the rest is of the matrix."""
+    """Every kind with the values for all; two kinds also with the others; the rest belongs to the matrix."""
     return pytest.mark.parametrize(
         ("name", argument),
         [
@@ -66,7 +66,7 @@ def assert_same(got: Prompt, want: Prompt) -> None:
 
 @of_kinds("length", always=(1, 65), others=(3,))
 def test_a_prompt_and_one_behind_it(name, length):
-    """With a cache that is new and one that has tokens: windows of the convolution, states and logits are transformers' own."""
+    """Runs with a new cache and with a cache that has tokens: convolution windows, states and logits equal transformers' own."""
     model = prompted(name)
     want = Prompt.run(model, length)
     after = want.go_on(model, 7)
@@ -95,7 +95,7 @@ def test_a_prompt_without_a_cache(name):
     "name", [*PROMPTED, *kept((f"fused {name}" for name in PROMPTED if name in NORMS), lambda fused: fused.endswith(THOROUGH))]
 )
 def test_padding_on_the_left(name):
-    """A row's states are those of the row by itself, as padding is masked ahead of the convolution and behind it."""
+    """A row's states equal the states of the row alone: padding is masked before and after the convolution."""
     *fuse, name = name.split()
     model = prompted(name)
     mask = torch.ones(2, 9, dtype=torch.long)
@@ -128,7 +128,7 @@ def test_greedy_tokens_behind_padding(name):
 
 @of_kinds("dtype", always=(torch.bfloat16,), others=(torch.float16,))
 def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name, dtype):
-    """Twice as far at most: what is left to chance in so few numbers."""
+    """The error is at most twice the model's own: that is left to chance in so few numbers."""
     model = prompted(name).to(dtype)
     exact, theirs = Prompt.run(copy.deepcopy(model).float(), 65), Prompt.run(model, 65)
     with hf.patch(model) as patch:
@@ -140,13 +140,13 @@ def test_16_bit_prompts_are_no_farther_from_the_same_weights_in_f32(name, dtype)
 
 @pytest.mark.parametrize("name", [*MAMBA2, "qwen3_next", "qwen3_5", "kimi_linear"])
 def test_packed_sequences_are_kept_apart(name):
-    """Which transformers' own functions refuse. A layer gives each what it gives by itself."""
+    """A layer's result for each equals its result alone. Transformers' own functions refuse such calls."""
     layer = mixers(prompted(name))[0]
     torch.manual_seed(0)
     tokens = torch.randn(1, 9, 32)
     where = {"seq_idx": torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)}
     *_, scan = of_prompts(name)
-    if scan in (DELTA_RULE, KDA):  # which is told so, and the convolution ahead of it as above
+    if scan in (DELTA_RULE, KDA):  # it takes the starts, and the convolution before it takes seq_idx
         where["cu_seq_lens_q"] = torch.tensor([0, 4, 9], dtype=torch.int32)
     with hf.patch(name) as patch, torch.no_grad():
         packed = layer(tokens, **where)
@@ -181,7 +181,7 @@ def operands(dtype=torch.float32, headdim=16, **more):
 
 
 def rows_of_channels(t):
-    """The same numbers, laid out channel by channel, as behind a convolution of a cache's window."""
+    """The same numbers, laid out channel by channel, as after a convolution with a cache's window."""
     return t.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view(t.shape)
 
 
@@ -214,7 +214,7 @@ def of_delta_rule(dtype=torch.float32, heads=4):
 
 
 def transformers_own(**given):
-    """What its function gives, of any version: older ones take as many key heads as there are of values."""
+    """The result of transformers' own function, in any version: older ones need equal numbers of key and value heads."""
     repeated = {name: given[name].repeat_interleave(4 // given[name].shape[2], dim=2) for name in ("query", "key")}
     return modeling("qwen3_next").torch_chunk_gated_delta_rule(**given | repeated)
 

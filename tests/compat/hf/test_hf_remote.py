@@ -1,4 +1,4 @@
-"""Models whose code comes with their checkpoint: functions are found by what they are bound to in that code's module."""
+"""Models whose code comes with their checkpoint: functions are found by the objects that names in that code's module are bound to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ssmgen.compat import hf, mamba_ssm
 from ssmgen.compat.hf import remote as hf_remote
 from ssmgen.errors import PatchError
 
-# A decode step: a convolution, which its layer keeps; a state update under another name; and a delta rule of its own.
+# A decode step: a convolution, which its layer keeps; a state update under another name; and a separate delta rule.
 CODE = """
 import torch
 from torch.nn.functional import silu
@@ -75,7 +75,7 @@ class TinyModel(PreTrainedModel):
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """As `from_pretrained` loads it, with its code."""
+    """The model as `from_pretrained` loads it, with its code."""
     import transformers
     from transformers import dynamic_module_utils
 
@@ -98,7 +98,7 @@ def inputs() -> tuple[torch.Tensor, ...]:
 
 
 def test_functions_of_a_checkpoint_are_replaced_and_given_back(model):
-    """Under whatever name they are bound, and in the layer that keeps one; states are what its own functions make of them."""
+    """The functions may have any name, and the layer may keep one. States equal the results of its own functions."""
     module = sys.modules[type(model).__module__]
     before, kept = dict(vars(module)), model.layer.update
     own, ours = inputs(), inputs()

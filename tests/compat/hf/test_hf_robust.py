@@ -1,4 +1,4 @@
-"""Patched models run long, beside each other and in threads, fail with words, and leave nothing behind."""
+"""Patched models run long, together and in threads, fail with words, and leave no objects or patches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE_OF_EACH = ("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2")
 @costly(1)
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
 def test_long_generations_keep_no_objects(name):
-    """Within what interpreter and torch keep of their own, which does not grow with the steps."""
+    """The limit is the memory of the interpreter and of torch themselves, which does not grow with the steps."""
     model = built(name)
     with hf.patch(model) as patch, torch.no_grad():
         step = DecodeStep(model)
@@ -146,7 +146,7 @@ CALLS = {
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_error_of_a_later_layer_names_that_layer(name, error, monkeypatch):
-    """In its message, with its class and its own words; and what comes of it is not computed by the original."""
+    """The message names it, with the error's class and words. The original does not repeat the failed call."""
     place, layer = CALLS[name]
     ours, calls = f"ssmgen.families.{place}", []
     module, _, attribute = ours.rpartition(".")

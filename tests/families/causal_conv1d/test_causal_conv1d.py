@@ -69,7 +69,7 @@ forward, update = emulated(forward_op), emulated(update_op)
 
 
 def features(case: Case | UpdateCase) -> set[Any]:
-    """What the generated text depends on, dtypes apart, each with the layout or with what becomes of the window."""
+    """The generated text's inputs, without dtypes. Each is paired with the layout, or with the fate of the window."""
     problem = make(case, "cpu").problem
     held = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in ("x", "weight", "bias", "silu", "state_len")}
     held["width"] = min(problem.width, 3)
@@ -80,7 +80,7 @@ def features(case: Case | UpdateCase) -> set[Any]:
 
 
 def covering(cases: Iterable[Any]) -> list[Any]:
-    """The cases that show a feature which none before them has, and those whose names say that they are special."""
+    """The cases that add a feature no earlier case has, and the cases whose names mark them as special."""
     seen: set[Any] = set()
     chosen = []
     for case in cases:

@@ -65,7 +65,7 @@ def test_gates_are_multiplications_around_the_call(function, gates, form, dtype,
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gates_are_slices_of_one_row(function):
-    """As a projection leaves them. An x that is no slice may be the output."""
+    """The gates lie as a projection leaves them. An x that is not a slice may also be the output."""
     update = ssmgen.causal_conv1d_update if function == "reference" else emulated(update_op)
     draw = Draw("cpu", BF16, True, 40, width=3)
     b, c, x = draw(4, 3 * 40 + 1)[:, 1:].chunk(3, 1)

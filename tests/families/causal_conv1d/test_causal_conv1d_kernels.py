@@ -143,7 +143,7 @@ def test_what_is_switched_off_is_not_in_the_text():
             assert word not in text.split("#define DEVICE")[1], word
 
 
-# What the emulator finds in kernels that are wrong.
+# Errors that the emulator finds in wrong kernels.
 
 ODD = replace(LAST, layout="last_odd", dim=37)
 SPECULATED = UpdateCase("u", ROLL, tokens=4, state="channels")
@@ -217,11 +217,11 @@ MODES = {"plain": {}, "ids": {"seq_idx": True}, "states": {"initial": True, "fin
 
 
 def sampled(kind: str, widths: range) -> list[KernelSpec]:
-    """Problems of these widths with every set of operands; dtypes take turns. Of the sizes, small ones and those that fill the card."""
+    """Problems of these widths with every set of operands; dtypes take turns. Sizes are small, or fill the card."""
     types, weights = cycle(DType), cycle([DType.BF16, DType.F32, None, DType.F16, DType.BF16])
     specs: dict[KernelSpec, None] = {}
     for width, mode in product(widths, MODES):
-        if (width == 1 and mode in ("states", "packed")) or (kind == "first" and mode == "packed"):  # those are shifted
+        if (width == 1 and mode in ("states", "packed")) or (kind == "first" and mode == "packed"):  # such calls are shifted
             continue
         weight = next(weights)
         problem = ConvProblem(width=width, x=next(types), weight=weight or DType.F16, bias=weight, **LOADS[kind], **MODES[mode])

@@ -1,4 +1,4 @@
-"""causal_conv1d where pieces of a row and sequences do not agree, where indices repeat, and where rows of channels lie anywhere."""
+"""causal_conv1d if sequences cross pieces of a row, if indices repeat, and if rows of channels have any address."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IN_PLACE = {"initial": True, "final": "in_place"}
     *vary(replace(FIRST, id="slice", layout="first_slice", lengths=BESIDE), pool=POOL, w2={**POOL, "width": 2}, w1={"width": 1}),
 )
 def test_sequences_that_begin_beside_the_ends_of_pieces(case):
-    """In pieces of every size the results are right, and the same."""
+    """The results are right and bit-equal for pieces of every size."""
     first = None
     specs = {s.vectors: s for s in conv.space(make(case, "cpu").problem, SM90) if s.pdl is Pdl.TRIGGER_LOADED}
     for spec in specs.values():
@@ -47,7 +47,7 @@ def test_sequences_that_begin_beside_the_ends_of_pieces(case):
 
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 def test_tokens_of_no_sequence_get_no_output(last):
-    """Before the first one and behind the last one, which is empty; and neither makes a difference."""
+    """Tokens before the first sequence, and after the last one, which is empty, get no output. They change no other result."""
     draw = Draw("cpu", BF16, last)
     x, out = draw.tokens(length=1100), draw.tokens(length=1100)
     before = out.clone()
@@ -67,11 +67,11 @@ def test_segments_longer_than_vectors_of_a_warp(dtype):
     replace(FIRST, id="w8-f32", seq_idx=True, width=8, x=F32, length=600),
 )
 def test_indices_that_come_back_join_what_they_parted(case):
-    """With the indices 0 1 0, the last token's taps leave out the one in the middle alone."""
+    """Indices 0 1 0: the last token's taps skip only the token in the middle."""
     call = make(case, "cpu")
     ids, x = call.views["seq_idx"], call.views["x"]
     g = torch.Generator().manual_seed(0)
-    ids.zero_()  # whole vectors of one sequence, but for what follows
+    ids.zero_()  # whole vectors of one sequence, except the tokens set below
     ids[:, 255] = 1
     ids[:, 259] = -1
     ids[:, 300:400] = torch.randint(-1, 2, (100,), generator=g)

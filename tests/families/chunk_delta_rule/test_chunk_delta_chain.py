@@ -61,7 +61,7 @@ def test_results_are_those_of_float64(lengths, more, arch):
 @needs_emulator
 @pytest.mark.parametrize(("spread", "beta"), [(0.1, 0.995), (1.0, 1.99)], ids=["near-keys", "beta-2"])
 def test_little_decay(spread, beta):
-    """What T amplifies: keys that are nearly one, and steps that overshoot."""
+    """T amplifies errors if keys are nearly equal and if steps overshoot."""
     p = prompt(200, decay=0.001)
     k = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(2)) * (spread < 1) + spread * p.k.float()
     p = replace(p, k=k.bfloat16(), beta=torch.full_like(p.beta, beta))
@@ -71,7 +71,7 @@ def test_little_decay(spread, beta):
 
 @needs_emulator
 def test_packing_changes_no_bit():
-    """Nor does what others hold, and tokens of none."""
+    """Values of other sequences, and tokens outside every sequence, change no bit either."""
     p = prompt(*LENGTHS, HV=2)
     whole = walked(p)
     for i, (begin, end) in enumerate(p.spans()):
@@ -114,7 +114,7 @@ def test_choices_change_no_bit():
 @needs_emulator
 @pytest.mark.parametrize(("state", "layout"), [(F32, Layout.VK), (BF16, Layout.KV), (F16, Layout.VK), (F32, Layout.KV)])
 def test_a_pool_is_touched_where_it_should_be(state, layout):
-    """Slots that nobody has hold NaN, and so do those of sequences that start from nothing, and those of none."""
+    """NaN fills unused slots, slots of empty sequences, and slots of sequences that start from zeros."""
     p, memory = prompt(65, 7, 0, 16, 64, HV=2, V=16), Memory("cpu")
     slots, started = (3, 20, 7, 0, -5), (True, True, True, False, True)
     before = states_of(p, state, 1)[0]
@@ -135,7 +135,7 @@ def test_a_pool_is_touched_where_it_should_be(state, layout):
 @needs_emulator
 @pytest.mark.parametrize("pad", [-1, 4])
 def test_a_pool_may_begin_elsewhere(pad):
-    """From dense states: the bits of the call without a pool. A sequence of the padding slot, or without tokens, touches none."""
+    """Dense states give the bits of the call without a pool. A sequence with the padding slot, or without tokens, changes no slot."""
     p = prompt(65, 7, 0, 16, HV=2)
     before = states_of(p)
     wanted = walked(p, before=before)
@@ -204,7 +204,7 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens():
 
 # Choices and texts.
 
-SPEC = ChainSpec(head_k=128, head_v=128, initial=True, final=True, cu_seqlens=Index.I32, tile=32)  # a lane's text is that of 64 rows
+SPEC = ChainSpec(head_k=128, head_v=128, initial=True, final=True, cu_seqlens=Index.I32, tile=32)  # per lane, the code of 64 rows
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": {},
     "pool": {"initial": False, "final": False, "pool": True, "started": True, "index": Index.I64, "checkpoints": Index.I64},
@@ -223,7 +223,7 @@ def test_no_variant_spills(where):
 
 
 def test_the_wait_precedes_every_access():
-    """But those to what the kernel ahead only reads; and it has itself waited before this one starts."""
+    """Except accesses to tensors that the upstream kernel only reads: it has itself waited before this one starts."""
     text = render(replace(SPEC, pdl=Pdl.TRIGGER_TOP), SM90)
     body = text[text.index('extern "C"') :]
     wait = body.index("wait_for_upstream();")

@@ -76,8 +76,8 @@ def function_of(sizes: Sizes) -> Any:
 
 
 def run(sizes: Sizes, *, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> tuple[Tensor, Images]:
-    """([numbers, HV, IMAGE] bytes, as the kernel makes them in the emulator, NaN where it writes nothing; what they should say). `change`
-    edits its text."""
+    """([numbers, HV, IMAGE] bytes from the kernel in the emulator, NaN where it writes nothing; the expected images). `change` edits its
+    text."""
     call = function_of(sizes).build(**kwargs)
     views = views_of(call)
     problem = FAMILY.problem_of(views, {n: t.data_ptr() for n, t in call.operands.items()}, call.options)
@@ -90,7 +90,7 @@ def run(sizes: Sizes, *, arch: Arch = SM90, change: Callable[[str], str] = str, 
 
 
 def prepared(sizes: Sizes, *, bound: float = 2.0**-12, coefficients: float = 1e-5, **kwargs: Any) -> Tensor:
-    """The same bytes, within what is allowed of T beside its rounding, and of coefficients."""
+    """The same bytes, checked: T within `bound` in addition to its rounding, and coefficients within `coefficients`."""
     found, wanted = run(sizes, **kwargs)
     assert_images(found, wanted, sizes, bound, coefficients)
     return found
@@ -148,7 +148,7 @@ STRONG = {
 @needs_emulator
 @pytest.mark.parametrize(("gate", "change"), STRONG.values(), ids=STRONG)
 def test_all_may_be_forgotten(gate, change):
-    """f32 sums of logarithms, each at most 128, are accurate to 2^-24 of what they reach."""
+    """f32 sums of logarithms, each at most 128, are accurate to 2^-24 of the largest sum."""
     sizes = Sizes(gate=gate, group=1)
     call = make(sizes, 1, 64)
     prepared(sizes, **call | {"g": change(call["g"])}, coefficients=2.0**-24 * 64 * 40)
@@ -157,7 +157,7 @@ def test_all_may_be_forgotten(gate, change):
 @needs_emulator
 @pytest.mark.parametrize(("form", "bound"), [("sigmoid", 2.0**-12), ("twice_sigmoid", 2.0**-9)], ids=["to-1", "to-2"])
 def test_keys_may_be_alike(form, bound):
-    """Where each token takes back what the one before it has written, sums of a block are many times what is left of them."""
+    """If each token takes back the write of the token before, the sums of a block are many times larger than their result."""
     sizes = Sizes(head_k=64, group=1, form=form)
     call = make(sizes, 1, 64, decay=0.01, alike=0.9)
     prepared(sizes, **call | {"beta": call["beta"] + 4}, bound=bound)
@@ -180,7 +180,7 @@ LENGTHS = (0, 1, 15, 64, 0, 65, 63)
 
 @needs_emulator
 def test_sequences_have_numbers_of_their_own():
-    """Whichever NaN are in the others, and in tokens of none; and alone, the bits are the same."""
+    """The bits are the same alone, and with any NaN in the other sequences and in tokens outside every sequence."""
     sizes = Sizes(group=1)
     call = make(sizes, sum(LENGTHS) + 9)
     starts = starts_of((4, *LENGTHS), "cpu", torch.int64)[1:]

@@ -37,7 +37,7 @@ by_both = pytest.mark.parametrize(
 )
 
 
-# The reference, and what the kernels have in mind.
+# The reference, and the computation by chunks that the kernels follow.
 
 
 def by_chunks(views: dict[str, Tensor], images: Images) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def test_chunks_say_what_tokens_do(kind):
     ids=["plain", "raw", "logit-kv"],
 )
 def test_tokens_do_what_decode_steps_do(more):
-    """Both references compute in f32, one token after the other; what is rounded at the end may fall to either side."""
+    """Both references compute in f32, one token after the other. The final rounding may go either way."""
     call = make(SMALL, 2, 9) | more
     before = laws.states(SMALL, 2)
     before = before.mT.contiguous() if "state_layout" in more else before
@@ -113,7 +113,7 @@ def test_images_are_kept_and_read_again():
 @needs_emulator
 @pytest.mark.parametrize("form", list(Backend))
 def test_steps_of_two_over_many_tokens(form):
-    """What nothing decays adds up: roundings of T before all, and whatever shrinks it."""
+    """Without decay errors add up: above all the roundings of T, and any bias that shrinks it."""
 
     def spec(problem: DeltaProblem) -> Any:
         return next(s for _, s, _ in candidates(problem, 1, SM90, True) if s and s.backend is form and not s.violations(SM90))
@@ -210,7 +210,7 @@ def test_checkpoints_of_a_batch(run):
 @by_both
 @pytest.mark.parametrize("state", [F32, BF16])
 def test_states_of_sequences_without_tokens(run, state):
-    """Dense ones go through, those in a pool stay where they are."""
+    """Dense states pass through; states in a pool stay unchanged."""
     call, before = make(SMALL, 0), laws.states(SMALL, 2, state)
     starts = torch.zeros(3, dtype=torch.int32)
     _, after = run(**call, cu_seqlens=starts, initial_states=before, return_final_states=True)
@@ -332,7 +332,7 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(arch):
 
 
 def test_the_first_kernel_is_of_what_images_hang_on():
-    """So calls that differ in their states alone share it."""
+    """Calls that differ only in their states therefore share it."""
     call = make(SMALL, 2, 5)
     some = [
         problem_of(**call),

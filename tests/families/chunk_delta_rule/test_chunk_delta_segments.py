@@ -34,7 +34,7 @@ from ssmgen.spec.kernel import Arch, DType, Index, Layout, Pdl
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SMALL, WIDE = Sizes(heads=2, head_k=32, head_v=32), Sizes(heads=1, head_k=64, head_v=64)
-# Of 1, 6, 1, 3, 2, no and 5 chunks; the second list has fewer sequences that may be cut than it has sequences.
+# Sequences of 1, 6, 1, 3, 2, 0 and 5 chunks. The second list has fewer sequences that may be cut than sequences.
 RAGGED = (1, 330, 64, 192, 65, 0, 257)
 SPARSE = (3,) * 9 + (330, 1, 0, 1, 129)
 FORMS = [(SMALL, Backend.WARPS), (WIDE, Backend.WARPGROUPS)]
@@ -86,13 +86,13 @@ def test_neighbours_do_not_matter():
 @pytest.mark.parametrize("arch", few([Arch(80), SM90]))
 @pytest.mark.parametrize("sizes", [Sizes(heads=3, key_heads=3, head_k=48, head_v=16, x=F16), Sizes(heads=1, head_k=160, head_v=64)])
 def test_sizes_of_all_kinds(arch, sizes):
-    """Rows of M in blocks of their own size; more than one batch of them to join."""
+    """Blocks of M's rows have a different size, and several batches of them are joined."""
     laws.is_accurate(partial(emulated, arch=arch, segments=4), sizes, 260)
 
 
 @needs_emulator
 def test_two_warpgroups_share_a_block():
-    """With 128 rows of N or M each."""
+    """Each warpgroup has 128 rows of N or M."""
     sizes = Sizes(heads=1, head_k=128, head_v=128)
     spec = variant(Backend.WARPGROUPS, problem_of(**make(sizes, 1, 200), segments=4))
     _, lead, sums, _ = spec.ahead
@@ -111,7 +111,7 @@ def test_a_pool_is_touched_where_it_should_be(sizes, form):
 @needs_emulator
 @pytest.mark.parametrize("form", list(Backend))
 def test_states_may_go_where_they_come_from(form):
-    """A first segment reads, or has read, what the last one writes over."""
+    """A first segment reads a state, or has read it, before the last segment overwrites it."""
     run, sizes = served(form, 3), WIDE
     lengths, slots = (330, 0, 200), torch.tensor([2, 0, 1]).int()
     call = make(sizes, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu")}
@@ -130,7 +130,7 @@ def test_states_may_go_where_they_come_from(form):
 @needs_emulator
 @pytest.mark.parametrize("form", list(Backend))
 def test_states_at_positions_are_those_on_the_way(form):
-    """At segments' ends and within them. They change no bit of the rest; those where no chunk ends leave their rows alone."""
+    """Positions at segments' ends and within them change no bit of the rest. Positions where no chunk ends leave their rows unchanged."""
     run, lengths = served(form, 3), (330, 70)
     call = make(WIDE, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu"), "return_final_states": True}
     positions = torch.tensor([64, 100, 128, 192, 256, 320, 330, 394, 400])
@@ -235,7 +235,7 @@ def test_explain_says_it():
 def test_a_workspace_holds_what_segments_leave():
     plain = ssmgen.chunk_delta_rule_workspace(8192, 3, 8, segments=1)
     assert plain == (128 + 3) * 8 * 11136
-    # Of three sequences of 8192 tokens in all, three may be cut; N and M, 128 x 128 each, are kept of all nine segments but the last.
+    # All three sequences, 8192 tokens together, may be cut. N and M, 128 x 128 each, are kept for all nine segments except the last.
     assert ssmgen.chunk_delta_rule_workspace(8192, 3, 8) == plain + 3 * 8 * 8 * 2 * 128 * 128 * 4
     assert ssmgen.chunk_delta_rule_workspace(8192, 3, 8, 64, 128, 2) == plain + 3 * 2 * 8 * (128 + 64) * 64 * 4
     assert ssmgen.chunk_delta_rule_workspace(8192, 3, 64) == (128 + 3) * 64 * 11136
@@ -264,7 +264,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     for part in spec.kernels[1:]:
@@ -280,7 +280,7 @@ def body_of(part: Any) -> str:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_workspace_is_waited_for(spec):
-    """And blocks that have nothing to do wait too: a kernel that is over before the one ahead of it would let the next one begin."""
+    """Blocks without work wait too: a kernel that ends before the upstream kernel would let the next one begin."""
     for part in spec.kernels[1:]:
         body = body_of(part)
         assert "wait_for_upstream();" in body and getattr(part, "beside", False) == ("workspace" in part.early_operands()), part.name
@@ -290,7 +290,7 @@ def test_the_workspace_is_waited_for(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_sums_go_on_beside_the_first_segments(spec):
-    """They start when the kernel ahead has waited for images, of which it writes none, and are not over before it is."""
+    """They start after the upstream kernel has waited for images, which it does not write, and do not end before it does."""
     _, lead, sums, _ = spec.ahead
     for text in body_of(lead).split("allow_dependents();")[:-1]:
         assert "wait_for_upstream();" in text.split("return;")[-1]
@@ -300,7 +300,7 @@ def test_sums_go_on_beside_the_first_segments(spec):
     assert len(behind) == 2 and "wait_for_upstream" not in behind[0] and behind[1].lstrip().startswith("wait_for_upstream();")
 
 
-# Mistakes: (which kernel, what stands in its text, what stands there instead, words of what is found; off: a result is)
+# Mistakes: (kernel, text to replace, replacement, words of the finding; off: a result is wrong)
 
 EDITS = {
     "M: no identity": ("sums", "? 1.f : 0.f", "? 0.f : 0.f", "off"),

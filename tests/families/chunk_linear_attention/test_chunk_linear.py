@@ -29,7 +29,7 @@ by_both = pytest.mark.parametrize("run", [public, pytest.param(emulated, marks=n
 
 
 def served_by(form: Backend) -> Any:
-    """What runs a call in the emulator by the first variant of a form."""
+    """A function that runs a call in the emulator with the first variant of a form."""
 
     def spec(problem: LinearPromptProblem) -> Any:
         return next(s for _, s, _ in candidates(problem, 1, SM90, True) if s and s.backend is form and not s.violations(SM90))
@@ -64,7 +64,7 @@ def test_gates_are_what_formulas_say(case):
 @each
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 def test_tokens_do_what_decode_steps_do(case, layout):
-    """Both references compute in f32, one token after the other; what is rounded at the end may fall to either side, and w v is rounded."""
+    """Both references compute in f32, one token after the other. The final rounding may go either way, and w v is rounded."""
     call = make(case, 2, 9) | {"state_layout": layout}
     before = laws.states(case, 2)
     before = before.mT.contiguous() if layout == "kv" else before
@@ -114,7 +114,7 @@ def test_sizes_that_are_no_powers_of_two(function, kind):
 @pytest.mark.parametrize("function", ["chunk_kda", "chunk_gla", "chunk_rwkv7"])
 @pytest.mark.parametrize("form", list(Backend))
 def test_many_tokens(function, form):
-    """What nothing decays adds up."""
+    """Without decay errors add up."""
     laws.is_accurate(served_by(form), Case(function, head_k=64, head_v=64, heads=1), 300, **ADVERSARIAL["slow"])
 
 

@@ -1,4 +1,4 @@
-"""chunk_linear_attention: what its functions refuse and in which words, and which kernels serve them."""
+"""chunk_linear_attention: the errors of its functions, and the kernels that serve them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens(case):
 @both
 @pytest.mark.parametrize("state", [F32, F16])
 def test_states_of_sequences_without_tokens(case, state):
-    """Dense ones go through, those in a pool stay where they are."""
+    """Dense states pass through; states in a pool stay unchanged."""
     call, before = make(case, 0), laws.states(case, 2, state)
     starts = starts_of((0, 0), "cpu")
     _, after = public(case, **call, cu_seqlens=starts, initial_states=before, return_final_states=True)
@@ -169,7 +169,7 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(case, arch):
 
 
 def test_the_first_kernel_is_of_what_images_hang_on():
-    """So calls that differ in their states alone share it."""
+    """Calls that differ only in their states therefore share it."""
     call, more = operands(), [{}, {"return_final_states": True}, {"state": torch.zeros(2, 2, 32, 32).bfloat16()}]
     kernels = [select(OPERATOR, problem_of(KDA, **call, **states), 2, SM90, True).kernels for states in more]
     assert len({first for first, _ in kernels}) == 1 and len({second for _, second in kernels}) == 3
@@ -210,7 +210,7 @@ def test_without_sequences_there_is_nothing_to_launch():
 
 
 def test_two_calls_of_gdn2_weigh_what_they_are_given():
-    """The product is made anew in every call, also in one that was bound, whose tensors have changed."""
+    """Every call computes the product again, also a bound call whose tensors have changed."""
     case = replace(KDA, function="chunk_gdn2")
     call = make(case, 1, 5)
     first = public(case, **call)

@@ -95,8 +95,8 @@ def problem_of(sizes: Sizes, views: Mapping[str, Tensor], **more: Any) -> ImageP
 def run(
     sizes: Sizes, views: dict[str, Tensor], *, arch: Arch = SM90, change: Callable[[str], str] = str, **more: Any
 ) -> tuple[Tensor, Images, ImageProblem]:
-    """([numbers, HV, image] bytes, as the kernel makes them in the emulator, NaN where it writes nothing; what they should say). `change`
-    edits its text; more: fields of the problem."""
+    """([numbers, HV, image] bytes from the kernel in the emulator, NaN where it writes nothing; the expected images). `change` edits its
+    text; more: fields of the problem."""
     packed = "cu_seqlens" in views
     views = {n: t[None] if packed and n not in ("A_log", "dt_bias", "cu_seqlens") else t for n, t in views.items()}
     problem = problem_of(sizes, views, **more)
@@ -120,7 +120,7 @@ def run(
 
 
 def prepared(sizes: Sizes, views: dict[str, Tensor], **more: Any) -> Tensor:
-    """The same bytes, within what is allowed of matrices, of rounded operands and rounded, and of decays."""
+    """The same bytes, checked against the bounds of matrices, of operands that are rounded, and of decays."""
     found, wanted, problem = run(sizes, views, **more)
     images_are_right(unpack(found.flatten(), wanted, problem), wanted, problem)
     assert (found[wanted.served == 0] == 0xFF).all()
@@ -198,8 +198,8 @@ def test_what_is_hard(sizes, kind, change):
 
 @needs_emulator
 def test_blocks_on_the_diagonal_have_two_terms():
-    """They are off by less than half of what one term would leave: without decay just E is rounded ahead of them, and averages up. And W is
-    exact, keys times powers of two."""
+    """Their error is less than half of the error of one term. Without decay only E is rounded before them, which averages out. W is exact:
+    keys times powers of two."""
     sizes = Sizes(gate=None, l2norm=True, form=Beta.SIGMOID)
     found, wanted, problem = run(sizes, make(sizes, 1, 64, near=0.05))
     images = unpack(found.flatten(), wanted, problem)
@@ -211,7 +211,7 @@ def test_blocks_on_the_diagonal_have_two_terms():
 
 @needs_emulator
 def test_what_never_decays_is_kept():
-    """Not by what a decay of one, or nearly one, is rounded to, token by token: a chunk's is within 2^-22 of what it should be."""
+    """Roundings of decays of one, or nearly one, do not add up token by token: a chunk's decay is within 2^-22 of its exact value."""
     sizes = Sizes()
     views = make(sizes, 1, 64, decay=1e-4)
     views["gk"][..., 5] = 0
@@ -227,7 +227,7 @@ PACKED = {"delta": Sizes(), "low rank": Sizes(rule=Rule.LOW_RANK, read=True, wri
 @needs_emulator
 @pytest.mark.parametrize("sizes", PACKED.values(), ids=PACKED)
 def test_sequences_have_numbers_of_their_own(sizes):
-    """Whichever NaN are in the others, and in tokens of none; and alone, the bits are the same."""
+    """The bits are the same alone, and with any NaN in the other sequences and in tokens outside every sequence."""
     views = make(sizes, sum(LENGTHS) + 9)
     starts = starts_of((4, *LENGTHS), "cpu", torch.int64)[1:]
     images = prepared(sizes, views | {"cu_seqlens": starts})
@@ -265,7 +265,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize(("fields", "arch"), VARIANTS.values(), ids=VARIANTS)
 def test_no_variant_spills(fields, arch):
     spec, arch = replace(SPEC, **fields), Arch.parse(arch)

@@ -51,7 +51,7 @@ def served(form: Any, segments: int) -> Any:
 @FORMS
 @pytest.mark.parametrize("kind", few(["random", "near keys, steps of 1", "slow"]))
 def test_errors_are_those_of_one_segment(case, form, kind):
-    """To a twentieth, from a state that is still there at the end where decays are slow."""
+    """Errors agree to a twentieth. They start from a state that is still present at the end where decays are slow."""
     case = replace(case, heads=1)
     call = make(case, 1, 400, **ADVERSARIAL.get(kind, {})) | {"initial_states": laws.states(case, 1), "return_final_states": True}
     wanted = exact(case, call)
@@ -72,13 +72,13 @@ def test_other_rules(function):
 @pytest.mark.parametrize("arch", few([Arch(80), SM90]))
 @pytest.mark.parametrize("case", [Case(heads=3, key_heads=3, head_k=48, head_v=16, x=F16), Case(heads=1, head_k=160, head_v=64)])
 def test_sizes_of_all_kinds(arch, case):
-    """Rows of M in blocks of their own size; more than one batch of them to join."""
+    """Blocks of M's rows have a different size, and several batches of them are joined."""
     laws.is_accurate(partial(emulated, arch=arch, segments=4), case, 260)
 
 
 @needs_emulator
 def test_two_warpgroups_share_a_block():
-    """With 128 rows of N or M each."""
+    """Each warpgroup has 128 rows of N or M."""
     case = Case(heads=1, head_k=128, head_v=128)
     spec = variant(Backend.WARPGROUPS, problem_of(case, **make(case, 1, 200), segments=4))
     _, lead, sums, _ = spec.ahead
@@ -110,7 +110,7 @@ def test_a_pool_is_touched_where_it_should_be(case, form):
 @needs_emulator
 @FORMS
 def test_states_may_go_where_they_come_from(case, form):
-    """A first segment reads, or has read, what the last one writes over."""
+    """A first segment reads a state, or has read it, before the last segment overwrites it."""
     run, lengths, slots = served(form, 3), (330, 0, 200), torch.tensor([2, 0, 1]).int()
     call = make(case, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu")}
     before = laws.states(case, 3, BF16)
@@ -127,7 +127,7 @@ def test_states_may_go_where_they_come_from(case, form):
 @needs_emulator
 @FORMS
 def test_states_at_positions_are_those_on_the_way(case, form):
-    """At segments' ends and within them. They change no bit of the rest; those where no chunk ends leave their rows alone."""
+    """Positions at segments' ends and within them change no bit of the rest. Positions where no chunk ends leave their rows unchanged."""
     run, lengths = served(form, 3), (330, 70)
     call = make(case, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu"), "return_final_states": True}
     positions = torch.tensor([64, 100, 128, 192, 256, 320, 330, 394, 400])
@@ -190,7 +190,7 @@ def test_a_workspace_holds_what_segments_leave():
     sizes = 8192, 3, 8, 128
     plain = ssmgen.chunk_linear_attention_workspace(*sizes, segments=1)
     assert plain == workspace_bytes(*sizes, Rule.DELTA)
-    # Of three sequences of 8192 tokens in all, three may be cut; N and M, 128 x 128 each, are kept of all nine segments but the last.
+    # All three sequences, 8192 tokens together, may be cut. N and M, 128 x 128 each, are kept for all nine segments except the last.
     assert ssmgen.chunk_linear_attention_workspace(*sizes) == plain + 3 * 8 * 8 * 2 * 128 * 128 * 4
     assert ssmgen.chunk_linear_attention_workspace(*sizes, "plain") == workspace_bytes(*sizes, Rule.PLAIN)
     call = make(SMALL, 1, 200)
@@ -217,7 +217,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     for part in spec.kernels[1:]:
@@ -225,7 +225,7 @@ def test_no_variant_spills(spec):
         assert not resources.spills and not resources.stack, part.name
 
 
-# Mistakes: (which kernel, what stands in its text, what stands there instead, words of what is found; off: a result is)
+# Mistakes: (kernel, text to replace, replacement, words of the finding; off: a result is wrong)
 
 EDITS = {
     "M: with v": ("sums", "tile * kWalkers, head, 0, full", "0, head, 0, full", "off"),

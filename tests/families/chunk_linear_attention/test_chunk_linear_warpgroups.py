@@ -112,7 +112,7 @@ def test_a_cut_changes_no_bit(rule):
 @needs_emulator
 @pytest.mark.parametrize("rule", few([Rule.LOW_RANK, Rule.DELTA]), ids=lambda rule: rule.value)
 def test_neighbours_do_not_matter(rule):
-    """Their tokens are NaN, and so are those of no sequence, and images of theirs."""
+    """NaN fills the neighbours' tokens and images, and tokens outside every sequence."""
     p, step = prompt(65, 0, 64, 3, **SMALL, rule=rule), rule.tokens
     good, made = chain(p), images(p)
     for i, (begin, end) in enumerate(p.spans()):
@@ -129,7 +129,7 @@ def test_neighbours_do_not_matter(rule):
 @pytest.mark.parametrize("state", few([BF16, F32, F16]))
 @pytest.mark.parametrize("layout", few([Layout.KV, Layout.VK]))
 def test_states_of_other_types_and_layouts(state, layout):
-    """They are what f32 states are, rounded once, and lie as they are said to."""
+    """They equal f32 states, rounded once, in the given layout."""
     p = prompt(70, 64, **SMALL)
     before = states_of(p).to(state)
     wanted = chain(p, before=before.float())["final_states"].to(state)
@@ -152,7 +152,7 @@ def test_states_begin_at_any_element():
 @pytest.mark.parametrize("own", [True, False], ids=["where-they-end", "elsewhere"])
 @pytest.mark.parametrize("rule", few([Rule.DELTA, Rule.PLAIN]), ids=lambda rule: rule.value)
 def test_a_pool_is_touched_where_it_should_be(rule, own):
-    """Slots that nobody has stay as they are; sequences of no tokens leave theirs; those of no slot get zeros."""
+    """Unused slots and slots of empty sequences stay unchanged; sequences without a slot get zeros."""
     p = prompt(65, 7, 0, 16, 64, **SMALL, rule=rule)
     slots = torch.tensor([3, 20, 7, 0, -1], dtype=torch.int32)
     pool = torch.full((9, 1, 64, 64), torch.nan)
@@ -177,7 +177,7 @@ def test_a_pool_is_touched_where_it_should_be(rule, own):
 @needs_emulator
 @pytest.mark.parametrize(("rule", "layout"), [(Rule.DELTA, Layout.VK), (Rule.LOW_RANK, Layout.KV), (Rule.PLAIN, Layout.VK)])
 def test_states_at_positions(rule, layout):
-    """Those of chunks' ends and of a sequence's end are what a shorter prompt ends in; other positions leave their rows alone."""
+    """States at the ends of chunks and sequences equal the final states of shorter prompts. Rows of other positions stay unchanged."""
     p = prompt(200, 64, 0, 70, **SMALL, rule=rule)
     positions = [0, 64, 65, 128, 200, 263, 264, 296, 328, 334, 400]
     plain, found = chain(p, layout=layout), chain(p, layout=layout, positions=positions)
@@ -193,7 +193,7 @@ def test_states_at_positions(rule, layout):
 
 @needs_emulator
 def test_operands_may_lie_apart():
-    """v is columns of a wider tensor, and so is out; its last tokens are those of a batch of two."""
+    """v is columns of a wider tensor, and so is out. Their last tokens belong to a batch of two."""
     p = prompt(70, 70, **SMALL, HV=2)
     together = torch.cat([torch.full((140, 64), torch.nan, dtype=BF16), p.v.flatten(1)], 1)
     wide = torch.full((140, 2, 128), 7.0, dtype=BF16)
@@ -219,7 +219,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     resources = compiled(spec, SM90).resources
@@ -228,7 +228,7 @@ def test_no_variant_spills(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_wait_precedes_every_access(spec):
-    """To images, which the kernel ahead makes; to all else too, where the wait is at the top."""
+    """Accesses to images, which the upstream kernel writes, come after the wait; all others too, if the wait is at the top."""
     text = render(spec, SM90)
     body = text[text.index('extern "C"') :]
     wait = body.index("wait_for_upstream();")
@@ -254,7 +254,7 @@ def test_what_is_legal():
 
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.value)
 def test_what_is_chosen(rule):
-    """Warpgroups where they can serve, with as many stages as there is room for; the other chain elsewhere."""
+    """Warpgroups where they can serve, with the most stages that fit; the other chain elsewhere."""
     more = LOW_RANK if rule is Rule.LOW_RANK else {"rule": rule}
 
     def first(heads: int, arch: Arch = SM90, **shape: Any) -> ChainSpec:
@@ -269,7 +269,7 @@ def test_what_is_chosen(rule):
         assert spec.kind == "chunk_linear_attention"
 
 
-# Mistakes: (what stands in the text, what stands there instead, words of what is found; off: a result is)
+# Mistakes: (text to replace, replacement, words of the finding; off: a result is wrong)
 
 EDITS = {
     "no upstream": ("if (warp == 0) wait_for_upstream();", "", "before the wait for the upstream kernel"),

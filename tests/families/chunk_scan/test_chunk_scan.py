@@ -138,7 +138,7 @@ def test_place_in_the_batch_changes_no_bit():
 
 @pytest.mark.parametrize("state", [F32, BF16])
 def test_states_of_sequences_without_tokens(state):
-    """Dense ones go through, those in a pool stay where they are."""
+    """Dense states pass through; states in a pool stay unchanged."""
     call = make(SMALL, 0)
     before = torch.randn(2, SMALL.heads, SMALL.headdim, SMALL.d_state).to(state)
     starts = torch.zeros(3, dtype=torch.int32)
@@ -355,7 +355,8 @@ def test_what_a_launch_asks_for_counts_too():
 @pytest.mark.matrix
 @pytest.mark.parametrize(("arch", "turn"), [("sm_80", 0), ("sm_90a", 1), ("sm_100a", 0)])
 def test_no_variant_spills(arch, turn):
-    """Beside those in generated/: the most registers per thread that there are, and the fewest; half of them on each architecture."""
+    """In addition to the kernels in generated/: the variants with the most and the fewest registers per thread; half of them on each
+    architecture."""
     where, full = Arch.parse(arch), {"D": DType.F32, "dt_bias": DType.F32, "initial": True, "final": True}
     problems = (
         ScanProblem(headdim=128, d_state=128, **full),

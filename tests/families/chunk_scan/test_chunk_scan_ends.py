@@ -47,7 +47,7 @@ def by(parts: int, stages: int = 2, **more: Any) -> laws.Scan:
         (SMALL, 2, 2, WHOLE + 1, 1e-3, {}),  # the last part has one token
         (SMALL, 2, 4, 64 * 26, 1e-3, {}),  # 5 chunks, and 11, and 10: buffers change sides, and phases their parity
         (SMALL, 3, 4, 64 * 29 - 3, 1e-2, {"z": True}),
-        (SMALL, 4, 4, 64 * 14, 16.0, {"step": 3.0}),  # two of the four have no part
+        (SMALL, 4, 4, 64 * 14, 16.0, {"step": 3.0}),  # two of the four parts are empty
         (Sizes(heads=2, groups=1, headdim=64, d_state=128), 2, 4, 64 * 13, 0.1, {}),
         (Sizes(heads=1, headdim=128, d_state=64), 3, 2, 64 * 20, 1e-3, {}),
     ],
@@ -78,7 +78,7 @@ def test_neighbours_do_not_matter():
 
 
 def test_a_state_is_overwritten_in_place():
-    """By the block that has read it."""
+    """The block that has read the state overwrites it."""
     call = make(SMALL, 1, WHOLE + 200, decay=0.01)
     states = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(1))
     out, last = by(3, 4)(**call, initial_states=states, return_final_states=True)
@@ -88,7 +88,7 @@ def test_a_state_is_overwritten_in_place():
 
 
 def test_checkpoints_of_packed_sequences():
-    """Each is the state in which its sequence, which begins behind others, would end there; they lie in all parts."""
+    """Each checkpoint is its sequence's state there. The sequence starts after others, and the checkpoints lie in all parts."""
     lengths = (70, 0, WHOLE + 200)
     call = make(SMALL, sum(lengths)) | {"cu_seqlens": laws.starts_of(lengths, "cpu")}
     listed = torch.tensor([1, 70, 71, 300, 70 + WHOLE // 2, 70 + WHOLE, sum(lengths) - 100, sum(lengths)])
@@ -139,7 +139,7 @@ def test_bits_are_its_own():
     assert any("no ends" in words for words in replace(spec, ends=True, parts=1).violations(SM90))
 
 
-# Mistakes. (what stands in the text, what stands there instead, words of what is found; off: a result is)
+# Mistakes. (text to replace, replacement, words of the finding; off: a result is wrong)
 EDITS = {
     "exchanged while products read there": ("meet(1, 128);", "", "has read, with no barrier"),
     "room for copies before it is free": ("if (i + 1 < summed) arrive", "arrive", "thread 384 also writes"),

@@ -1,4 +1,4 @@
-"""chunk_scan by mma.sync where blocks divide a sequence, and where a warp does nothing but copy: neither changes a bit."""
+"""chunk_scan by mma.sync: blocks that divide a sequence, and a warp that only copies, change no bit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_parts_and_copiers_change_no_bit(how, sizes, more):
 @needs_emulator
 @pytest.mark.parametrize("parts", [3, 4])
 def test_states_in_place(parts):
-    """In a cluster, which knows when all parts have read what the last one overwrites."""
+    """A cluster knows when all parts have read the state that the last one overwrites."""
     call = make(SMALL, 1, TOKENS, decay=1e-2)
     states = torch.randn(1, 1, 32, 32, generator=torch.Generator().manual_seed(1))
     wanted = WHOLE(**call, initial_states=states, return_final_states=True)
@@ -78,7 +78,7 @@ def test_packed_sequences_in_a_pool():
 @needs_emulator
 @pytest.mark.parametrize("parts", [4, 8])
 def test_sequences_share_the_blocks(parts):
-    """Two of them, of half as many parts each; and lengths of which not every part has a chunk."""
+    """Two sequences get half of the parts each. Some lengths leave parts without a chunk."""
     lengths = (64 * 5 + 1, 64 * 3)
     call = make(SMALL, sum(lengths), decay=1e-2) | {"cu_seqlens": starts_of(lengths, "cpu"), "return_final_states": True}
     assert all(same(a, b) for a, b in zip(by(parts=parts)(**call), WHOLE(**call), strict=True))
@@ -130,7 +130,7 @@ def test_what_serves_which_heads():
 
 
 def test_blocks_of_a_launch():
-    """As many parts for each of several sequences as leave no block more; in a cluster they stay as many."""
+    """Several sequences get fewer parts each, so that the number of blocks does not grow; in a cluster the number of parts is fixed."""
     views = ssmgen.chunk_scan.build(**make(SMALL, 1, 70), return_final_states=True).operands
     spec = chosen(1, "sm_90a", headdim=32, d_state=32)
     blocks = [FAMILY.grid_of(spec, views | {"x": views["x"].expand(count, -1, -1, -1)}) for count in (1, 2, 3, 5, 100)]
@@ -178,10 +178,10 @@ def test_what_all_begin_with_is_read_before_it_is_overwritten():
     assert "cluster" not in render(SPECS[1], SM90).split('extern "C"')[1]
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_no_variant_spills(arch):
-    """Nor has one an array that is not in registers."""
+    """All arrays of every variant are in registers."""
     full = {"D": DType.F32, "dt_bias": DType.F32}
     for heads, more in (
         (16, {**full, "z": True}),

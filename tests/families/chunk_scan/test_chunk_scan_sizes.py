@@ -1,4 +1,5 @@
-"""chunk_scan by warpgroups in the emulator: states of 256 columns, which two warpgroups hold, and headdims that are no multiple of 64."""
+"""chunk_scan by warpgroups in the emulator: states of 256 columns, which two warpgroups hold, and headdims that are not a multiple of
+64."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ def test_linear_attention(form, size):
 @needs_emulator
 @of_sizes
 def test_blocks_that_stay_have_the_bits_of_others(size):
-    """Also of those that share longer sequences: none of these is divided."""
+    """Persistent blocks, and parts that may divide longer sequences, change no bit: no sequence here is divided."""
     sizes = replace(SIZES[size], heads=2)
     call = make(sizes, 3, 200) | {"return_final_states": True}
     call["initial_states"] = torch.randn(3, 2, sizes.headdim, sizes.d_state, generator=torch.Generator().manual_seed(1))
@@ -210,7 +211,7 @@ def test_what_is_refused():
         assert any("are added up by warps" in words for words in spec.violations(SM90))
 
 
-# Mistakes. (sizes, parts, what stands in the text, what stands there instead, words of what is found; off: a result is)
+# Mistakes. (sizes, parts, text to replace, replacement, words of the finding; off: a result is wrong)
 EDITS = {
     "y: sums of other tokens given": ("n256", 1, "half ? of_state[4 * j + e] : of_state[16 + 4 * j + e]", "of_state[4 * j + e]", "off"),
     "y: sums taken too early": ("n256", 1, "meet(2 + own_warp, 64);", "", "which nothing has written"),

@@ -1,4 +1,4 @@
-"""chunk_scan by warpgroups, with blocks that stay: the bits of those that do not, and that wrong kernels are found, in the emulator."""
+"""chunk_scan by warpgroups with persistent blocks, in the emulator: the bits of other blocks, and wrong kernels that must be found."""
 
 from __future__ import annotations
 
@@ -114,10 +114,11 @@ def test_variants(spec):
 
 
 def test_longest_first():
-    """Who has the longest of a round has the shortest of the next, and nobody has more than a share and the longest."""
+    """The block with the longest sequence of a round gets the shortest of the next. No block has more than a share plus the longest
+    sequence."""
     lengths = torch.tensor([700, 20, 640, 90, 300, 130, 64, 1, 500, 256])
     call = make(replace(SMALL, heads=1), int(lengths.sum())) | {"cu_seqlens": starts_of(lengths.tolist(), "cpu")}
-    # Who worked on a sequence leaves his number where its last state would be.
+    # The block that worked on a sequence writes its number to the place of the last state.
     mark = "const Item item = item_of(turn);\n      if (item.length == kNone) break;\n      const u32 length"
     tell = "{ float S[kState / 2];\n for (auto& v : S) v = blockIdx.x;\n"
     seen: list[str] = []
@@ -150,7 +151,7 @@ def test_as_many_blocks_as_sms(monkeypatch):
     assert [grid(replace(plain, stays=stays), n) for stays in (False, True) for n in (100, 2048)] == [100, 2048, 100, 132]
 
 
-# Mistakes. (what stands in the text, what stands there instead, words of what is found; off: a result is)
+# Mistakes. (text to replace, replacement, words of the finding; off: a result is wrong)
 EDITS = {
     "listed before there is room": ("if (turn >= kListed) barrier_wait(taken", "if (turn >= 99) barrier_wait(taken", "of listed[0]"),
     "taken too early": ("barrier_init(taken, i, kThreads / 32 - 1)", "barrier_init(taken, i, 4)", "of taken[0]"),

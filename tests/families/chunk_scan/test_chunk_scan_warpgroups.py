@@ -31,7 +31,7 @@ needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++"
 
 
 def variant(parts: int = 1, stages: int = 2, pdl: Pdl = Pdl.TRIGGER_LOADED) -> Callable[[ScanProblem], ScanSpec]:
-    """What makes a problem's variant."""
+    """A function that makes a problem's variant."""
 
     def of(problem: ScanProblem) -> ScanSpec:
         given = {f.name: getattr(problem, f.name) for f in fields(ScanProblem)}
@@ -163,7 +163,7 @@ def test_place_in_the_batch_changes_no_bit(parts):
 @pytest.mark.parametrize("state", [F32, BF16])
 @in_parts
 def test_states_of_sequences_without_tokens(state, parts):
-    """Dense ones go through, those in a pool stay where they are."""
+    """Dense states pass through; states in a pool stay unchanged."""
     call, scan = make(SMALL, 0), by(parts)
     before = torch.randn(2, SMALL.heads, SMALL.headdim, SMALL.d_state).to(state)
     starts = torch.zeros(3, dtype=torch.int32)
@@ -198,15 +198,15 @@ def test_checkpoints_of_a_batch():
 @needs_emulator
 @pytest.mark.parametrize("parts", [2, 3])
 def test_ids_and_checkpoints_in_parts(parts):
-    """A checkpoint is not bit for bit the final state of a call that ends there, which is divided elsewhere; but the last one is."""
+    """Only the last checkpoint equals bitwise the final state of a call that ends there. Other such calls are divided elsewhere."""
     tokens = PART + 200
     call = make(SMALL, 1, tokens, decay=0.02) | {"initial_states": torch.full((1, 1, 64, 64), 1e30)}
-    call["seq_idx"] = (torch.arange(tokens) // 150).int()[None]  # first anew within the first part; at no part's beginning
+    call["seq_idx"] = (torch.arange(tokens) // 150).int()[None]  # first new sequence within the first part; none starts with a part
     listed = torch.tensor([140, 150, 151, PART, PART + 1, PART + 199, tokens])
     more = {"return_final_states": True, "checkpoint_positions": listed, "return_checkpoints": True}
     wanted, found = exact(call, **more), by(parts, 4)(**call, **more)
     for name, own in zip(("out", "final_states", "checkpoints"), found, strict=True):
-        early = {"out": (slice(None), slice(150)), "checkpoints": slice(1)}.get(name, slice(0))  # with what is left of 1e30
+        early = {"out": (slice(None), slice(150)), "checkpoints": slice(1)}.get(name, slice(0))  # with a remainder of 1e30
         late = {"out": (slice(None), slice(150, None)), "checkpoints": slice(1, None)}.get(name, slice(None))
         assert error(own[late], wanted[name][late]) <= BOUNDS[BF16], name
         assert name == "final_states" or error(own[early], wanted[name][early]) <= BOUNDS[BF16], name
@@ -269,7 +269,7 @@ def test_the_wait_precedes_every_access(spec):
     assert "__restrict__" not in body and "allow_dependents();" in body
 
 
-@pytest.mark.matrix  # of the default variants, `ssmgen generate --check` says so
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_no_variant_spills(spec):
     resources = compiled(spec, SM90).resources
@@ -277,7 +277,7 @@ def test_no_variant_spills(spec):
 
 
 def test_what_serves_which_heads():
-    """How many sequences there are is not asked: their bits do not depend on it."""
+    """The choice ignores the number of sequences: their bits do not depend on it."""
     problem = ScanProblem(headdim=64, d_state=128, final=True)
 
     def parts(heads: int, of: ScanProblem = problem) -> int | None:
@@ -334,7 +334,7 @@ def test_what_is_explained():
 
 
 def test_tuning_chooses_within_a_form():
-    """Bits of the two differ, and so do those of sequences that are divided and that are not."""
+    """The two forms differ bitwise, and so do divided and whole sequences."""
     problem = ScanProblem(headdim=64, d_state=128)
     assert {s.order for s in space(problem, SM90)} == {("chunk_scan", 1), ("chunk_scan_warpgroups", 1)}
     assert [select(OPERATOR, problem, heads, SM90, True).order[1:] for heads in (16, 24, 128)] == [(6, "ends"), (4, "ends"), (1,)]

@@ -7,7 +7,7 @@ import scan_cases as laws
 from selection import few
 from test_chunk_scan_warpgroups import PART, SMALL, by, needs_emulator
 
-# Mistakes. (parts, what stands in the text, what stands there instead, words of what is found; off: a result is)
+# Mistakes. (parts, text to replace, replacement, words of the finding; off: a result is wrong)
 
 EDITS = {
     "M: no wait for a chunk": (
@@ -92,7 +92,7 @@ def test_broken_kernels_are_found(edit):
         laws.is_accurate(by(parts, 4, change=laws.edited(old, new)), SMALL, 330 if parts == 1 else PART + 200, 0.1)
 
 
-# Of the last chunk of a packed sequence, behind which another's tokens lie.
+# Edits for the last chunk of a packed sequence, which tokens of another sequence follow.
 PACKED_EDITS = {
     "copies not waited for": ("wait_all_copies();", "", "copy to"),
     "copies not fenced": ("fence_for_async();\n          arrive_together(full", "arrive_together(full", "no fence_for_async between"),
@@ -108,7 +108,7 @@ def test_broken_kernels_of_packed_sequences_are_found(edit):
         laws.neighbours_do_not_matter(by(1, 2, change=laws.edited(old, new)), SMALL, (65, 3))
 
 
-# Where the state begins anew within a row, from states that are large or infinite; and states at positions, behind which NaN lies.
+# Edits for states that start again within a row, after large or infinite states; and for states at positions that NaN follows.
 ID_EDITS = {
     "M: across a diagonal": (" && 16 * kRow + column + 1 >= from[side]", "", "off"),
     "M: across blocks": ("from[e] == block_from ? exp2_approx(s[e] - block_first) : 0.f", "exp2_approx(s[e] - block_first)", "off"),

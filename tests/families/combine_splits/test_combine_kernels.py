@@ -192,7 +192,7 @@ def test_broken_template(edit):
 
 
 def every_rule() -> list[tuple[CombineSpec, Arch]]:
-    """What serves every form with every bound, few rows and many; dtypes, widths and architectures take turns."""
+    """Specs that serve every form with every bound, for few rows and many; dtypes, widths and architectures take turns."""
     archs, types, widths = cycle(ARCHS), cycle(product(DType, repeat=2)), cycle((512, 128, 64, 576, 68, 1024, 256))
     forms = [{}, {"num_splits": Index.I32, "axes": 2}, {"num_splits": Index.I64, "axes": 3, "sink": DType.BF16, "skip_single": True}]
     forms += [{"axes": 3, "mask": True, "lse_out": False}, {"loads": Loads.ELEMENT, "axes": 2}]
@@ -230,7 +230,7 @@ def test_the_rules_are_legal_and_agree_about_thresholds():
 @costly(1)
 @pytest.mark.parametrize(("spec", "count"), [(FEW, 8), (MANY, 8), (TWO, 2)], ids=["few", "many", "two"])
 def test_loads_of_16_bytes_are_in_flight_before_anything_waits(spec, count):
-    """All of the first vectors are asked for ahead of the first shuffle, which waits for the LSEs; and no access is ahead of the wait."""
+    """All of the first vectors are loaded before the first shuffle, which waits for the LSEs. No access comes before the PDL wait."""
     spec = replace(spec, pdl=Pdl.TRIGGER_LOADED)
     try:
         text = sass(compile_cubin(render(spec, SM90), SM90, str(spec)).cubin)

@@ -1,4 +1,4 @@
-"""combine_splits: what is wrong with a call, in words; registration; engines' signatures; the fast path."""
+"""combine_splits: error messages; registration; engines' signatures; the fast path."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_reference_against_the_textbook_formula():
 
 
 def features(case: Case) -> set[tuple]:
-    """What the generated text depends on, dtypes apart, each with the form."""
+    """The generated text's inputs, without dtypes, each paired with the form."""
     call = make(case, "cpu")
     if not call.named["out"].numel():
         return {("rows", 0)}
@@ -208,7 +208,7 @@ def test_a_single_split_is_copied_or_left_alone():
 
 @needs_emulator
 def test_num_splits_reaches_no_further_than_there_are_splits():
-    """Whatever it holds: the emulator stops at a load outside of an operand."""
+    """Its contents do not matter: the emulator stops at a load outside an operand."""
     o, lse = torch.randn(5, 2, 64), torch.randn(5, 2)
     for starts in ([0, 3, 9], [4, 2, 5], [-3, 2, 5], [7, 8, 9]):
         for dtype in (torch.int32, torch.int64):

@@ -1,4 +1,4 @@
-"""gdn_layer and kda_layer of several tokens: the same bits as the operators that they are made of; what is wrong with a call; specs."""
+"""gdn_layer and kda_layer of several tokens: the same bits as their separate operators; errors of a call; specs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_variants_are_bit_equal(case):
 @needs_emulator
 @named([GDN, KDA])
 def test_tokens_one_by_one(case):
-    """Several tokens leave what as many calls with one leave, states of f32: out, state and window."""
+    """One call of several tokens equals consecutive calls of one token, for f32 states: out, state and window."""
     case = replace(case, state=F32, tokens=3)
     call, steps = make(case), make(case)
     emulate(call.built())
@@ -167,7 +167,7 @@ def test_check_of_variants(name):
     ],
 )
 def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
-    """Edits of the first kernel. What races or is not written the emulator finds by itself."""
+    """Edits of the first kernel. The emulator itself finds races and missing writes."""
 
     def changed(spec, arch):
         return render(spec, arch) if isinstance(spec, LayerGatedNormSpec) else edited(old, new)(spec, arch)
@@ -179,7 +179,7 @@ def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
         assert any(name in str(e) for name in ("conv_", "staged", "intermediate_states"))
 
 
-# What is wrong with a call.
+# Errors of a call.
 
 
 def problems(case: Any = GDN, tokens: int = 3, accepted: Any = None, **changes: Any) -> list[str]:
@@ -226,7 +226,7 @@ def test_what_overlaps_in_memory():
 
 
 def test_one_token_with_an_axis_is_one_token():
-    """Its kernels are those of one token, and its results too."""
+    """A call of one token with a tokens axis has the kernels and the results of a call without that axis."""
     case = replace(GDN, tokens=1)
     call, plain = make(case), make(case)
     squeezed = {n: plain.kwargs[n].squeeze(1) for n in ("mixed_qkv", "a", "b", "z", "out")}

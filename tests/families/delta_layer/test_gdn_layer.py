@@ -1,4 +1,4 @@
-"""gdn_layer: the same bits as the operators that it is made of; what is wrong with a call, in words; specs and texts of its kernels."""
+"""gdn_layer: the same bits as its separate operators; error messages; specs and texts of its kernels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_new_output_is_like_the_input():
 @needs_emulator
 @named(few([*GDN_MATRIX, *GDN_HEADS]))
 def test_kernels_equal_those_of_the_separate_operators(case):
-    """One kernel, and two; both as the rules choose them, but for who norms."""
+    """One kernel, and two. Both follow the rules' choice, except for the kernel that normalises."""
     chain = emulated_chain(case)
     problem, size, _, _ = make(case).built().problem()
     spec = registry.select(kernels.OPERATOR, problem, size, SM90, False)
@@ -159,7 +159,7 @@ def test_check_of_variants(name):
     ],
 )
 def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
-    """Edits of the first kernel. What races or is not written the emulator finds by itself."""
+    """Edits of the first kernel. The emulator itself finds races and missing writes."""
 
     def changed(spec, arch):
         return render(spec, arch) if isinstance(spec, LayerGatedNormSpec) else edited(old, new)(spec, arch)
@@ -171,7 +171,7 @@ def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
         assert "conv_" in str(e)
 
 
-# What is wrong with a call.
+# Errors of a call.
 
 
 def problems(case: Gdn = GDN, **changes: Any) -> list[str]:

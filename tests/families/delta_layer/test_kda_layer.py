@@ -1,6 +1,6 @@
-"""kda_layer: the same bits as the operators that it is made of; what is wrong with a call, in words; specs and texts of its kernels.
+"""kda_layer: the same bits as its separate operators; error messages; specs and texts of its kernels.
 
-What it shares with gdn_layer, test_gdn_layer.py has.
+test_gdn_layer.py tests the parts that both layers share.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_a_new_output_is_like_the_input():
 @needs_emulator
 @named(few(KDA_MATRIX))
 def test_kernels_equal_those_of_the_separate_operators(case):
-    """One kernel, and two; both as the rules choose them, but for who norms."""
+    """One kernel, and two. Both follow the rules' choice, except for the kernel that normalises."""
     chain = emulated_chain(case)
     problem, size, _, _ = make(case).built().problem()
     spec = registry.select(kernels.OPERATOR, problem, size, SM90, False)
@@ -129,7 +129,7 @@ def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
     assert not check(spec_of(name), SM90).passed
 
 
-# What is wrong with a call.
+# Errors of a call.
 
 
 @pytest.mark.parametrize(

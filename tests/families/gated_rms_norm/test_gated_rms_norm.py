@@ -82,7 +82,7 @@ def test_reference_against_the_modules_of_transformers():
 
 
 def features(case: Case) -> set[tuple]:
-    """What the generated text depends on, dtypes of the operands each by itself."""
+    """The generated text's inputs, with each operand's dtype separately."""
     call = make(case, "cpu")
     if not call.out.numel():
         return {("rows", 0)}
@@ -138,7 +138,7 @@ VARIED = [
 @needs_emulator
 @named(*VARIED)
 def test_variants_are_bit_equal(case):
-    """Where f32 is stored, to the last bit; the sums are the same ones in the same order."""
+    """f32 outputs agree to the last bit: the sums are the same, in the same order."""
     case = replace(case, out=F32) if not case.in_place else case
     specs = [s for s in kernels.space(make(case, "cpu").problem, SM90) if s.pdl is Pdl.TRIGGER_LOADED]
     assert len({(s.vec, s.team, s.threads) for s in specs}) == len(specs) >= 4
@@ -193,7 +193,7 @@ def test_a_group_does_not_see_its_neighbours():
 @needs_emulator
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_a_closed_gate_is_zero(dtype):
-    """Where the gate's factor underflows nothing is left of x, and zeros normalise to zeros."""
+    """If the gate's factor underflows, x becomes zero, and zeros normalise to zeros."""
     case = replace(MAMBA, gate=dtype, x=F32, out=F32)
     call = make(case, "cpu")
     call.kwargs["gate"].fill_(-1e4)

@@ -48,7 +48,7 @@ cases = pytest.mark.parametrize("name", CASES)
 
 
 def operands(name: str, seed: int = 0) -> dict[str, Any]:
-    """The keywords of a call. What is written holds NaN."""
+    """The keywords of a call. Outputs hold NaN."""
     case = {"x": BF16, "gate": BF16, "weight": BF16, "bias": BF16, "out": BF16, "size": 128, "rows": 3, "groups": 1} | CASES[name]
     g = torch.Generator().manual_seed(seed)
     channels = case["groups"] * case["size"]
@@ -70,9 +70,9 @@ def operands(name: str, seed: int = 0) -> dict[str, Any]:
 def expected(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(the result in float64, how far one computed in f32 may be off).
 
-    Sums are chains of 4 behind up to 12 levels of pairs: a mean is off by 17 roundings of what the elements' sizes are on average, and so
-    is each difference from it; a gate ahead of the norm adds the 2 |gate| + 9 of its logistic function to each. Half of the relative error
-    of the squares' sum is in its root, and rsqrt.approx adds 2 ulp. Behind that a product with the weight, a sum and a gate.
+    Sums are chains of 4 after up to 12 levels of pairs: a mean is off by 17 roundings of the elements' average size, and so is each
+    difference from it. A gate before the norm adds the 2 |gate| + 9 of its logistic function to each. Half of the relative error of the sum
+    of squares is in its root, and rsqrt.approx adds 2 ulp. A product with the weight, a sum and a gate follow.
     """
     built = ssmgen.gated_layer_norm.build(**call)
     views = {n: t.double() for n, t in op.CALLER.checked(built.operands, built.options, None).items()}

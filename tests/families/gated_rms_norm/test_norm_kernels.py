@@ -103,7 +103,7 @@ def test_what_is_switched_off_is_not_in_the_text():
 
 
 def test_a_family_can_end_with_this_norm():
-    """Its operands have names of their own, and the template those of the norm."""
+    """Its operands have their own names; the template uses the norm's names."""
 
     @dataclass(frozen=True, kw_only=True)
     class Behind(NormSpec):
@@ -186,7 +186,7 @@ def test_broken_template(edit):
 
 
 def every_rule() -> list[tuple[NormSpec, Arch]]:
-    """What serves every size in every form, few groups and many; dtypes and architectures take turns."""
+    """Specs that serve every size in every form, for few groups and many; dtypes and architectures take turns."""
     archs, types = cycle(ARCHS), cycle(product(DType, (None, *DType), (None, *DType), DType))
     forms = [{}, {"norm_first": True}, {"norm_first": True, "activation": Activation.SIGMOID, "grouped": True}, {"loads": Loads.ELEMENT}]
     sizes = (4, 8, 64, 100, 128, 256, 260, 512, 1024, 1280, 2560, 3000, 4096, 5120, 8192, 12288, 16380, 16384)
@@ -228,7 +228,7 @@ def test_the_rules_are_legal_and_agree_about_thresholds():
 @costly(1)
 @pytest.mark.parametrize(("spec", "count"), [(HEAD, 3), (BLOCK, 3), (LONG, 4)], ids=["head", "block", "long"])
 def test_loads_are_in_flight_before_anything_waits(spec, count):
-    """All are asked for ahead of the first arithmetic on them; no access is ahead of the wait; and none is to local memory."""
+    """All loads are issued before the first arithmetic on them. No access comes before the PDL wait, and none is to local memory."""
     spec = replace(spec, pdl=Pdl.TRIGGER_LOADED)
     try:
         text = sass(compile_cubin(render(spec, SM90), SM90, str(spec)).cubin)

@@ -1,4 +1,4 @@
-"""gated_rms_norm: what is wrong with a call, in words; registration; the fast path."""
+"""gated_rms_norm: error messages; registration; the fast path."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ cases = pytest.mark.parametrize("name", CASES)
 
 
 def operands(name: str, seed: int = 0) -> dict[str, Any]:
-    """The keywords of a call. Whatever is written holds NaN."""
+    """The keywords of a call. Outputs hold NaN."""
     case = {"x": BF16, "weight": BF16, "out": BF16, "size": 128, "rows": 3, "odd": False} | CASES[name]
     g = torch.Generator().manual_seed(seed)
     shape, wider = (case["rows"], case["size"]), case["size"] + (9 if case["odd"] else 8)
@@ -69,8 +69,8 @@ def as_models_do(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | Non
 
 
 def assert_within_a_rounding(call: dict[str, Any], want: torch.Tensor, total: torch.Tensor | None) -> None:
-    """The sum is exact. The mean's order of summation is another one: where that moves a value over the boundary between two roundings,
-    of what is normalised or of the output, it is off by one of them, which few values are."""
+    """The sum is exact. The mean uses a different order of summation. A value near the boundary of two roundings, of the normalised value
+    or of the output, may then be off by one rounding; few values are."""
     if total is not None:
         assert torch.equal(call["residual_out"], total)
     got, eps = call["out"].double(), torch.finfo(call["out"].dtype).eps

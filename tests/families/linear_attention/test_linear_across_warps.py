@@ -71,7 +71,7 @@ VARIED = [
 @needs_emulator
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
-    """With those whose lanes are neighbours: whatever the warps, the passes, the steps, and the blocks ahead."""
+    """Variants with rows across warps equal variants with neighbouring lanes, for all warps, passes, steps and prefetched blocks."""
     found = list(space(make_call(case, "cpu").problem, SM90))
     random.Random(3).shuffle(found)
     plain, across = next(s for s in found if not s.row_warps), [s for s in found if s.row_warps]

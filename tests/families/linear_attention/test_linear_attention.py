@@ -225,7 +225,7 @@ def test_faults_of_a_problem(change, words):
         registry.select("linear_attention", replace(PROBLEM, **change), 4, SM90, True)
 
 
-# Registration with torch, and what answers without a launch.
+# Registration with torch, and calls that are answered without a launch.
 
 
 @costly(4)
@@ -359,7 +359,7 @@ def test_token_t_equals_single_steps(case):
 @emulated
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "rwkv7"])
 def test_a_sequence_in_company_equals_it_alone(rule):
-    """In a packed batch, and in a call of its own with a tokens axis."""
+    """A sequence gives equal results in a packed batch and alone, in a call with a tokens axis."""
     case = Case("c", rule=rule, heads=2, K=64, index=None, lengths=(3, 0, 10, 1), out=F32)
     packed, apart = make_call(case, "cpu"), make_call(case, "cpu")
     emulate(packed)

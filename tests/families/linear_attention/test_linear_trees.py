@@ -147,7 +147,7 @@ def test_explain_without_a_gpu():
     assert (spec.parents, spec.kept_index, spec.state) == (Index.I64, Index.I32, DType.F32)
 
 
-# What it catches in the kernels, broken by one edit each.
+# Kernels, each broken by one edit, which the check must catch.
 
 EDITS = {
     "no parents": ("gdn-f32", "parent >= 0) {", "parent >= 99) {", "off by"),

@@ -1,4 +1,4 @@
-"""Linear attention on states in fewer bits: kernels, emulated, against float64; steps through the public functions; and what is refused."""
+"""Linear attention on narrow states: emulated kernels against float64; steps through the public functions; and refused calls."""
 
 from __future__ import annotations
 

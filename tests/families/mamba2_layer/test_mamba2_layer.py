@@ -1,4 +1,4 @@
-"""mamba2_layer: the same bits as the operators that it is made of; what is wrong with a call, in words; specs and texts of its kernels."""
+"""mamba2_layer: the same bits as its separate operators; error messages; specs and texts of its kernels."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_variants_are_bit_equal(case):
 
 
 def test_no_legal_variant_is_left_out():
-    """Walks over rows are checked before their launch options: the list is that of checks one by one."""
+    """The list checks row loops before their launch options. It must equal the list of separate checks."""
     problem = make(MAMBA).built().problem()[0]
     more = {"prefetch": 264, "windows_ahead": True}
     every = [how | wider for how in axes(ahead=132) for wider in ([{}, more] if how["prefetch"] else [{}])]
@@ -152,7 +152,7 @@ def test_check_of_variants(name):
     ],
 )
 def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
-    """Edits of the first kernel. What races or is not written the emulator finds by itself."""
+    """Edits of the first kernel. The emulator itself finds races and missing writes."""
 
     def changed(spec, arch):
         return render(spec, arch) if isinstance(spec, LayerGatedNormSpec) else edited(old, new)(spec, arch)
@@ -181,7 +181,7 @@ def test_check_finds_a_norm_that_forgets_the_padding(monkeypatch):
     assert differing(call, chain) == ["out"]
 
 
-# What is wrong with a call.
+# Errors of a call.
 
 
 def problems(**changes: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""mamba2_layer of several tokens: the same bits as the operators that it is made of; what is wrong with a call; specs and texts."""
+"""mamba2_layer of several tokens: the same bits as its separate operators; errors of a call; specs and texts."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_check_of_variants(name):
     ],
 )
 def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
-    """Edits of the first kernel. What races or is not written the emulator finds by itself."""
+    """Edits of the first kernel. The emulator itself finds races and missing writes."""
 
     def changed(spec, arch):
         return render(spec, arch) if isinstance(spec, LayerGatedNormSpec) else edited(old, new)(spec, arch)
@@ -167,7 +167,7 @@ def test_check_finds_a_norm_that_forgets_the_padding(old, new, monkeypatch):
     assert differing(call, chain) == ["out"]
 
 
-# What is wrong with a call.
+# Errors of a call.
 
 T3 = replace(MAMBA, id="t3", tokens=3)
 ACCEPTED = replace(MAMBA, id="accepted", tokens=3, accepted=I32)

@@ -72,7 +72,8 @@ def test_variants_leave_the_same_bits(state):
 @emulated
 @pytest.mark.parametrize("dtype", list(NARROW))
 def test_a_state_that_is_written_is_rounded_once(dtype, monkeypatch):
-    """Half a step from float64, and what f32 arithmetic is off by; tokens are f32, all of whose bits count beside a step of int16."""
+    """The error is half a step from float64, plus the error of f32 arithmetic. Tokens are f32: all their bits count against a step of
+    int16."""
 
     def plan(caller, given, options, pdl, objections=()):
         named = caller.named(given)

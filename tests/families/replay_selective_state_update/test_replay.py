@@ -72,7 +72,7 @@ def test_exact_outputs_rounded_are_well_within_their_bound(case):
 
 @BOTH
 def test_every_count(base):
-    """0 ... window entries count; any other number is none. Without entries the state keeps its bits."""
+    """0 ... window entries count; any other count is treated as zero. Without entries the state keeps its bits."""
     counts = (*range(base.window + 1), base.window + 1, 2**31 - 1, -1, -(2**31))
     case = replace(base, index=None, batch=len(counts), accepted=counts, tokens=4, state=F16)
     before = make(case, "cpu").kwargs["state"].clone()
@@ -84,7 +84,7 @@ def test_every_count(base):
 
 
 def test_counts_out_of_range_are_none():
-    """The outputs of one sequence on one state, at all counts that say nothing."""
+    """The outputs of one sequence on one state, at all invalid counts."""
     outs = []
     for count in (0, -1, 9, 2**31 - 1, -(2**31)):
         call = make(replace(STEP, batch=1, accepted=(count,)), "cpu")
@@ -113,7 +113,7 @@ def test_a_padded_sequence_gets_zeros_and_touches_nothing(base):
 @pytest.mark.parametrize("seeds", ["one", "slots"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
 def test_the_noise_is_of_the_seed_and_the_place_in_the_pool(dtype, seeds):
-    """The state is the one that f32 would have, rounded by its slot's noise: not by that of its sequence."""
+    """The state is the f32 state, rounded with the noise of its slot, not with the noise of its sequence."""
     call, wide = (make(replace(STEP, state=dtype, seeds=s, accepted=(3, 8)), "cpu") for s in (seeds, ""))
     exact = wide.kwargs["state"].float()
     call.run()
@@ -125,7 +125,7 @@ def test_the_noise_is_of_the_seed_and_the_place_in_the_pool(dtype, seeds):
         assert not same(want, stored(exact[slot], dtype, seed[slot if seeds == "slots" else 0] + 1, 10, slot))
 
 
-# Many steps: outputs and states of what was accepted, whatever the history was. Measured: 1.3e-7 and 0.9e-7.
+# Many steps: outputs and states follow the accepted tokens, whatever the history was. Measured: 1.3e-7 and 0.9e-7.
 
 RUNS = [
     *vary(STEP, run={}, run_ragged=RAGGED, run_advance={"arrivals": True, "z": F32}, run_t8={"tokens": 8, "x": F32}, run_t1={"tokens": 1}),
@@ -282,7 +282,7 @@ POOLED = ("state", *HISTORY, "cache_buf_idx", "prev_num_accepted_tokens")
     ],
 )  # fmt: skip
 def test_bad_input(case, change, words, monkeypatch):
-    if not change:  # what is wrong is the case itself, which is made all the same
+    if not change:  # the case itself is wrong, and is made all the same
         monkeypatch.setattr(Call, "__post_init__", lambda call: setattr(call, "function", FUNCTIONS[call.case.ring]))
     assert words in bad(case, change)
 

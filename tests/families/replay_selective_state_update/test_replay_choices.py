@@ -14,7 +14,7 @@ from ssmgen.families.replay_selective_state_update.spec import ReplayProblem, Re
 from ssmgen.select import registry
 from ssmgen.spec.kernel import Arch, DType, Index
 
-# Machine code of what the rules choose, at the shapes of models: (heads, headdim, d_state, groups).
+# Machine code of the rules' choices, at the shapes of models: (heads, headdim, d_state, groups).
 
 SHAPES = {
     "small": (16, 64, 128, 1),

@@ -36,7 +36,7 @@ EDGES = {"pdl": Pdl.TRIGGER_LOADED, "ahead_pdl": Pdl.TRIGGER_LOADED}
 RUNG = {"history": History.RING}
 ALL_F16 = {"x": DType.F16, "out": DType.F16, "z": DType.F16, "dt": DType.F16, "D": DType.BF16}
 
-# Emulated kernels: histories of all lengths with NaN behind them, padding, histories in a ring.
+# Emulated kernels: histories of all lengths followed by NaN, padding, histories in a ring.
 
 MATRIX = {
     "step": SMALL,
@@ -147,14 +147,14 @@ EXTREMES = torch.tensor([3.3895e38, -3.3895e38, 3.3762e38, float("inf"), float("
 @needs_emulator
 @pytest.mark.parametrize("name", OWN)
 def test_blocks_of_several_heads_are_bit_equal(name):
-    """To those of blocks of one head."""
+    """Blocks of several heads have the bits of blocks of one head."""
     results = []
     by_group = {"warps": 4, "by_group": True, "group_heads": 2, "prefetch": 1}
     for how in ({"warps": 2}, by_group):
         call = make(OWN[name], "cpu")
         if call.kwargs["state"].dtype == BF16:
             call.kwargs["state"][..., ::5, :8] = EXTREMES
-            call.kwargs["A"].zero_()  # so that they stay, and what is added to them is of the size of their last place
+            call.kwargs["A"].zero_()  # they then stay, and additions to them have the size of their last place
             call.kwargs["old_dA_cumsum"].mul_(0)
             for operand in ("old_x", "old_B"):
                 call.kwargs[operand].mul_(1e18)
@@ -167,8 +167,8 @@ def test_blocks_of_several_heads_are_bit_equal(name):
 
 @needs_emulator
 def test_emulated_noise_has_the_bits_of_the_reference():
-    """The places of the noise, not only its size. What is added to a 16-bit state, here of eight entries, is exact to 2^-17 each, which
-    changes some roundings: measured, 0.02 of them. Another seed's noise would change 0.40."""
+    """Checks the places of the noise, not only its size. The sum added to a 16-bit state, here of eight entries, is exact to 2^-17 each.
+    That changes some roundings: measured, 0.02 of them. Another seed's noise would change 0.40."""
     card, host = make(VARIED["ring-philox"], "cpu"), make(VARIED["ring-philox"], "cpu")
     emulate(card, family._spec(card.problem, warps=1))
     host.run()
@@ -178,7 +178,8 @@ def test_emulated_noise_has_the_bits_of_the_reference():
     assert (card.kwargs["state"][written] != host.kwargs["state"][written]).float().mean() < 2.0**-4
 
 
-# What the emulator and the check find in kernels that are wrong: (spec, what to replace, by what, words of the error or what is off).
+# Errors that the emulator and the check find in wrong kernels: (spec, text to replace, replacement, words of the error or the wrong
+# result).
 
 LATE = replace(SMALL, pdl=Pdl.WAIT)
 TAKEN = replace(SMALL, **EARLY)
@@ -237,7 +238,7 @@ def test_broken_template(edit, monkeypatch):
 
 
 def test_the_first_of_two_kernels_is_checked_with_the_second():
-    """By itself it has neither outputs nor a state."""
+    """Alone it has neither outputs nor a state."""
     first, second = replace(SMALL, **TWO).kernels
     with pytest.raises(SsmgenError, match=f"{first.name} is the first of two kernels and is checked with the second"):
         check(first, SM90)
@@ -296,7 +297,7 @@ TEXTS = [part for spec in MATRIX.values() for part in spec.kernels]
 @pytest.mark.parametrize("pdl", Pdl, ids=lambda p: p.value)
 @pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
 def test_the_wait_precedes_what_another_kernel_writes(spec, pdl):
-    """All but weights, unless the text says why the rest may be read earlier; then what the kernel ahead writes, and every store."""
+    """All accesses except weights come after the wait. If the text allows early loads, only stores and the upstream kernel's outputs do."""
     spec = replace(spec, pdl=pdl)
     text = render(spec, SM90)
     body = text[text.index('extern "C"') :]

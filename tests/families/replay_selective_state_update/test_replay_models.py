@@ -1,4 +1,4 @@
-"""What is built of replay for models, and what of it is committed."""
+"""The replay kernels that are built for models, and the ones that are committed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ran(*args: str, code: int = 0) -> str:
 
 
 def test_build_of_replays(own_cache, monkeypatch):
-    """What would be built; that it compiles is for the kernels' own tests."""
+    """Checks the list of kernels to build; the kernels' own tests check that they compile."""
     from ssmgen.variants import build
 
     asked = []

@@ -1,4 +1,4 @@
-"""Replay as torch sees it: its registration, and what answers without a launch."""
+"""Replay's registration with torch, and calls that are answered without a launch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_bind_on_cpu():
     assert all(same(a, b) for a, b in zip(bound_call.results().values(), eager.results().values(), strict=True))
 
 
-# What serves a call.
+# The kernel that serves a call.
 
 
 def test_explain_of_a_call_without_a_gpu():
@@ -141,7 +141,7 @@ def test_results_name_all_that_may_be_written():
 
 
 def test_large_batches_have_their_inputs_asked_for_ahead():
-    """Steps of bf16 states without a gate, of 4096 heads on: the rule for what was measured."""
+    """Steps of bf16 states without a gate prefetch their inputs from 4096 heads on: the measured rule."""
     plain = ReplayProblem(d_state=128, headdim=64, nheads=16, ngroups=1, index=Index.I32, state=DType.BF16)
     others = {"z": DType.BF16}, {"state": DType.F32}, {"cu_seqlens": Index.I32}, {"history": History.RING, "window": 16}
     calls = [(plain, 255), (plain, 256), *((replace(plain, **more), 256) for more in others)]

@@ -28,7 +28,7 @@ needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++"
 
 
 def by(**how: Any) -> Callable[[SelectiveProblem], RolesSpec]:
-    """What makes a problem's variant of small blocks."""
+    """A function that makes a problem's variant with small blocks."""
 
     def of(problem: SelectiveProblem) -> RolesSpec:
         plain = variant()(problem)

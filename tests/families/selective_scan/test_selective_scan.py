@@ -36,7 +36,7 @@ by_both = pytest.mark.parametrize(
 
 
 def polynomial_of(d: Tensor, a: Tensor) -> Tensor:
-    """In f32, operation by operation, as the kernel has it: an fma is one rounding of what float64 holds exactly, or to 2^-53 of it."""
+    """In f32, operation by operation, as in the kernel: an fma rounds once a value that float64 holds exactly, or to 2^-53."""
 
     def fma(x: Tensor, y: Tensor, z: Tensor | float) -> Tensor:
         return (x.double() * y.double() + z).float()
@@ -80,7 +80,7 @@ def test_results_are_those_of_float64(kind, x):
 @needs_emulator
 @pytest.mark.parametrize("polynomial", [0, 16])
 def test_either_exponential_is_accurate(polynomial):
-    """Also where nothing is left of a state, and where nothing is lost."""
+    """This includes states that decay to nothing and states that lose nothing."""
     run = partial(emulated, spec=variant(polynomial=polynomial))
     laws.is_accurate(run, EXACT, 20)
     laws.is_accurate(run, EXACT, 20, step=100.0, decay=1e6)
@@ -167,7 +167,7 @@ def test_variants_are_bit_equal(first, d_state):
 
 @by_both
 def test_states_of_sequences_without_tokens(run):
-    """Dense ones go through, those in a pool stay where they are."""
+    """Dense states pass through; states in a pool stay unchanged."""
     call, before = make(SMALL, 0), laws.states(SMALL, 2)
     starts = torch.zeros(3, dtype=torch.int32)
     _, after = run(**call, cu_seqlens=starts, initial_states=before, return_final_states=True)

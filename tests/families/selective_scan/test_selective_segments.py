@@ -41,7 +41,7 @@ def test_packing_and_neighbours_do_not_matter():
 
 @needs_emulator
 def test_a_pool_of_sequences_that_are_cut():
-    """States of sequences that begin, that go on, and that have no slot."""
+    """States of sequences that begin, sequences that continue, and sequences without a slot."""
     lengths, slots = (TOKENS, TOKENS + 1, 2 * CUT + 1), torch.tensor([2, 0, -1])
     pool, started = states(SMALL, 4), torch.tensor([True, False, True])
     call = make(SMALL, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu"), "state_indices": slots, "has_initial_state": started}

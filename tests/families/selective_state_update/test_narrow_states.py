@@ -1,4 +1,4 @@
-"""States in fewer bits: the reference, what the public function objects to, and the kernels, emulated."""
+"""Narrow states: the reference, the public function's errors, and the emulated kernels."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def converted(values: Tensor, random: Tensor, dtype: torch.dtype) -> tuple[Tenso
 @emulated
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernels_text_rounds_as_the_reference_does(dtype):
-    """Bit for bit, over all sizes, and about every number of 8 bits and what lies in the middle of two."""
+    """Bit for bit, over all sizes, near every 8-bit number and near the middle of each two neighbours."""
     g, most = torch.Generator().manual_seed(7), NARROW[dtype].largest
     some = torch.arange(-128, 128, dtype=torch.int16).to(I8).view(dtype if dtype != I16 else I8).float().nan_to_num(0)
     middle = (some.sort().values[1:] + some.sort().values[:-1]) / 2
@@ -210,7 +210,7 @@ def test_the_kernels_text_rounds_as_the_reference_does(dtype):
 
 
 def test_a_state_that_only_decays_keeps_its_elements():
-    """Without an input, a token changes scales and nothing else, whatever the rounding."""
+    """A token without an input changes only scales, for all roundings."""
     for dtype in TYPES:
         call = Call(Case("one", state=dtype, index=None))
         call.run()

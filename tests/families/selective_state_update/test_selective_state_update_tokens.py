@@ -140,7 +140,7 @@ def test_token_t_equals_single_steps(case):
 
 @emulated
 def test_a_sequence_in_company_equals_it_alone():
-    """In a packed batch, and in a call of its own with a tokens axis."""
+    """A sequence gives equal results in a packed batch and alone, in a call with a tokens axis."""
     case = Case("c", **SMALL | {"batch": 4}, lengths=(3, 0, 10, 1), z=True)
     packed, apart = make_call(case, "cpu"), make_call(case, "cpu")
     emulate(packed)
@@ -173,7 +173,7 @@ def test_siblings_in_a_tree_are_alike_and_a_chain_of_f32_states_is_none():
 @emulated
 @pytest.mark.parametrize("columns", [1, 4])
 def test_every_count_of_accepted_tokens(columns):
-    """From 1 to the last column it names the slot to start from; any other is padding."""
+    """A count from 1 to the last column names the initial slot; any other count is padding."""
     counts = torch.tensor([-(2**31), -1, *range(columns + 2), 2**31 - 1], dtype=I32)
     case = Case("c", **SMALL | {"batch": len(counts), "index": I32}, tokens=2, update=False)
     call = make_call(replace(case, kept=F32), "cpu")
@@ -344,7 +344,7 @@ def test_torch_compile_fullgraph(name):
     assert all(equal(call.kwargs[n].nan_to_num(9), eager.kwargs[n].nan_to_num(9)) for n in WRITTEN if n in kwargs)
 
 
-# What it catches in the kernels, broken by one edit each.
+# Kernels, each broken by one edit, which the check must catch.
 
 NINE = Case("nine", **SMALL, tokens=9)
 BY_NAME = {c.id: c for c in matrix()}

@@ -1,4 +1,4 @@
-"""Stochastic rounding: its noise, and what it does to numbers; in plain PyTorch, and in the kernels' text through the emulator."""
+"""Stochastic rounding: its noise and its effect on numbers, in plain PyTorch and in the kernels' text through the emulator."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ RANGES = {
 @costly(2)
 @pytest.mark.parametrize("name", RANGES)
 def test_unbiased(name):
-    """Over 2^21 numbers, in units of the last place: the mean error is that of a sum of as many errors of variance below 1/4."""
+    """Over 2^21 numbers, in units of the last place: the mean error fits a sum of that number of errors with variance below 1/4."""
     dtype, low, high = RANGES[name]
     parts, n = 16, 2**17
     up, away = 0.0, 0.0  # sums of errors: towards plus infinity, and away from zero
@@ -120,7 +120,7 @@ def test_finite_stays_finite_and_the_rest_is_kept(dtype):
 
 
 class Rounding(KernelSpec):
-    """Rounds n numbers with a word each, and draws the noise of as many counters."""
+    """Rounds n numbers with one word each, and draws the noise of n counters."""
 
     def parameters(self) -> list[Param]:
         pointers = [("values", "f32", True), ("words", "u32", True), ("seeds", "i64", True), ("counters", "i64", True)]
@@ -161,7 +161,7 @@ def run_kernel(values: Tensor, random: Tensor, seeds: Tensor, counters: Tensor, 
 
 
 def everything(n: int) -> Tensor:
-    """Every kind of f32: random bits, numbers about the edges of both types, and what is none."""
+    """Every kind of f32: random bits, numbers near the edges of both types, infinities and NaN."""
     bits = words(n, 5)
     edges = [0.0, 65504.0, 65519.9, 65520.0, 65536.0, 2.0**-14, 2.0**-24, 2.0**-25, 2.0**-55, 2.0**-56, 2.0**-126, 2.0**-149, 3.4e38, 1.0]
     near = torch.tensor(edges).view(torch.int32).long()[:, None] + torch.arange(-3, 4)

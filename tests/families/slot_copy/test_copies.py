@@ -76,7 +76,7 @@ def operands(rows: int = 30) -> dict[str, Tensor]:
 
 
 def run(text: str, rows: int = 30, block: int = 64) -> tuple[Tensor, Tensor]:
-    """(what the kernel makes of random operands, their product)"""
+    """(the kernel's result for random operands, their product)"""
     named = operands(rows)
     packed = Arguments(Product(), {"rows": rows}).at([t.data_ptr() for t in named.values()])
     run_source(with_library(text), "product", 1, block, packed, named, ("b", "out"))
@@ -88,7 +88,7 @@ def run(text: str, rows: int = 30, block: int = 64) -> tuple[Tensor, Tensor]:
 @emulated
 @pytest.mark.parametrize(("array", "size"), [("ALIGNED_SHARED(u32,", 4), ("ALIGNED_SHARED(u16,", 2), ("SHARED(Quad,", 16)])
 def test_a_product_through_two_buffers(array, size):
-    """Whatever the arrays are made of: their sizes, and positions in them, count elements."""
+    """Sizes of arrays, and positions in them, count elements of every type."""
     text = PRODUCT.replace("ALIGNED_SHARED(u32,", array)
     for numbers in (r"2 \* (32|16) \* 8(?=\))", r"chunk % 2 \* (256|128) \+ [^,\n]*?(?=, [ab] |\);)"):
         text, found = re.subn(numbers, lambda m: f"({m[0]}) * 4 / {size}", text)
@@ -320,7 +320,7 @@ def test_ptxas_takes_barriers(arch):
     assert "UBLKCP" in text and "SYNCS" in text
 
 
-# out = 64 columns of 96 tokens of a, of a head, by boxes of 32 tokens: those from `rows` on are zero.
+# out = 64 columns of 96 tokens of one head of a, in boxes of 32 tokens; tokens from `rows` on are zero.
 BOXES = """
 extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows, const __grid_constant__ TensorMap a_tiles) {
   SHARED(u64, full, 1);
@@ -352,7 +352,7 @@ class Boxes(Product):
 
 
 def run_boxes(source: str, length: int = 80) -> tuple[Tensor, Tensor]:
-    """(what is copied, [length, heads 2, 128 columns] it is of)"""
+    """(the copy, its source [length, heads 2, 128 columns])"""
     a = torch.randn(1, length, 2, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     out, b = torch.full((96, 32), float("nan")), torch.zeros(1)
     values = {"rows": length, **maps({"a": a}, {"a": 64}, 32)}

@@ -1,4 +1,4 @@
-"""What tests of all families ask of each, of chunk_delta_rule."""
+"""The calls of chunk_delta_rule for the tests that run on every family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BATCH, TOKENS, HEADS, V, K = 4, 5, 4, 16, 32
 
 
 def plain(device: str = "cpu") -> dict[str, Any]:
-    """Arguments by name of a small call of chunk_delta_rule: from states of their own into a pool."""
+    """Arguments by name of a small call of chunk_delta_rule: it starts from separate states and ends in a pool."""
 
     def rand(*inner: int) -> torch.Tensor:
         return torch.randn(BATCH, TOKENS, HEADS, *inner, device=device).bfloat16()

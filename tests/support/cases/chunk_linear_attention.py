@@ -1,4 +1,4 @@
-"""What tests of all families ask of each, of chunk_linear_attention."""
+"""The calls of chunk_linear_attention for the tests that run on every family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ BATCH, TOKENS, HEADS, V, K = 4, 5, 4, 16, 32
 
 
 def _call(own: Callable[[Callable[..., Tensor]], dict[str, Tensor]], device: str = "cpu") -> dict[str, Any]:
-    """Arguments by name of a small call, from states of its own into a pool. own: what the function takes beside k and v."""
+    """Arguments by name of a small call: it starts from separate states and ends in a pool. own: the function's operands besides k and
+    v."""
 
     def rand(*inner: int) -> Tensor:
         return torch.rand(BATCH, TOKENS, HEADS, *inner, device=device)

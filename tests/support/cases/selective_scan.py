@@ -1,4 +1,4 @@
-"""What tests of all families ask of each, of selective_scan."""
+"""The calls of selective_scan for the tests that run on every family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BATCH, TOKENS, DIM, N = 4, 5, 32, 16
 
 
 def call(device: str = "cpu") -> dict[str, Any]:
-    """Arguments by name of a small call: from states of their own into a pool."""
+    """Arguments by name of a small call: it starts from separate states and ends in a pool."""
 
     def rand(*inner: int) -> torch.Tensor:
         return torch.randn(BATCH, TOKENS, *inner, device=device).bfloat16()
