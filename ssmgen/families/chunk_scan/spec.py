@@ -49,7 +49,8 @@ class Gate(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanProblem(Problem):
-    """The fields that a call fixes: dtypes, sizes of a head's state, which operands there are. Heads, groups, tokens and strides are not fixed."""
+    """The fields that a call fixes: dtypes, sizes of a head's state, which operands there are.
+    Heads, groups, tokens and strides are not fixed."""
 
     headdim: int
     d_state: int
