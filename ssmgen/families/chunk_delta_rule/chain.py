@@ -1,6 +1,6 @@
 """The second kernel of chunk_delta_rule: a sequence's chunks one after the other, from their images in the workspace.
 
-A block scans a sequence for `tile` rows of one head's state. With products of single warps, some warps, the walkers, hold 16 of these rows each
+A block scans a sequence for `tile` rows of one head's state. With products of single warps, some warps, the walkers, each hold 16 rows
 in f32, in the accumulators, from the first chunk to the last; the other warps load the data of later chunks.
 All products are transposed: the rounded state is the first operand of products with k and q, and X^T and u^T of their products. Nothing
 passes between warps, and shared memory holds second operands only.
