@@ -1,16 +1,16 @@
 """The benchmark of chunk_delta_rule: bf16 except log decays and states, which are f32; q and k are divided by their norms inside.
 
-Inputs and outputs rotate over as many sets as exceed 640 MB; all of them share one workspace. Bytes: q, k, v, g, beta and the output once,
-and the states that are read and written, but not the workspace. The ceiling is torch's multiplication of dense tensors, out of place, that
-moves as many bytes.
+Inputs and outputs rotate over enough sets to exceed 640 MB; all sets share one workspace. Bytes: q, k, v, g, beta and the output once,
+and the states that are read and written, but not the workspace. The ceiling is torch's out-of-place multiplication of dense tensors that
+moves the same bytes.
 
-Forms. batch: sequences of equal lengths, [batch, T], from zeros, which leave their final states. pool: the same tokens packed as sequences
-of different lengths, which go on from slots of a pool, and leave their states there. delta_rule: as batch, without decays. Packed: as
-batch, with sequences of equal lengths end to end, as cu_seqlens says.
+Forms. batch: sequences of equal lengths, [batch, T], from zeros, with final states. pool: the same tokens packed as sequences of
+different lengths, whose states are read from and written to slots of a pool. delta_rule: as batch, without decays. Packed: as batch, with
+sequences of equal lengths concatenated, with cu_seqlens.
 
-Peers, of batches: flash-linear-attention's chunk_gated_delta_rule, or chunk_delta_rule; q and k are repeated for its heads of v outside of
-the timing. FlashInfer's chunk_gated_delta_rule; linear decays and f32 betas are made outside of the timing. FlashQLA's. What they return is
-kept until the set's next turn, so that their outputs rotate too. Host times are eager calls, arguments at hand.
+Peers, for batches: flash-linear-attention's chunk_gated_delta_rule, or chunk_delta_rule; q and k are repeated for its heads of v outside of
+the timing. FlashInfer's chunk_gated_delta_rule; linear decays and f32 betas are made outside of the timing. FlashQLA's. Their results are
+kept until the set's next turn, so that their outputs rotate too. Host times are eager calls with prepared arguments.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SHAPES = [
     *((16, 64, 1, tokens) for tokens in (2048, 8192, 32768)),
     (16, 64, 4, 8192), (16, 64, 16, 2048), (16, 32, 1, 8192), (4, 16, 1, 8192), (4, 16, 1, 32768), (2, 8, 1, 32768),
 ]  # fmt: skip
-LIMIT = 1e-2  # norm error of the output and of states: of bf16 operands of three products, one after the other
+LIMIT = 1e-2  # norm error of the output and of states, from bf16 operands of three products, one after the other
 
 
 class Form(Enum):
@@ -107,7 +107,7 @@ def fla(case: Case) -> Launch | None:
 
 
 def _rows(case: Case, call: Call, names: Sequence[str]) -> dict[str, Tensor]:
-    """Operands [batch, T, …], as peers take them."""
+    """Operands [batch, T, …], the shape that peers take."""
     return {n: call[n][None] if case.at.packed else call[n] for n in names}
 
 

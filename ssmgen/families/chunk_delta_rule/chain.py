@@ -1,13 +1,13 @@
-"""The second kernel of chunk_delta_rule: a sequence's chunks one after the other, from their images.
+"""The second kernel of chunk_delta_rule: a sequence's chunks one after the other, from their images in the workspace.
 
-A block walks a sequence for `tile` rows of one head's state. By each warp's own products, some of its warps, the walkers, hold 16 of these
-rows each in f32, in the registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need.
-All products are made transposed: rounded, the state is the first operand of those with k and q, and so are X^T and u^T of theirs. Nothing
+A block scans a sequence for `tile` rows of one head's state. With products of single warps, some warps, the walkers, each hold 16 rows
+in f32, in the accumulators, from the first chunk to the last; the other warps load the data of later chunks.
+All products are transposed: the rounded state is the first operand of products with k and q, and X^T and u^T of their products. Nothing
 passes between warps, and shared memory holds second operands only.
 
-By warpgroups, the tensor cores of sm_90a read operands from shared memory by themselves. A block has a warpgroup that fetches, one that
-writes o, and one for every 64 rows of the state. Everything is made transposed: the state, X and u, rounded, are there as first operands,
-and nothing passes between the warps that make them. What the state does not wait for, S q^T and P u, is asked for where it would wait.
+With warpgroups, the tensor cores of sm_90a read operands directly from shared memory. A block has a warpgroup that loads, one that writes
+o, and one for every 64 rows of the state. All products are transposed: the rounded state, X and u are first operands,
+and nothing passes between the warps that compute them. S q^T and P u, which the state does not need, are issued where it would wait.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSpec(Chain, DeltaSpec, DeltaProblem):
-    """A problem, and how it is computed: by this kernel behind the one that prepares. Of both backends, no choice here changes a bit of the
-    result."""
+    """A problem, and how it is computed: by this kernel after the one that prepares. No choice here changes a bit of the result, in either
+    backend."""
 
     family: ClassVar[str] = OPERATOR
 
     role: Role = field(default=Role.CHAIN, metadata=NAMED)
     backend: Backend = field(default=Backend.WARPS, metadata=NAMED)
     tile: int = 64  # rows of the state (value channels) per block, 16 per walker
-    stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
+    stages: int = 2  # chunks in shared memory: the current one, and the chunks that are loading
     fetchers: int = 1  # warps
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
-    ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
-    transitions: bool = field(default=True, metadata=NAMED)  # of ends: M too
+    ahead_pdl: Pdl = Pdl.OFF  # PDL of the kernel that prepares
+    transitions: bool = field(default=True, metadata=NAMED)  # segment ends: also compute M
 
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
         return PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
@@ -62,7 +62,7 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
     def needs(self) -> Needs:
         if not self.grouped:
             return super().needs
-        return Needs(  # chunks of segments but the last are whole
+        return Needs(  # chunks of all segments except the last are whole
             matrices=True, copies=self.ragged and not self.sums, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT,
             bytes=True, shared_pairs=True, warpgroups=tuple(sorted({CHUNK, self.head_k})), panels=True, mma=self.x.value,
         )  # fmt: skip
@@ -75,7 +75,7 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
 
     @property
     def row_words(self) -> int:
-        """32-bit words from one token's q or k to the next one's: rows are 16 bytes apart modulo 32, so that eight meet all banks."""
+        """32-bit words from one token's q or k to the next one's: rows are 16 bytes apart modulo 32, so that eight rows use all banks."""
         return self.head_k // 2 + 4
 
     @property
@@ -90,7 +90,7 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
 
     @property
     def dynamic_bytes(self) -> int:
-        """Stages, and o of warpgroups."""
+        """Bytes of the stages, and of o with warpgroups."""
         return self.stages * self.stage_bytes + (CHUNK * 2 * self.tile if self.grouped and not self.sums else 0)
 
     def constants(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _by_warpgroups(problem: DeltaProblem, **how: Any) -> ChainSpec:
 
 
 def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
-    """Every legal variant by warpgroups within the axes worth trying."""
+    """Every legal variant with warpgroups, within the axes that are worth a trial."""
     return warpgroups.variants(partial(_by_warpgroups, problem), arch)
 
 
@@ -118,7 +118,7 @@ def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    if problem.divided:  # as many parts of a sequence are walked at once
+    if problem.divided:  # the parts of a sequence are scanned at once
         rules = _rules(problem, size * problem.segments, arch, pdl)
         yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
     else:
@@ -129,5 +129,5 @@ def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Itera
 def _rules(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     edge = edge_of(arch, pdl)
     yield from warpgroups.rules(partial(_by_warpgroups, problem, **edge), problem.head_v, size, wide=(2, 3))
-    fetchers = {16: 1, 8: 2}.get(problem.copy, 4)  # the narrower copies are, the more there are
+    fetchers = {16: 1, 8: 2}.get(problem.copy, 4)  # narrower copies need more of them
     yield from by_warps(partial(_spec, problem, **edge, fetchers=fetchers), problem.head_v, size)

@@ -1,4 +1,4 @@
-"""How sequences of chunk_delta_rule's functions go on from one rank's tokens to the next one's."""
+"""Context parallel calls of chunk_delta_rule's functions: the state passes from one rank's tokens to the next rank's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Default variants of chunk_delta_rule: prompts as models and serving engines have them, and the other branches."""
+"""Default variants of chunk_delta_rule: prompts of models and serving engines, and the other branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the prompts of models of gated delta rules ask for."""
+"""The kernels that prompts of models of gated delta rules need."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from ...select.models import Ask, Client, Model, Role, Wanted
 from ...spec.kernel import DType, Index, Layout
 from .problem import OPERATOR, DeltaProblem, Gate
 
-# What calls have beside shapes and dtypes, by who makes them. Batches leave their states, and behind a cache that has tokens begin with
-# some.
+# Options of calls, by caller. Batches return their states; if a cache already has tokens, they also begin with its states.
 BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
 OWN: dict[str, Any] = {"pool": True, "started": True}
-# Engines' betas are f32. vLLM's states are dense and f32, and its q and k are of length one already, but for OLMo-Hybrid.
+# Engines' betas are f32. vLLM's states are dense and f32, and its q and k already have length one, except in OLMo-Hybrid.
 VLLM: dict[str, Any] = {"beta": DType.F32, "state": DType.F32, "layout": Layout.VK, "initial": True, "final": True}
 SGLANG: dict[str, Any] = OWN | {"beta": DType.F32, "layout": Layout.VK}
 
 
 class DeltaAsk(Ask):
-    """The prompts of Gated DeltaNet models; neither tokens nor heads are among what is asked.
+    """The prompts of Gated DeltaNet models; the problems fix neither tokens nor heads.
 
-    Gates are log decays in f32, and betas of the activations' dtype, or f32, sigmoid and all. Without slots, batches, new and behind a
-    cache. With slots, packed sequences: of a pool that says itself which of them go on, and as the drop-ins of vLLM and SGLang pass them;
-    with `intermediates` also the states after chunks that their caches of prefixes ask for.
+    Gates are log decays in f32; betas have the activations' dtype or f32, with the sigmoid applied. Without slots: batches, new and after a
+    cache. With slots: packed sequences with a pool, where a flag per sequence tells whether it continues, and as the drop-ins of vLLM and
+    SGLang pass them; with `intermediates` also the states after chunks that their prefix caches need.
     """
 
     operator = OPERATOR
@@ -68,7 +67,7 @@ class DeltaAsk(Ask):
                         found.append(DeltaProblem(**packed | SGLANG, index=index, checkpoints=Index.I32))
                         found.append(DeltaProblem(**packed | VLLM | {"l2norm": False}, checkpoints=Index.I64))
         few: dict[str, Any] = {"segments": by_rule(model.nheads, model.dim_v), "segment_chunks": LEAST}
-        found += [replace(problem, **few) for problem in found if few["segments"] > 1]  # of prompts that are cut
+        found += [replace(problem, **few) for problem in found if few["segments"] > 1]  # for prompts that are cut
         return list(dict.fromkeys(found))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
@@ -76,13 +75,13 @@ class DeltaAsk(Ask):
 
 
 def _of_vllm(io: DType) -> dict[str, Any]:
-    """A pool and raw gates, as vLLM's layers of Qwen give them; dt_bias has the activations' dtype there. OLMo-Hybrid's do not."""
+    """A pool and raw gates, as vLLM's Qwen layers pass them, with dt_bias in the activations' dtype. OLMo-Hybrid's layers do not."""
     raw = {"g": io, "gate": Gate.RAW, "A_log": DType.F32, "dt_bias": io, "beta": io, "beta_form": Beta.SIGMOID}
     return OWN | raw | {"layout": Layout.VK}
 
 
 def _raw(model: AttentionModel, wanted: Wanted) -> list[dict[str, Any]]:
-    """Gates as the projections give them, weights in the activations' dtype. Layers of transformers pass them, except OLMo-Hybrid's."""
+    """Gates as the projections produce them, weights in the activations' dtype. Layers of transformers pass them, except OLMo-Hybrid's."""
     io = wanted.io
     raw = {"g": io, "gate": Gate.RAW, "A_log": io, "dt_bias": io, "beta": io, "beta_form": Beta.SIGMOID}
     return [] if model.allow_neg_eigval else [raw]

@@ -1,4 +1,4 @@
-"""The tensors of the delta rule over prompts. Only the gated one has g; A_log and dt_bias make a raw gate of it."""
+"""The tensors of the delta rule over prompts. Only the gated one has g; with A_log and dt_bias it is a raw gate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPERANDS = table(
     ),
     **ATTENTION_WORDS,
 )
-TURNED = OPERANDS.turned("value", "key")  # by the layout "kv"
-OF_GATES = tuple([row.name for row in OPERANDS if row.types is Types.FLOAT and not row.field])  # each of its own dtype
+TURNED = OPERANDS.turned("value", "key")  # transposed by the layout "kv"
+OF_GATES = tuple([row.name for row in OPERANDS if row.types is Types.FLOAT and not row.field])  # each has a separate dtype
 KERNELS = OPERANDS.beside(ENDS)
 FUNCTIONS = {"chunk_gated_delta_rule": OPERANDS.only(required=("g",)), "chunk_delta_rule": OPERANDS}

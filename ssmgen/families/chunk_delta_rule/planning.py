@@ -30,7 +30,7 @@ from .spec import DeltaSpec
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors: the gate and the form of beta by their names in problem.py; segments: None for the rule's."""
+    """The arguments of a call that are not tensors. Gate and form of beta are names in problem.py; segments: None for the rule's number."""
 
     gate: str = "none"
     beta: str = "plain"
@@ -42,7 +42,7 @@ class Options(NamedTuple):
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands as [batch, T, HK, K], [batch, T, HV, V], [batch, T, HV]; of packed sequences, the batch is 1.
+    """The operands as [batch, T, HK, K], [batch, T, HV, V], [batch, T, HV]; for packed sequences, the batch is 1.
 
     Adds errors to `problems`; the result is usable only if there are none.
     """
@@ -57,7 +57,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> DeltaProblem:
-    """The problem of checked operands and their addresses. Raises ArgumentError where the workspace cannot lie there."""
+    """The problem of checked operands and their addresses. Raises ArgumentError if the workspace is misaligned."""
     check_alignment(OPERATOR, pointers)
     states = fields_of(views, pointers, 2)
     _, length, heads, head_v = views["v"].shape

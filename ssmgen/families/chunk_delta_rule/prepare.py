@@ -1,8 +1,8 @@
-"""The first kernel of chunk_delta_rule: what of a chunk does not hang on the state, of all chunks at once.
+"""The first kernel of chunk_delta_rule: the parts of a chunk that do not depend on the state, for all chunks at once.
 
-A block has a chunk of one head of q and k. Its warps share the products k k^T and q k^T, as far as the diagonal; then each makes the image
-of one head of v by itself, in registers but for what changes lanes, and they meet no more. 16 x 16 blocks of T on the diagonal come from
-substitution in f32; those below from products of tf32, one row of blocks after the other.
+A block has a chunk of one head of q and k. Its warps share the products k k^T and q k^T, up to the diagonal; then each computes the image
+(workspace) of one head of v alone, in registers except for data that changes lanes, without further synchronisation. 16 x 16 blocks of T on
+the diagonal are computed by substitution in f32; the blocks below by products of tf32, one row of blocks after the other.
 Bytes per token: 4 K / (heads of a key head) read, 174 written per head of v.
 """
 
@@ -19,9 +19,9 @@ from ...spec.kernel import Arch, Needs, Param, Pdl, must
 from .problem import Gate
 from .spec import DeltaSpec
 
-WARPS = 4  # of a block, and so many heads of v at most
+WARPS = 4  # of a block; also the most heads of v
 BANDS = CHUNK // 16
-SUM_WORDS = 2 * BANDS * (BANDS + 1) // 2 * 256  # of shared memory: k k^T and q k^T as far as the diagonal, in blocks of 16 x 16
+SUM_WORDS = 2 * BANDS * (BANDS + 1) // 2 * 256  # of shared memory: k k^T and q k^T up to the diagonal, in blocks of 16 x 16
 OWN_WORDS = 4 * CHUNK + BANDS * (16 * 20 + 8)  # each warp's: gamma, factors of rows and columns, steps; blocks on the diagonal of T
 
 
@@ -70,7 +70,7 @@ class PrepareSpec(DeltaSpec):
 
     @property
     def dynamic_bytes(self) -> int:
-        """q and k; then, in their place, the products, and what each warp has of its own."""
+        """Bytes of q and k; the products and each warp's own data later reuse the space."""
         row_words = -(-self.head_k // 64) * 32
         return 4 * max(2 * CHUNK * row_words, SUM_WORDS + WARPS * OWN_WORDS)
 
@@ -95,6 +95,6 @@ class PrepareSpec(DeltaSpec):
 
 
 def _divided(group_heads: int) -> tuple[int, int]:
-    """(blocks, heads of each but the last) for the heads of v that share one of q and k."""
+    """(blocks, heads of each block except the last) for the heads of v that share a head of q and k."""
     blocks = -(-group_heads // WARPS)
     return blocks, -(-group_heads // blocks)

@@ -1,4 +1,4 @@
-"""What a prompt of a delta rule can ask for: dtypes, gates, states; and where the images of its chunks lie."""
+"""The problem of a delta rule over prompts: dtypes, gates, states; and the layout of its chunks' images (the workspace)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ...engine.recurrences.attention.problem import Beta
 from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
 
 OPERATOR = "chunk_delta_rule"
-SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
+SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
 
-NUMBER = 2  # bytes of a number of T and P
-PANEL = 16  # columns of T or P that lie together
+NUMBER = 2  # bytes of an element of T and P
+PANEL = 16  # adjacent columns of T or P
 PANELS = CHUNK // PANEL
-# A panel begins with the row that its first column crosses the diagonal in: what is above is zero, and is not kept.
+# A panel begins with the row where its first column crosses the diagonal: the rows above are zero, and are not stored.
 PANEL_BYTES = tuple((CHUNK - PANEL * c) * PANEL * NUMBER for c in range(PANELS))
 COEFFICIENTS = 3 * CHUNK + 4  # f32: c_x, c_u and c_o of each token, and the chunk's decay four times
-IMAGE = 11136  # bytes of a chunk and head: T, P, coefficients, and what brings the next one to a multiple of 128
+IMAGE = 11136  # bytes of a chunk and head: T, P, coefficients, and padding to a multiple of 128
 T_AT, P_AT, COEFFICIENTS_AT = 0, sum(PANEL_BYTES), 2 * sum(PANEL_BYTES)
 
 
 class Gate(Enum):
-    """How the operand g says by what a token's state decays."""
+    """How the operand g gives the decay of a token's state."""
 
-    NONE = "none"  # there is none: a plain delta rule
+    NONE = "none"  # no g: a plain delta rule
     LOG = "log"  # exp(g)
     LINEAR = "linear"  # g, 0 … 1
     RAW = "raw"  # exp(-exp(A_log) softplus(g + dt_bias))
@@ -33,7 +33,7 @@ class Gate(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkProblem(Problem, Chunked):
-    """What the images of chunks hang on: q, k and gates. Heads, tokens, strides and scale are not fixed."""
+    """The fields that the images of chunks depend on: q, k and gates. Heads, tokens, strides and scale are not fixed."""
 
     head_k: int  # channels of q and k
     x: DType = DType.BF16  # of q, k, v and out
@@ -45,7 +45,7 @@ class ChunkProblem(Problem, Chunked):
     beta_form: Beta = Beta.PLAIN
     l2norm: bool = False  # q and k are divided by their norms
     cu_seqlens: Index = Index.NONE  # type of it: tokens are packed sequences
-    copy: int = 16  # bytes of q, k, v and out that lie together and aligned
+    copy: int = 16  # bytes of q, k, v and out that are contiguous and aligned
 
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
@@ -64,19 +64,19 @@ class ChunkProblem(Problem, Chunked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaProblem(ChunkProblem, Stated, Divided):
-    """The fields that a call fixes: that, and states."""
+    """The fields that a call fixes: these, and states."""
 
     head_v: int  # channels of v and out
     state: DType = DType.F32  # of all states
     layout: Layout = Layout.VK
     initial: bool = False  # initial_states are read
     final: bool = False  # final_states are written
-    pool: bool = False  # `state` is written, in place of final_states, and read where has_initial_state says so
-    started: bool = False  # there is a has_initial_state
+    pool: bool = False  # `state` is written instead of final_states, and read if has_initial_state is true
+    started: bool = False  # has_initial_state is given
     index: Index = Index.NONE  # type of state_indices
-    checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
-    state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
-    segments: int = field(default=1, metadata=LATER)  # of a sequence behind its first one, at most; 1: no sequence is cut
+    checkpoints: Index = Index.NONE  # type of checkpoint_positions; their number is an argument of the kernel
+    state_loads: Loads = Loads.VECTOR  # of states: pairs of elements
+    segments: int = field(default=1, metadata=LATER)  # of a sequence after its first one, at most; 1: no sequence is cut
     segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
 
     def faults(self) -> list[str]:
@@ -88,14 +88,14 @@ class DeltaProblem(ChunkProblem, Stated, Divided):
 
 
 def chunks_of(tokens: int, sequences: int) -> int:
-    """Chunk numbers of so many tokens in all: no fewer than their sequences need, wherever these begin.
+    """Count of chunk numbers for `tokens` tokens in all: enough for any start positions of the sequences.
 
-    Chunk n of sequence s has the number begin(s) // 64 + s + n, where begin(s) is its first token: no two have the same, and no sum over
-    sequences is needed to say it. A number that is nobody's is left out.
+    Chunk n of sequence s has the number begin(s) // 64 + s + n, where begin(s) is its first token. Numbers are unique, and need no sum
+    over sequences. Unused numbers are skipped.
     """
     return tokens // CHUNK + sequences
 
 
 def image_bytes(tokens: int, sequences: int, heads: int) -> int:
-    """What the images of all chunks take: that of number n and head h lies at (n heads + h) IMAGE."""
+    """Bytes of the images of all chunks: the image of number n and head h begins at (n heads + h) IMAGE."""
     return chunks_of(tokens, sequences) * heads * IMAGE

@@ -12,7 +12,7 @@ from ...engine.recurrences.reference import softplus
 
 
 def decays_of(g: Tensor | None, gate: str, A_log: Tensor | None, dt_bias: Tensor | None, beta: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, T, HV], what the state is multiplied with at each token."""
+    """[B, T, HV], the factor of the state at each token."""
     if g is None:
         return torch.ones_like(beta, dtype=dtype)
     g = g.to(dtype)
@@ -49,7 +49,7 @@ def chunk_delta_rule(
     dtype: torch.dtype = torch.float32, **more: Tensor,
 ) -> None:  # fmt: skip
     """q, k: [B, T, HK, K]; v, out: [B, T, HV, V]; g, beta: [B, T, HV]; with cu_seqlens B is 1. States: [·, HV, V, K], or [·, HV, K, V] by
-    the layout "kv". Computes in `dtype`; writes out and states, each rounded once. more: `out` and what belongs to sequences and states.
+    the layout "kv". Computes in `dtype`; writes out and states, each rounded once. more: `out` and the operands of sequences and states.
     """
     heads = v.shape[2]
     a, steps = decays_of(g, gate, A_log, dt_bias, beta, dtype), beta_of(beta, beta_form, dtype)

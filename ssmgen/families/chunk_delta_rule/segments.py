@@ -1,4 +1,4 @@
-"""Segments of chunk_delta_rule: what they take of the workspace, and the kernel that joins them (engine/chunks/segments.py)."""
+"""Segments of chunk_delta_rule: their part of the workspace, and the kernel that joins them (engine/chunks/segments.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .spec import DeltaSpec
 
 
 def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: int, segments: int | None, longest: int) -> int:
-    """Bytes that a call needs: images, and behind them what segments leave, of segment i of candidate c and head h at
-    ((c segments + i) heads + h) room; of the last one nothing."""
+    """Bytes that a call needs: images, then the results of segments. Segment i of candidate c and head h is at
+    ((c segments + i) heads + h) room; the last segment stores nothing."""
     cut = DeltaProblem(head_k=head_k, head_v=head_v, **asked(segments, heads, head_v, longest))
     kept = cut.candidates(tokens, sequences) * cut.segments
     return image_bytes(tokens, sequences, heads) + kept * heads * cut.room * 4

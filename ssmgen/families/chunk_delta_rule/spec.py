@@ -7,9 +7,9 @@ With gamma the running sum of a chunk's log2 decays, and rk = 1 / |k|, rq = scal
     X = v - 2^gamma rk (k S^T)        u = T X        o = 2^gamma rq (q S^T) + P u
     S <- 2^gamma_last S + (beta 2^(gamma_last - gamma) rk u)^T k
 
-beta is in columns of A, not in rows: so ones are on T's diagonal, which no rounding moves, and u is without beta. T and P do not hang on S.
-The first kernel makes them, of all chunks at once, and leaves for each chunk and head an *image*; the second one walks a sequence's chunks
-with a head's S, some of its rows, in f32 in registers.
+beta is in columns of A, not in rows: T's diagonal is then exactly one, and u has no factor beta. T and P do not depend on S. The first
+kernel computes them for all chunks at once, and stores an *image* in the workspace for each chunk and head. The second one scans a
+sequence's chunks with some rows of a head's S in f32 in registers.
 Three more, between them, serve sequences that are cut into segments (segments.py).
 Bytes per token and head: 4 V of v and out, 2 x 174 of images, 4 K / (heads of a key head) of q and k, in each kernel.
 """

@@ -17,13 +17,13 @@ from .problem import OPERATOR, Gate
 from .segments import workspace_for
 
 HEADS, KEY_HEADS = 2, 1
-# More than one rounding's norm error: of T, P, states, and what is added to them, each before its product. Without decay they stay.
+# More than one rounding's norm error: T, P, states and additions to states are each rounded before a product. Without decay errors stay.
 SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
 
 
 def operands(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
-    """Sequences of more than a chunk, or of enough to be cut into segments, and of so many tokens at least; packed ones also of less, of
-    one token and of none."""
+    """Sequences longer than a chunk, or long enough to be cut into segments, with at least `tokens` tokens; packed ones also shorter, of
+    one token and without tokens."""
     g = torch.Generator().manual_seed(seed)
     length = max((cut_from(spec.segment_chunks) if spec.divided else 1) * CHUNK + 5, tokens)
     lead, counts = tokens_of(spec, batch, length, CHUNK)

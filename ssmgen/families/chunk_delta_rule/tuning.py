@@ -1,4 +1,4 @@
-"""Tuning cases of chunk_delta_rule: prompts of models, or the benchmark's shapes, whose batches and lengths are their own."""
+"""Tuning cases of chunk_delta_rule: prompts of models, or the benchmark's shapes with their own batches and lengths."""
 
 from __future__ import annotations
 

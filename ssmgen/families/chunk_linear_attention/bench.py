@@ -1,16 +1,16 @@
 """The benchmark of chunk_linear_attention: bf16, except KDA's and GLA's log decays and states, which are f32; q and k of KDA are
 divided by their norms inside.
 
-Inputs and outputs rotate over as many sets as exceed 640 MB; all of them share one workspace. Bytes: operands and the output once, and the
-states that are written, but not the workspace. The ceiling is torch's multiplication of dense tensors, out of place, that moves as many
+Inputs and outputs rotate over enough sets to exceed 640 MB; all sets share one workspace. Bytes: operands and the output once, and the
+states that are written, but not the workspace. The ceiling is torch's out-of-place multiplication of dense tensors that moves the same
 bytes.
 
-Forms, all of batches of sequences of equal lengths, from zeros, which leave their final states. kda, gla: log decays between 0 and -0.2.
-kda_slow: between 0 and -0.0002, so that what is old is there at the end. rwkv7: log decays between 0 and -0.6. Packed: sequences of equal
-lengths end to end, as cu_seqlens says.
+Forms, all of batches of sequences of equal lengths, from zeros, with final states. kda, gla: log decays between 0 and -0.2.
+kda_slow: between 0 and -0.0002, so that old tokens still count at the end. rwkv7: log decays between 0 and -0.6. Packed: sequences of equal
+lengths concatenated, with cu_seqlens.
 
-Peer: flash-linear-attention's chunk_kda, chunk_gla or chunk_rwkv7. It returns new tensors; those are kept until the set's next turn, so
-that its outputs rotate too. Host times are eager calls, arguments at hand.
+Peer: flash-linear-attention's chunk_kda, chunk_gla or chunk_rwkv7. It returns new tensors, which are kept until the set's next turn,
+so that its outputs rotate too. Host times are eager calls with prepared arguments.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ...select.models import Model
 from .problem import Rule
 from .segments import workspace_for
 
-LIMIT = 1e-2  # norm error of the output and of states: of bf16 operands of several products, one after the other
+LIMIT = 1e-2  # norm error of the output and of states, from bf16 operands of several products, one after the other
 
 
 class Form(Enum):
@@ -63,7 +63,7 @@ class Form(Enum):
 
 
 RULES = {Form.GLA: Rule.PLAIN, Form.RWKV7: Rule.LOW_RANK}  # others have a delta rule
-CASES = [  # (form, shape) where neither is given
+CASES = [  # (form, shape) if neither is given
     *((Form.KDA, shape) for shape in ((32, 32, 1, 8192), (32, 32, 1, 32768), (32, 32, 16, 2048))),
     (Form.KDA_SLOW, (16, 16, 1, 8192)), (Form.GLA, (32, 32, 1, 8192)), (Form.RWKV7, (32, 32, 1, 8192)),
 ]  # fmt: skip

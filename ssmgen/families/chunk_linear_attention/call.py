@@ -31,48 +31,48 @@ def chunk_kda(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of Kimi delta attention, per token: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  out = scale S q.
 
-    HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, of which each serves HV / HK of v. […] is
-    [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. The states are those that `kda` goes on from.
+    HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, each for HV / HK heads of v. […] is
+    [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. `kda` continues from these states.
     Products are of v's 16-bit dtype, summed in f32; decays, the inverse within a chunk of 64 tokens and the state between chunks are f32.
-    The bits do not depend on the batch or on packing, and with segments=1 a sequence cut at multiples of 64 tokens, with f32 states,
-    gives those of the whole. With v of f16, the state and what is added to it must stay within f16's range.
+    The bits do not depend on the batch or on packing. With segments=1 and f32 states, a sequence cut at multiples of 64 tokens gives the
+    same bits as the whole sequence. With v of f16, the state and the additions to it must stay within f16's range.
 
     q, k: […, HK, K], v, out: […, HV, V], bf16 or f16, all of one dtype
-    g: […, HV, K], log decay of each key channel, at most 0; with A_log [HV] the raw gate, of which the log decay is
-        -e^A_log softplus(g + dt_bias), or with lower_bound lower_bound sigmoid(e^A_log (g + dt_bias)), in which A_log may be missing;
+    g: […, HV, K], log decay of each key channel, at most 0; with A_log [HV] the raw gate, whose log decay is
+        -e^A_log softplus(g + dt_bias), or with lower_bound lower_bound sigmoid(e^A_log (g + dt_bias)), where A_log may be missing;
         dt_bias [HV, K], [HV K] or None
-    beta: […, HV]; beta_sigmoid: it is a logit; allow_neg_eigval: twice its sigmoid. One per value channel, as `kda` takes it, is refused
-        g, beta, A_log and dt_bias are f32, bf16 or f16, each its own. Tokens and heads may have any distance; rows are contiguous, and
-        those of q, k, v and out begin at multiples of 4 bytes (fastest: of 16)
-    use_qk_l2norm: q and k are divided by sqrt(|x|^2 + 1e-6) first
+    beta: […, HV]; beta_sigmoid: beta is a logit; allow_neg_eigval: uses twice its sigmoid. A beta per value channel is refused; `kda` takes
+        it. g, beta, A_log and dt_bias are f32, bf16 or f16, each with its own dtype. Tokens and heads may have any stride; rows are
+        contiguous, and rows of q, k, v and out begin at multiples of 4 bytes (fastest: of 16)
+    use_qk_l2norm: q and k are first divided by sqrt(|x|^2 + 1e-6)
     scale: factor of the output; None for K^-0.5
     state_layout: "vk" for states [·, HV, V, K], "kv" for [·, HV, K, V]; never inferred
-    cu_seqlens: [sequences + 1] int32 or int64 on the device, where each packed sequence starts. A sequence may have no tokens; tokens of no
-        sequence get no output. States are then per sequence
+    cu_seqlens: [sequences + 1] int32 or int64 on the device, start of each packed sequence. A sequence may have no tokens; tokens outside
+        all sequences get no output. States are then per sequence
     initial_states: [sequences, HV, V, K] f32, f16 or bf16, states before the first token; zeros if None
     return_final_states: also return the states after the last token, in final_states_out if that is given (which may be initial_states),
         else new ones of initial_states' dtype or f32
-    state: [slots, HV, V, K], a pool in place of final states: receives the state after each sequence. Without initial_states it holds the
-        one before it too, where has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot alone
+    state: [slots, HV, V, K], a pool instead of final states: receives the state after each sequence. Without initial_states it also
+        holds the state before it, if has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot unchanged
     state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
-    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
-    checkpoint_positions: [count] int32 or int64 on the device, ascending: after how many tokens the state is asked for too, 1 … tokens of
-        the packed axis or of the flattened batch (b T + t). Each a multiple of 64 tokens behind its sequence's start, or its end
-    checkpoints_out: [count, HV, V, K], receives those states, of the dtype of the others. A position of another kind, in no sequence (or in
-        one whose slot is none) leaves its row alone
-    return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
-    segments: parts of a sequence behind its first one, of whole chunks of 64 tokens, that are computed side by side, 1 … 1024 at most; 1
-        leaves it whole. None: as its own length, the heads of v and V say: whole where heads are many, or it is short. Three parts and
-        more have other bits than one
-    workspace: [bytes] uint8, what one kernel leaves for the next: chunk_linear_attention_workspace says how large, and it may be used again
-        as soon as the call is enqueued on the same stream; None for a new one
+    pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+    checkpoint_positions: [count] int32 or int64 on the device, ascending: token counts after which the state is also wanted, 1 … tokens of
+        the packed axis or of the flattened batch (b T + t). Each is a multiple of 64 tokens after its sequence's start, or its end
+    checkpoints_out: [count, HV, V, K], receives these states, of the dtype of the other states. Any other position, or a position outside
+        all sequences or in a sequence without a valid slot, leaves its row unchanged
+    return_checkpoints: also return these states, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
+    segments: most parts of a sequence after its first one, of whole chunks of 64 tokens, that are computed in parallel, 1 … 1024; 1 leaves
+        the sequence whole. None: the sequence's length, the heads of v and V decide, whole if there are many heads or the sequence is
+        short. Three or more parts change bits compared to one
+    workspace: [bytes] uint8, data from one kernel to the next: chunk_linear_attention_workspace returns its size. It may be used
+        again as soon as the call is enqueued on the same stream; None for a new one
     out: None for a new one, dense
-    pdl: whether the first of the kernels may start while the one ahead of it in the stream ends; None = where the device can (sm_90 and
+    pdl: whether the first of the kernels may start while the previous one in the stream ends; None = if the device can (sm_90 and
         later)
 
-    Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
+    Returns out, or out and the requested states: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
     token by token.
-    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError for what no kernel serves;
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError if no kernel serves the call;
     CaptureError when a kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     Source: Kimi Team 2025 (arXiv 2510.26692).
     """
@@ -101,7 +101,7 @@ def chunk_gla(
     gk: […, HV, K], log decay of each key channel, at most 0; None for none
     gv: refused: a decay per value channel, which `gla` takes, has no form in chunks
 
-    Everything else as chunk_kda, but that no sequence is cut into segments; the states are those that `gla` goes on from.
+    All other arguments as in chunk_kda, except that no sequence is cut into segments; `gla` continues from these states.
     Source: Yang et al. 2023 (arXiv 2312.06635).
     """
     states = States(
@@ -125,12 +125,12 @@ def chunk_gdn2(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of Gated DeltaNet 2, per token: S <- S D + (w v - S D (b k)) k^T, with D = diag(e^g);  out = scale S q.
 
-    g, A_log, dt_bias, lower_bound: as those of chunk_kda
-    b: […, HV, K] f32, bf16 or f16, the erase gate, applied to k behind its norm
-    w: […, HV, V] f32, bf16 or f16, the write gate. torch multiplies it with v, and rounds to v's dtype, ahead of the two kernels: a third
-        one, and a new tensor as large as v, in every call
+    g, A_log, dt_bias, lower_bound: as in chunk_kda
+    b: […, HV, K] f32, bf16 or f16, the erase gate, applied to k after its norm
+    w: […, HV, V] f32, bf16 or f16, the write gate. torch multiplies it with v, and rounds to v's dtype, before the two kernels: this costs
+        a third kernel, and a new tensor of v's size, in every call
 
-    Everything else as chunk_kda; the states are those that `gdn2` goes on from. Source: flash-linear-attention, fla.ops.gdn2.
+    All other arguments as in chunk_kda; `gdn2` continues from these states. Source: flash-linear-attention, fla.ops.gdn2.
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
@@ -156,11 +156,10 @@ def chunk_comba(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of Comba, per token: S <- a S + beta (v - S p) k^T, with a = e^g;  out = scale S q.
 
-    p: […, HK, K], of v's dtype, what the state is read with; use_qk_l2norm normalises it too
-    g: […, HV], log decay, at most 0; with A_log [HV] the raw gate, of which the log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV]
-        or None
+    p: […, HK, K], of v's dtype, the key that reads the state; use_qk_l2norm normalises it too
+    g: […, HV], log decay, at most 0; with A_log [HV] the raw gate, whose log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV] or None
 
-    Everything else as chunk_kda; the states are those that `comba` goes on from. Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused
+    All other arguments as in chunk_kda; `comba` continues from these states. Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused
     kernel does.
     """
     states = States(
@@ -185,10 +184,10 @@ def chunk_rwkv7(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of RWKV-7, per token: S <- S D - (S kk) (kk a)^T + v k^T, with D = diag(e^w);  out = S r, with scale 1 unless given.
 
-    r, k, kk: […, HK, K], of v's dtype; a: […, HK, K] and w: […, HV, K], f32, bf16 or f16, each its own; w: log decay, at most 0
+    r, k, kk: […, HK, K], of v's dtype; a: […, HK, K] and w: […, HV, K], f32, bf16 or f16, each with its own dtype; w: log decay, at most 0
 
-    Everything else as chunk_kda, but that a chunk has 32 tokens: checkpoints lie, and a sequence may be cut, at multiples of 32; and that
-    none is cut into segments. The states are those that `rwkv7` goes on from. Source: Peng et al. 2025 (arXiv 2503.14456).
+    All other arguments as in chunk_kda, except that a chunk has 32 tokens: checkpoints and cuts are at multiples of 32 tokens. No sequence
+    is cut into segments. `rwkv7` continues from these states. Source: Peng et al. 2025 (arXiv 2503.14456).
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
@@ -211,7 +210,7 @@ def chunk_dplr_delta_rule(
 
     q, k, a, b: […, HK, K], of v's dtype; gk: […, HV, K] f32, bf16 or f16, log decay, at most 0, or None for none
 
-    Everything else as chunk_rwkv7, but for the scale, which is as in chunk_kda. The states are those that `dplr_delta_rule` goes on from.
+    All other arguments as in chunk_rwkv7, except the scale, which is as in chunk_kda. `dplr_delta_rule` continues from these states.
     Source: flash-linear-attention, fla.ops.generalized_delta_rule.
     """
     states = States(
@@ -226,13 +225,13 @@ def chunk_dplr_delta_rule(
 def chunk_linear_attention_workspace(
     tokens: int, sequences: int, heads: int, head_k: int, rule: str = "delta", head_v: int = 128, segments: int | None = None
 ) -> int:
-    """Bytes of a workspace for so many tokens in all (batch times T), sequences, heads of v and key channels: also for fewer of the first
-    three.
+    """Bytes of a workspace for these numbers of tokens in all (batch times T), sequences, heads of v and key channels: also for fewer of
+    the first three.
 
-    rule: "delta" of chunk_kda and chunk_gdn2, "plain" of chunk_gla, "old" of chunk_comba, "low_rank" of chunk_rwkv7 and
+    rule: "delta" for chunk_kda and chunk_gdn2, "plain" for chunk_gla, "old" for chunk_comba, "low_rank" for chunk_rwkv7 and
         chunk_dplr_delta_rule. Raises ArgumentError for another one.
-    head_v, segments: value channels, and as of the call: where a sequence may be cut into segments, their states take
-        4 K (V + K) bytes each and head.
+    head_v, segments: value channels, and segments as in the call. If a sequence may be cut into segments, each segment's state takes
+        4 K (V + K) bytes per head.
     """
     rules = [kind.value for kind in Rule]
     if rule not in rules:
@@ -247,11 +246,11 @@ _GV = (
 
 
 def _product(v: Tensor, w: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-    """(memory for v times w, why there can be no such product)"""
+    """(memory for v times w, reasons why this product is impossible)"""
     problems: list[str] = []
     given = {"v": v, "w": w}
     if not checks.check_tensors(given, problems):
-        return v, tuple(p for p in problems if p.startswith("w "))  # those of v are among what the call checks
+        return v, tuple(p for p in problems if p.startswith("w "))  # the call itself checks v
     checks.check_types(GATED, given, "v", problems, WHAT)
     checks.check_shape("w", w, {"[…, HV, V]": tuple(v.shape)}, problems)
     return (v, tuple(p for p in problems if p.startswith("w "))) if problems else (torch.empty_like(v, memory_format=_DENSE), ())
@@ -269,7 +268,7 @@ def _call(
     objections: tuple[str, ...] = (),
     before: Before | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """The result of a function, of its operands by their roles, with tensors made for what it writes and was not given."""
+    """The result of a function, from its operands by their roles. Allocates missing outputs."""
     bytes_of = partial(workspace_for, rule=Rule(options.rule), segments=options.segments)
     behind = states.operands(tokens["v"], tokens["q"], options.state_layout, bytes_of)
     tensors = OPERANDS.Tensors(**tokens, **behind)

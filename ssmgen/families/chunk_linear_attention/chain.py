@@ -1,16 +1,16 @@
-"""The second kernel of chunk_linear_attention: a sequence's chunks one after the other, from their images.
+"""The second kernel of chunk_linear_attention: a sequence's chunks one after the other, from their images in the workspace.
 
-A block walks a sequence for `tile` rows of one head's state. By each warp's own products, some of its warps, the walkers, hold 16 of these
-rows each in f32, in the registers in which products are summed, from the first chunk to the last; the others fetch what later chunks need.
-All products are made transposed: rounded, the state is the first operand of those with E and Q, and so are X^T and u^T of theirs. Nothing
-passes between warps, and shared memory holds second operands only, as they lie in images.
+A block scans a sequence for `tile` rows of one head's state. With products of single warps, some warps, the walkers, each hold 16 rows
+in f32, in the accumulators, from the first chunk to the last; the other warps load the data of later chunks.
+All products are transposed: the rounded state is the first operand of products with E and Q, and X^T and u^T of their products. Nothing
+passes between warps, and shared memory holds second operands only, in the layout of the images.
 
-Of the low-rank form, rows of the first half of a chunk read nothing and make no output: u of them is v.
+In the low-rank form, rows of the first half of a chunk read nothing and produce no output: their u is v.
 
-By warpgroups, the tensor cores of sm_90a read operands from shared memory by themselves. A block has a warpgroup that fetches, one that
-writes o, and one for every 64 rows of the state. Everything is made transposed: the state, X and u, rounded, are there as first operands,
-and nothing passes between the warps that make them. Where something reads the state, what the next state does not wait for, S Q^T and P u,
-is asked for where it would wait; otherwise chunks hang together by the state alone, which is summed up while o is laid down.
+With warpgroups, the tensor cores of sm_90a read operands directly from shared memory. A block has one warpgroup that loads, one that writes
+o, and one for every 64 rows of the state. All products are transposed: the rounded state, X and u are first operands, and nothing passes
+between the warps that compute them. If the update reads the state, the next state does not depend on S Q^T and P u, so these are issued
+where it would wait. Otherwise chunks depend on each other only by the state, which is summed up while o is stored.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
-    """A problem, and how it is computed: by this kernel behind the one that prepares. Of both backends, no choice here changes a bit of the
-    result."""
+    """A problem, and how it is computed: by this kernel after the one that prepares. No choice here changes a bit of the result, in either
+    backend."""
 
     family: ClassVar[str] = OPERATOR
 
     role: Role = field(default=Role.CHAIN, metadata=NAMED)
     backend: Backend = field(default=Backend.WARPS, metadata=NAMED)
     tile: int = 64  # rows of the state (value channels) per block, 16 per walker
-    stages: int = 2  # chunks in shared memory: that which is computed, and those on their way
+    stages: int = 2  # chunks in shared memory: the current one, and the chunks that are loading
     fetchers: int = 2  # warps
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
-    ahead_pdl: Pdl = Pdl.OFF  # of the kernel that prepares
-    transitions: bool = field(default=True, metadata=NAMED)  # of ends: M too
+    ahead_pdl: Pdl = Pdl.OFF  # PDL of the kernel that prepares
+    transitions: bool = field(default=True, metadata=NAMED)  # segment ends: also compute M
 
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
         return PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
@@ -68,7 +68,7 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
         if not self.grouped:
             return super().needs
         columns = tuple(sorted({self.rule.tokens, self.head_k} | ({HALF} if self.rule.reads else set())))
-        return Needs(  # chunks of segments but the last are whole
+        return Needs(  # chunks of all segments except the last are whole
             matrices=True, copies=self.ragged and not self.sums, barriers=True, maps=True, elements=self.state_loads is Loads.ELEMENT,
             bytes=True, shared_pairs=True, places=True, placed_stores=True, warpgroups=columns, panels=True, mma=self.x.value,
         )  # fmt: skip
@@ -88,12 +88,12 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
 
     @property
     def pieces(self) -> list[Piece]:
-        """Everything of an image but decays, as it lies together in both."""
+        """All parts of a chunk's workspace except decays, merged where they are contiguous in global and in shared memory."""
         return self._laid[1]
 
     @property
     def dynamic_bytes(self) -> int:
-        """v and the image of each stage's chunk, and o of warpgroups."""
+        """Bytes of v and of the workspace of each stage's chunk, and of o with warpgroups."""
         out = self.rule.tokens * 2 * self.tile if self.grouped and not self.sums else 0
         return self.stages * 4 * (self.stage.words + self.head_k) + out
 
@@ -110,7 +110,7 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
         found = super().constants() | {
             "at": self.stage,
             "pieces": self.pieces,
-            "places": min(4, self.head_k // 16),  # from which a lane reads 16 of the 64 columns of a block
+            "places": min(4, self.head_k // 16),  # places where a lane reads 16 of the 64 columns of a block
         }
         if not self.grouped:
             return found
@@ -121,8 +121,8 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
         return found | ({"filled_by": 2} if self.sums else {})
 
 
-# Of a thread that fetches, that writes o, and that holds the state, where u has a second term and states at positions are wanted: with 240
-# of the last some variants spill.
+# Registers of a thread that loads, that writes o, and that holds the state, if u has a second term and states at positions are wanted: with
+# 240 for the last kind some variants spill.
 WEIGHING = (56, 88, 248)
 
 
@@ -135,7 +135,7 @@ def _by_warpgroups(problem: LinearPromptProblem, **how: Any) -> ChainSpec:
 
 
 def warpgroup_space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
-    """Every legal variant by warpgroups within the axes worth trying."""
+    """Every legal variant with warpgroups, within the axes that are worth a trial."""
     return warpgroups.variants(partial(_by_warpgroups, problem), arch)
 
 
@@ -147,7 +147,7 @@ def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
 
 def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    if problem.divided:  # as many parts of a sequence are walked at once
+    if problem.divided:  # the parts of a sequence are scanned at once
         rules = _rules(problem, size * problem.segments, arch, pdl)
         yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
     else:

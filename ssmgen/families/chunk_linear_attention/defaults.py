@@ -1,4 +1,4 @@
-"""Default variants of chunk_linear_attention: prompts as models have them, and the other rules and branches."""
+"""Default variants of chunk_linear_attention: prompts of models, and the other rules and branches."""
 
 from __future__ import annotations
 

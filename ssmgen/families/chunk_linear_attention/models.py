@@ -1,4 +1,4 @@
-"""What the prompts of models ask for whose state decays per key channel."""
+"""The kernels that prompts need in models whose state decays per key channel."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ...spec.kernel import DType, Index
 from .problem import OPERATOR, LinearPromptProblem, Rule
 from .segments import FEWEST
 
-# What calls have beside shapes and dtypes. Batches leave their states, and behind a cache that has tokens begin with some; packed sequences
-# have those of a pool, or dense ones.
+# Options of calls. Batches return their states; if a cache already has tokens, they also begin with its states. Packed sequences use states
+# in a pool, or dense ones.
 BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
 OWN: dict[str, Any] = {"pool": True, "started": True}
 DENSE: dict[str, Any] = {"initial": True, "final": True}
 
 
 class LinearAsk(Ask):
-    """The prompts of KDA and RWKV-7 models; neither tokens nor heads are among what is asked.
+    """The prompts of KDA and RWKV-7 models; the problems fix neither tokens nor heads.
 
-    KDA's gates are log decays in f32, with betas of the activations' dtype, sigmoid and all, as transformers has them; or the projections'
-    own, for the kernel to finish, as decode steps take them. Without slots, batches, new and behind a cache. With slots, packed sequences:
-    of a pool that says itself which of them go on, and with dense states; with `intermediates` also the pool's after chunks.
+    KDA's gates are log decays in f32, with betas of the activations' dtype and the sigmoid applied, as in transformers; or raw outputs of
+    the projections, for the kernel to finish, as in decode steps. Without slots: batches, new and after a cache. With slots: packed
+    sequences with a pool, where a flag per sequence tells whether it continues, and with dense states; with `intermediates` also states
+    after chunks, with the pool.
     """
 
     operator = OPERATOR
@@ -61,7 +62,7 @@ class LinearAsk(Ask):
                     if wanted.intermediates and wanted.update_state:
                         found.append(LinearPromptProblem(**packed | OWN, index=index, checkpoints=Index.I32))
         few: dict[str, Any] = {"segments": by_rule(model.nheads, model.dim_v, FEWEST), "segment_chunks": LEAST}
-        found += [replace(problem, **few) for problem in found if few["segments"] > 1 and problem.rule.weighs]  # of prompts that are cut
+        found += [replace(problem, **few) for problem in found if few["segments"] > 1 and problem.rule.weighs]  # for prompts that are cut
         return list(dict.fromkeys(found))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
@@ -69,7 +70,7 @@ class LinearAsk(Ask):
 
 
 def _recurrences(model: AttentionModel, wanted: Wanted) -> Iterator[dict[str, Any]]:
-    """What there is beside q, k and v, in the forms that it comes in. transformers' modules hold A_log in the dtype of activations."""
+    """The operands other than q, k and v, in each of their forms. transformers' modules hold A_log in the dtype of activations."""
     io = wanted.io
     A_log = io if wanted.caller is Client.TRANSFORMERS else DType.F32
     if model.kind == "rwkv7":

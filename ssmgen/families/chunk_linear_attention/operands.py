@@ -40,7 +40,7 @@ OPERANDS = table(
     ),
     **ATTENTION_WORDS | {"head*key": "HV K"},
 )
-TURNED = OPERANDS.turned("value", "key")  # by the layout "kv"
+TURNED = OPERANDS.turned("value", "key")  # transposed by the layout "kv"
 KERNELS = OPERANDS.beside(ENDS)
 OF_KEYS = tuple([row.name for row in OPERANDS if "group" in row.axes])
 OF_OWN_TYPE = tuple([row.name for row in OPERANDS if row.types is Types.FLOAT and not row.field])
@@ -50,7 +50,7 @@ GATED: Table = OPERANDS.only("v").beside(Operand("w", "token head value"))
 
 
 class Function(NamedTuple):
-    """What a public function cannot do without, beside q, k and v, and which of its parameters are called otherwise than their roles."""
+    """The operands that a public function needs, except q, k and v, and the parameters whose name differs from their role."""
 
     required: tuple[str, ...] = ()
     words: Mapping[str, str] = {}  # role -> parameter

@@ -30,7 +30,7 @@ WHAT = "linear attention over a prompt"
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors: rule, gate and the form of beta by their names in problem.py."""
+    """The arguments of a call that are not tensors: rule, gate and the form of beta by their names in problem.py."""
 
     rule: str
     gate: str = "log"
@@ -40,11 +40,11 @@ class Options(NamedTuple):
     lower_bound: float = 0.0
     state_layout: str = "vk"
     pad_slot_id: int = -1
-    segments: int | None = None  # None for the rule's
+    segments: int | None = None  # None for the rule's number
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands as [batch, T, HK, K], [batch, T, HV, K], [batch, T, HV, V], [batch, T, HV], and a dt_bias of gk as [HV, K]; of packed
+    """The operands as [batch, T, HK, K], [batch, T, HV, K], [batch, T, HV, V], [batch, T, HV], and a dt_bias of gk as [HV, K]; for packed
     sequences, the batch is 1.
 
     Adds errors to `problems`; the result is usable only if there are none.
@@ -80,7 +80,7 @@ _BETA = (
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearPromptProblem:
-    """The problem of checked operands and their addresses. Raises ArgumentError where the workspace cannot lie there."""
+    """The problem of checked operands and their addresses. Raises ArgumentError if the workspace is misaligned."""
     check_alignment(OPERATOR, pointers)
     wide = [n for n in CHANNELS if n in views and views[n].dim() > 1]
     states, rule = fields_of(views, pointers, 2), Rule(options.rule)

@@ -1,10 +1,10 @@
-"""The first kernel of chunk_linear_attention: what of a chunk does not hang on the state, of all chunks and heads at once.
+"""The first kernel of chunk_linear_attention: the parts of a chunk that do not depend on the state, for all chunks and heads at once.
 
-A block has a chunk of one head, each of its four warps 16 rows, and a lane eight channels of four rows. In f32, from token to token, what
-is written decays and meets what reads it, within a lane's rows: those are the 4 x 4 blocks on the diagonals of A and P. Blocks of 4 x 4,
-8 x 8, 16 x 16 and 32 x 32 below are products of 16-bit numbers that have decayed from, and to, where the later rows begin: no decay is
-divided by. T comes from substitution in f32 on its diagonal, and products of tf32 below.
-Bytes per token and head: those of keys and gates read, 6 K + 192 written.
+A block has a chunk of one head, each of its four warps 16 rows, and a lane eight channels of four rows. Within a
+lane's rows, written keys decay from token to token in f32 and are multiplied with the reading keys: these are the 4 x 4 blocks on the
+diagonals of A and P. Blocks of 4 x 4, 8 x 8, 16 x 16 and 32 x 32 below are products of 16-bit numbers that have decayed from, and to, the
+beginning of the later rows: nothing is divided by a decay. T uses substitution in f32 on its diagonal, and products of tf32 below.
+Bytes per token and head: keys and gates read, 6 K + 192 written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SQUARE_WORDS = 16 * 16 + 8  # a 16 x 16 block
 
 
 class _Places(NamedTuple):
-    """Where parts of a block's shared memory begin, behind q, w and e, in words, and how many there are."""
+    """Start of each part of a block's shared memory after q, w and e, in words, and the number of words."""
 
     more: int
     sums: int
@@ -73,17 +73,17 @@ class PrepareSpec(LinearSpec):
 
     @property
     def min_blocks(self) -> int:
-        """Blocks per SM that ptxas must leave registers for: with 3, a thread has 168, with 2 all that there are."""
+        """Blocks per SM that ptxas must leave registers for: with 3, a thread has 168 registers, with 2 all of them."""
         return 2 if self.head_k > WIDEST or self.loads is Loads.ELEMENT else 3
 
     @property
     def slab(self) -> int:
-        """Channels that are in shared memory at once: all, or as many as fit, and zeros behind the last one."""
+        """Channels that are in shared memory at once: all, or the number that fits, and zeros after the last one."""
         return 64 if self.head_k <= 64 else WIDEST
 
     @property
     def own_e(self) -> bool:
-        """Whether what is read with is not what is written with, but for factors."""
+        """Whether the reading key differs from the writing key by more than factors."""
         return self.read or self.erase is not None
 
     @property
@@ -110,7 +110,7 @@ class PrepareSpec(LinearSpec):
             "slab": self.slab,
             "slabs": -(-self.head_k // self.slab),
             "own_e": self.own_e,
-            "ahead": self.rule in (Rule.OLD, Rule.LOW_RANK),  # what is read with meets the state before it decays
+            "ahead": self.rule in (Rule.OLD, Rule.LOW_RANK),  # the reading key multiplies the state before its decay
             "at": self.places,
             "load_eight": "load_vector" if self.loads is Loads.VECTOR else "load_elements",
             "one_apart": "" if self.loads is Loads.VECTOR else ", 1",

@@ -1,4 +1,4 @@
-"""What a prompt of a linear attention with a decay per key channel can ask for; and where the images of its chunks lie."""
+"""The problem of linear attention over prompts with a decay per key channel; and the layout of its chunks' images (the workspace)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ...engine.recurrences.attention.problem import Beta, Gate
 from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
 
 OPERATOR = "chunk_linear_attention"
-SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
+SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
 
 ROWS = 64  # of a chunk's matrices
 BLOCK = 64  # columns of one that lie together, 128 bytes a row
 BLOCK_BYTES = ROWS * BLOCK * 2
-PANEL = 16  # columns of T or P that lie together
+PANEL = 16  # adjacent columns of T or P
 PANELS = ROWS // PANEL
 SQUARE_BYTES = PANEL * PANEL * 2  # of 16 rows of one
 
 
 class Rule(Enum):
-    """What a token's update reads from the state: nothing, the decayed state, or the state before its decay."""
+    """The read of a token's update: nothing, the decayed state, or the state before its decay."""
 
     PLAIN = "plain"  # S <- S D + v k^T
     DELTA = "delta"  # S <- S D + (v - S D e) w^T
     OLD = "old"  # S <- S D + (v - S e) w^T
-    LOW_RANK = "low_rank"  # S <- S D + (S a) b^T + v k^T: two rows per token, that of v in the first half of a chunk
+    LOW_RANK = "low_rank"  # S <- S D + (S a) b^T + v k^T: two rows per token, v's row in the first half of a chunk
 
     @property
     def reads(self) -> bool:
@@ -40,25 +40,25 @@ class Rule(Enum):
 
     @property
     def weighs(self) -> bool:
-        """Whether steps and norms are in rows of T, not in what is written; then T's blocks on the diagonal have two terms."""
+        """Whether steps and norms are in T, not in the written keys; then T's blocks on the diagonal have two terms."""
         return self in (Rule.DELTA, Rule.OLD)
 
     @property
     def silent(self) -> int:
-        """Rows of a chunk that read nothing and make no output, the first ones: of E, Q, T and P they are zero, and are not kept."""
+        """The first rows of a chunk, which read nothing and produce no output: in E, Q, T and P they are zero, and are not stored."""
         return ROWS - self.tokens
 
     @property
     def panel_bytes(self) -> tuple[int, ...]:
-        """Bytes of T's or P's panels. One begins with the row that its first column crosses the diagonal in, as what is above is zero."""
+        """Bytes of T's or P's panels. A panel begins with the row where its first column crosses the diagonal: rows above are zero."""
         return tuple((ROWS - max(self.silent, PANEL * c)) * PANEL * 2 for c in range(PANELS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProblem(Problem, Chunked):
-    """What the images of chunks hang on: keys and gates. Heads, tokens, strides, the scale and the lower bound are not fixed.
+    """The fields that images of chunks depend on: keys and gates. Heads, tokens, strides, scale and lower bound are not fixed.
 
-    An operand's dtype is None when there is no such operand. The state decays by g, per head, or by gk, per key channel, or by neither.
+    An operand's dtype is None if the operand is missing. The state decays by g, per head, or by gk, per key channel, or by neither.
     """
 
     head_k: int  # key channels
@@ -71,18 +71,18 @@ class ImageProblem(Problem, Chunked):
     dt_bias: DType | None = None  # per head with g, per key channel with gk
     beta: DType | None = None
     beta_form: Beta = Beta.PLAIN
-    read: bool = False  # there is a key that is read with; without, it is k
+    read: bool = False  # there is a separate reading key; without, k reads
     write: bool = False  # low rank: there is a vector that is written
-    erase: DType | None = None  # factor, per key channel, of the key that is read with
+    erase: DType | None = None  # factor, per key channel, of the reading key
     alpha: DType | None = None  # low rank: the vector written is -(read∘alpha)
     l2norm: bool = False  # q, k and read are divided by their norms
     cu_seqlens: Index = Index.NONE  # type of it: tokens are packed sequences
-    copy: int = 16  # bytes of q, k, v, read, write and out that lie together and aligned
+    copy: int = 16  # bytes of q, k, v, read, write and out that are contiguous and aligned
     loads: Loads = Loads.VECTOR  # of gk, erase, alpha and a dt_bias per channel: eight neighbours, at once if they are aligned
 
     @property
     def decay(self) -> DType | None:
-        """The dtype of what says how the state decays."""
+        """The dtype of the operand that gives the state's decay."""
         return self.gk or self.g
 
     @property
@@ -114,19 +114,19 @@ class ImageProblem(Problem, Chunked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPromptProblem(ImageProblem, Stated, Divided):
-    """The fields that a call fixes: that, and states."""
+    """The fields that a call fixes: these, and states."""
 
     head_v: int  # channels of v and out
     state: DType = DType.F32  # of all states
     layout: Layout = Layout.VK
     initial: bool = False  # initial_states are read
     final: bool = False  # final_states are written
-    pool: bool = False  # `state` is written, in place of final_states, and read where has_initial_state says so
-    started: bool = False  # there is a has_initial_state
+    pool: bool = False  # `state` is written instead of final_states, and read if has_initial_state is true
+    started: bool = False  # has_initial_state is given
     index: Index = Index.NONE  # type of state_indices
-    checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
-    state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
-    segments: int = field(default=1, metadata=LATER)  # of a sequence behind its first one, at most; 1: no sequence is cut
+    checkpoints: Index = Index.NONE  # type of checkpoint_positions; their number is an argument of the kernel
+    state_loads: Loads = Loads.VECTOR  # of states: pairs of elements
+    segments: int = field(default=1, metadata=LATER)  # of a sequence after its first one, at most; 1: no sequence is cut
     segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
 
     def faults(self) -> list[str]:
@@ -139,8 +139,8 @@ class LinearPromptProblem(ImageProblem, Stated, Divided):
 
 
 class Image(NamedTuple):
-    """Where the parts of a chunk and head's image begin, in bytes, and how many it takes. E and T are there if the rule reads; rest, second
-    terms of the four blocks on T's diagonal, if it weighs."""
+    """Start of each part of a chunk and head's image, and its size, in bytes. E and T are present if the rule reads; rest, second terms of
+    the four blocks on T's diagonal, if it weighs."""
 
     e: int
     q: int
@@ -164,14 +164,14 @@ def image_of(head_k: int, rule: Rule) -> Image:
 
 
 def chunks_of(tokens: int, sequences: int, rule: Rule) -> int:
-    """Chunk numbers of so many tokens in all: no fewer than their sequences need, wherever these begin.
+    """Count of chunk numbers for `tokens` tokens in all: enough for any start positions of the sequences.
 
-    Chunk n of sequence s has the number begin(s) // tokens per chunk + s + n, where begin(s) is its first token: no two have the same, and
-    no sum over sequences is needed to say it. A number that is nobody's is left out.
+    Chunk n of sequence s has the number begin(s) // tokens per chunk + s + n, where begin(s) is its first token. Numbers are unique, and
+    need no sum over sequences. Unused numbers are skipped.
     """
     return tokens // rule.tokens + sequences
 
 
 def workspace_bytes(tokens: int, sequences: int, heads: int, head_k: int, rule: Rule) -> int:
-    """What the images of all chunks take: that of number n and head h lies at (n heads + h) times an image's bytes."""
+    """Bytes of the images of all chunks: the image of number n and head h begins at (n heads + h) times an image's bytes."""
     return chunks_of(tokens, sequences, rule) * heads * image_of(head_k, rule).bytes

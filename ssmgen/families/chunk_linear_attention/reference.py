@@ -11,7 +11,7 @@ from ...engine.recurrences.attention.switches import Form
 from .operands import OF_KEYS, OPERANDS
 from .problem import Rule
 
-DELTAS = {Rule.PLAIN: "none", Rule.DELTA: "decayed", Rule.OLD: "old", Rule.LOW_RANK: "old"}  # in the words of the decode steps
+DELTAS = {Rule.PLAIN: "none", Rule.DELTA: "decayed", Rule.OLD: "old", Rule.LOW_RANK: "old"}  # the names in decode steps
 
 
 def chunk_linear_attention(

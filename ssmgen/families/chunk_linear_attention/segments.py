@@ -1,4 +1,4 @@
-"""Segments of chunk_linear_attention, of its rules that read the state by one key per token (engine/chunks/segments.py)."""
+"""Segments of chunk_linear_attention, for rules that read the state by one key per token (engine/chunks/segments.py)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ...spec.kernel import LATER
 from .problem import LinearPromptProblem, Rule, workspace_bytes
 from .spec import LinearSpec
 
-FEWEST = 3  # segments behind the first, as the rule has it: with two, KDA's 8192 tokens of 32 heads took 325 us, and 316 as one
+FEWEST = 3  # least segments after the first, by the rule: with two, KDA's 8192 tokens of 32 heads took 325 us, and 316 us as one
 
 
 def cut_by(rule: Rule, segments: int | None, heads: int, head_v: int, longest: int) -> dict[str, Any]:
-    """The fields of a problem that say how its sequences are cut, of which none has more tokens than `longest`; segments: what a call asks
-    for, or None for the rule."""
+    """The fields of a problem that fix how its sequences of at most `longest` tokens are cut; segments: the call's, or None for the
+    rule."""
     return asked(segments, heads, head_v, longest, FEWEST) if rule.weighs else {}
 
 
 def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: int, rule: Rule, segments: int | None, longest: int) -> int:
-    """Bytes that a call needs: images, and behind them what segments leave, as chunk_delta_rule has it."""
+    """Bytes that a call needs: images, then the results of segments, as in chunk_delta_rule."""
     cut = LinearPromptProblem(head_k=head_k, head_v=head_v, rule=rule, **cut_by(rule, segments, heads, head_v, longest))
     kept = cut.candidates(tokens, sequences) * cut.segments
     return workspace_bytes(tokens, sequences, heads, head_k, rule) + kept * heads * cut.room * 4

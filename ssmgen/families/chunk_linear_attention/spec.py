@@ -1,19 +1,19 @@
 """chunk_linear_attention: linear attentions whose state decays per key channel, over whole sequences, by two kernels or four.
 
-A chunk has 64 rows: a token's each, or of the low-rank form two for each of 32 tokens, of which the first half writes v and the second one
-what is read. With gamma the running sum of log2 decays of a key channel, e what is read with and c w what is written with, of which c is a
-number, a chunk that begins in S gives
+A chunk has 64 rows: one per token, or in the low-rank form two for each of 32 tokens: the first half writes v, the second half the value
+that was read. gamma is the running sum of log2 decays of a key channel, e the reading key, and c w the writing key, with a number c. A
+chunk that begins in S computes
 
     E_i = e_i 2^gamma_i        Q_i = scale q_i 2^gamma_i        W_j = w_j 2^(gamma_last - gamma_j)        decay = 2^gamma_last
     A_ij = c_j times the sum over channels of e_i w_j 2^(gamma_i - gamma_j), j < i        T = diag(c) (I + A)^-1
-    P_ij = scale times that of q_i w_j 2^(gamma_i - gamma_j), j <= i
+    P_ij = scale times the same sum of q_i w_j 2^(gamma_i - gamma_j), j <= i
     X = v - E S^T        u = T X        o = Q S^T + P u        S <- S diag(decay) + u^T W
 
-What reads the state before its decay has gamma of the token before in E and A. beta and what a key's norm is beside a power of two are in
-c: so W is k itself where nothing decays, and T takes their rounding, whose blocks on the diagonal have a second term, as u has in P u.
-Where a rule has neither (plain, low rank), c is 1. The first kernel makes all but X, u and o, of all chunks at once, and leaves for each
-chunk and head an *image*; the last one walks a sequence's chunks with a head's S, some of its rows, in f32 in registers. Two more, between
-them, serve sequences that are cut into segments (segments.py).
+Rules that read the state before its decay use the previous token's gamma in E and A. c holds beta and a key's norm up to a power of two.
+W is therefore k itself if nothing decays, and T takes the rounding of c: its blocks on the diagonal have a second term, as u has in P u.
+Rules without both (plain, low rank) have c = 1. The first kernel computes all except X, u and o, for all chunks at once, and stores an
+*image* in the workspace for each chunk and head. The last one scans a sequence's chunks with some rows of a head's S in f32 in registers.
+Two more kernels, between them, serve sequences that are cut into segments (segments.py).
 Bytes per token and head: 4 V of v and out, 2 x (6 K + 192 + K / 16) of images, and q, k and gates once.
 """
 
@@ -40,7 +40,7 @@ class LinearSpec(ChunkKernel, ImageProblem):
 
     @property
     def sums(self) -> bool:
-        """Whether it makes N and M of segments, and no outputs."""
+        """Whether it computes N and M of segments, and no outputs."""
         return False
 
     def constants(self) -> dict[str, Any]:

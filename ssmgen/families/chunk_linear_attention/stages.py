@@ -1,4 +1,4 @@
-"""Where the parts of a chunk lie in shared memory, by who reads them: warps or warpgroups, for outputs or for N and M alone."""
+"""The layout of a chunk's parts in shared memory, by reader: warps or warpgroups, for outputs or for N and M alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 from .problem import PANEL, PANELS, Image, Rule
 from .problem import ROWS as ROWS_OF_CHUNK
 
-HALF = 32  # rows of T in one product's sums: those of a whole chunk would be a quarter more products, and need more room for zeros
+HALF = 32  # rows of T in one product's sums: a whole chunk's rows would take a quarter more products, and more room for zeros
 Piece = tuple[int, int, int]  # first byte in an image, bytes, first word in shared memory
 
 
 class Stage(NamedTuple):
-    """Where the parts of a chunk begin in shared memory, in words, behind E; and how many it takes. Decays lie behind all chunks."""
+    """Start of a chunk's parts in shared memory after E, and their size, in words. Decays follow all chunks."""
 
     q: int
     w: int
@@ -24,7 +24,7 @@ class Stage(NamedTuple):
 
 
 def of_warps(image: Image, v_words: int, sums: bool) -> tuple[Stage, list[Piece]]:
-    """As parts lie together in an image; sums take no Q and no P."""
+    """The parts in the order of an image; sums need neither Q nor P."""
     if not sums:
         v = image.decay // 4
         return Stage(image.q // 4, image.w // 4, image.t // 4, image.rest // 4, image.p // 4, v, v + v_words), [(0, image.decay, 0)]
@@ -35,7 +35,7 @@ def of_warps(image: Image, v_words: int, sums: bool) -> tuple[Stage, list[Piece]
 
 
 def of_warpgroups(image: Image, rule: Rule, v_words: int, sums: bool) -> tuple[Stage, list[Piece]]:
-    """As whole panels of P, and halves of T's: with room for what is zero. Parts begin at multiples of 1024 bytes."""
+    """Whole panels of P, and halves of T's panels, with room for zeros. Parts begin at multiples of 1024 bytes."""
     halves = sum(half_words(rule))
     if sums:
         w = image.q // 4
@@ -59,12 +59,12 @@ def of_warpgroups(image: Image, rule: Rule, v_words: int, sums: bool) -> tuple[S
 
 
 def half_words(rule: Rule) -> tuple[int, ...]:
-    """32-bit words of T's panels, each from the half of 32 rows on that its first column crosses the diagonal in."""
+    """32-bit words of T's panels, each from the half of 32 rows where its first column crosses the diagonal."""
     return tuple((ROWS_OF_CHUNK - max(rule.silent, PANEL * c // HALF * HALF)) * PANEL // 2 for c in range(PANELS))
 
 
 def panels(begin: int, at: int, rule: Rule, words: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Pieces of T's or P's panels, which begin there in an image, and in shared memory take so many words each, zeros first."""
+    """Pieces of T's or P's panels. They start at `begin` in an image and take `words` each in shared memory, zeros first."""
     found = []
     for c, count in enumerate(rule.panel_bytes):
         found.append((begin + sum(rule.panel_bytes[:c]), count, at + sum(words[: c + 1]) - count // 4))
@@ -72,7 +72,7 @@ def panels(begin: int, at: int, rule: Rule, words: tuple[int, ...]) -> list[tupl
 
 
 def joined(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Pieces that lie together in both places as one."""
+    """The pieces, with neighbours in both places merged."""
     found: list[tuple[int, int, int]] = []
     for piece in sorted(pieces):
         last, size, there = found[-1] if found else (-1, 0, 0)

@@ -19,13 +19,13 @@ from .segments import workspace_for
 
 HEADS, KEY_HEADS = 2, 1
 LOWER_BOUND = -2.0
-# More than one rounding's norm error: of E, Q, W, T, P, states, and what is added to them, each before its product.
+# More than one rounding's norm error: E, Q, W, T, P, states and additions to states are each rounded before a product.
 SLACK = {DType.BF16: 1e-2, DType.F16: 1.6e-3}
 
 
 def operands(spec: ChainSpec, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
-    """Sequences of more than a chunk, or of enough to be cut into segments, and of so many tokens at least; packed ones also of less, of
-    one token and of none."""
+    """Sequences longer than a chunk, or long enough to be cut into segments, with at least `tokens` tokens; packed ones also shorter, of
+    one token and without tokens."""
     g = torch.Generator().manual_seed(seed)
     chunk = spec.rule.tokens
     length = max((cut_from(spec.segment_chunks) if spec.divided else 1) * chunk + 5, tokens)
@@ -50,7 +50,7 @@ def _rows(spec: ChainSpec, lead: tuple[int, ...], name: str, g: Generator) -> Te
 
 
 def _gates(spec: ChainSpec, lead: tuple[int, ...], g: Generator) -> dict[str, Tensor]:
-    """All that is of its own dtype: per head, or per channel, and then aligned if the spec is made for that."""
+    """All operands with a separate dtype: per head, or per channel, and then aligned if the spec requires that."""
     odd, per_channel = spec.loads is Loads.ELEMENT, (HEADS, spec.head_k)
     bias = per_channel if spec.gk is not None else (HEADS,)
     shapes = {

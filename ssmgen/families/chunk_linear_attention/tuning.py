@@ -1,4 +1,4 @@
-"""Tuning cases of chunk_linear_attention: prompts of models, or the benchmark's, whose batches and lengths are their own."""
+"""Tuning cases of chunk_linear_attention: prompts of models, or the benchmark's with their own batches and lengths."""
 
 from __future__ import annotations
 

@@ -37,18 +37,18 @@ def chunk_simple_gla(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Linear attention with a decay per head over whole sequences, per token: S <- e^g S + v k^T;  out = scale S q.
 
-    HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, of which each serves HV / HK of v. […] is
-    [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. States are [·, HV, V, K]: those that `simple_gla` goes on
-    from, in its layout "vk". Numerics are those of chunk_scan; the scale multiplies the output before it is rounded.
+    HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, each for HV / HK heads of v. […] is
+    [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. States are [·, HV, V, K]; `simple_gla` continues from
+    them, in its layout "vk". Numerics are as in chunk_scan; the scale multiplies the output before it is rounded.
 
     q, k: […, HK, K], v, out: […, HV, V], bf16, f16 or f32, all of one dtype
     g: […, HV] or [HV], f32, bf16 or f16, log decay of each token or of all, at most 0; None for none
     scale: factor of the output; None for K^-0.5
     cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, pad_slot_id, segments, out,
-        pdl: as those of chunk_scan
+        pdl: as in chunk_scan
 
     Returns out, or (out, final states). CPU tensors run the reference implementation, token by token.
-    Raises what chunk_scan raises.
+    Raises the same errors as chunk_scan.
     Source: Yang et al. 2023 (arXiv 2312.06635), with a gate per head; a constant one is RetNet's (Sun et al. 2023, arXiv 2307.08621).
     """
     states = States(
@@ -81,7 +81,7 @@ def chunk_lightning_attn(
     """Lightning attention (MiniMax) over whole sequences, per token: S <- e^-slope S + v k^T;  out = scale S q.
 
     slope: [HV] f32, bf16 or f16, at least 0: no token changes it
-    Otherwise as chunk_simple_gla; the states are those that `lightning_attn` goes on from, in its layout "vk". Some models want scale=1.
+    Otherwise as chunk_simple_gla; `lightning_attn` continues from these states, in its layout "vk". Some models want scale=1.
     Source: Qin et al. 2024 (arXiv 2401.04658).
     """
     states = States(
@@ -94,7 +94,7 @@ def chunk_lightning_attn(
 def _call(
     name: str, tokens: dict[str, Tensor | None], states: States, options: Options, pdl: bool | None
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The result of a function, of its operands as chunk_scan calls them."""
+    """The result of a function, from its operands by chunk_scan's names."""
     behind = states.operands(tokens["x"], tokens["B"])
     tensors = ATTENTIONS[name].Tensors(**tokens, **{role: t for role, t in behind.items() if role in ATTENTIONS[name].rows})
     return run(CALLERS[name], tensors, options, pdl, returns=states.returns(behind))

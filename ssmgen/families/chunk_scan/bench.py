@@ -1,12 +1,12 @@
 """The benchmark of chunk_scan: bf16 except A, D and states, which are f32; a bias of dt, softplus, D, no gate.
 
-Inputs and outputs rotate over as many sets as exceed 640 MB; A, D and dt_bias do not rotate. Bytes: x, B, C, dt and the output once, and
-the states that are read and written. The ceiling is torch's multiplication of dense tensors, out of place, that moves as many bytes.
+Inputs and outputs rotate over enough sets to exceed 640 MB; A, D and dt_bias do not rotate. Bytes: x, B, C, dt and the output once, and
+the states that are read and written. The ceiling is torch's out-of-place multiplication of dense tensors that moves the same bytes.
 
-Forms. batch: sequences of equal lengths, [batch, T], from zeros, which leave their final states. pool: the same tokens packed as sequences
-of different lengths, which go on from slots of a pool, and leave their states there. simple_gla, lightning: as batch, of chunk_simple_gla
-with a log decay per token, bf16, and of chunk_lightning_attn with a slope per head; heads, groups, headdim and d_state are those of v, of q
-and k, V and K. Packed: as batch, with sequences of equal lengths end to end, as cu_seqlens says.
+Forms. batch: sequences of equal lengths, [batch, T], from zeros, with final states. pool: the same tokens packed as sequences of
+different lengths, whose states are read from and written to slots of a pool. simple_gla, lightning: as batch, for chunk_simple_gla with a
+log decay per token, bf16, and for chunk_lightning_attn with a slope per head; heads and groups are the heads of v and of q and k, headdim
+and d_state are V and K. Packed: as batch, with sequences of equal lengths concatenated, with cu_seqlens.
 
 Peers: mamba-ssm's mamba_chunk_scan_combined with chunks of 256, of batches; of simple_gla and lightning flash-linear-attention's
 chunk_simple_gla, with g or g_gamma. They return new tensors; those are kept until the set's next turn, so that their outputs rotate too.
@@ -115,7 +115,7 @@ def mamba_ssm(case: Case) -> Launch | None:
 
 
 def fla(case: Case) -> Launch | None:
-    """chunk_simple_gla, which takes a decay per head too, where there are as many heads of q and k as of v."""
+    """chunk_simple_gla, which also takes a decay per head, if q and k have the same number of heads as v."""
     function = reports.imported("fla.ops.simple_gla", "chunk_simple_gla")
     if function is None or case.at.form not in (Form.SIMPLE_GLA, Form.LIGHTNING) or case.at.shape[0] != case.at.shape[1]:
         return None

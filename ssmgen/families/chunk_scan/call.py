@@ -73,43 +73,43 @@ def chunk_scan(
     H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; P and N are multiples of 16 up to 256. […] is
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens].
     Products are of x's 16-bit dtype, or of three bf16 terms per f32, summed in f32; decays and the state between chunks of 64 tokens are
-    f32. The bits do not depend on the batch or on packing. A sequence cut at multiples of 64 tokens, with f32 states, gives those of the
-    whole; but on sm_90a with H P / 64 up to 36 (up to 66 with N = 256, or P no multiple of 64), where blocks divide a sequence by its
-    length, only with segments=1.
+    f32. The bits do not depend on the batch or on packing. A sequence cut at multiples of 64 tokens, with f32 states, gives the same bits
+    as the whole sequence. On sm_90a with H P / 64 up to 36 (up to 66 with N = 256, or P not a multiple of 64), blocks divide a sequence by
+    its length; this then holds only with segments=1.
     With x of f16, the state, and dt x and C B with their decays, must stay within f16's range.
 
     x, z, out: […, H, P] bf16, f16 or f32, one dtype with B and C          dt: […, H]
     A: [H], negative          B, C: […, G, N]          D: [H] or [H, P], dt_bias: [H]; None for none
-    Tokens, heads and groups may have any distance; rows are contiguous, and begin at multiples of 4 bytes (fastest: of 16)
-    dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: then clamped to (low, high)
-    cu_seqlens: [sequences + 1] int32 or int64 on the device, where each packed sequence starts. A sequence may have no tokens; tokens of no
-        sequence get no output. States are then per sequence
-    seq_idx: [batch, T] int32 (or [T], of a batch of one), in place of cu_seqlens: the sequence of each token. Where it differs from that of
-        the token before, the state begins anew from zero; a row's first token goes on from its state, and its last one leaves it. NaN and
-        infinities reach other sequences of their chunk
+    Tokens, heads and groups may have any stride; rows are contiguous, and begin at multiples of 4 bytes (fastest: of 16)
+    dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: dt is then clamped to (low, high)
+    cu_seqlens: [sequences + 1] int32 or int64 on the device, start of each packed sequence. A sequence may have no tokens; tokens outside
+        all sequences get no output. States are then per sequence
+    seq_idx: [batch, T] int32 (or [T], for a batch of one), instead of cu_seqlens: the sequence of each token. If it differs from the
+        previous token's, the state restarts from zero. A row's first token continues from the row's state, and its last one returns it.
+        NaN and infinities reach other sequences of their chunk
     initial_states: [sequences, H, P, N] f32, f16 or bf16, states before the first token; zeros if None
     return_final_states: also return the states after the last token, [sequences, H, P, N], in final_states_out if that is given (which may
         be initial_states), else new ones of initial_states' dtype or f32
-    state: [slots, H, P, N], a pool in place of final states: receives the state after each sequence. Without initial_states it holds the
-        one before it too, where has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot alone
+    state: [slots, H, P, N], a pool instead of final states: receives the state after each sequence. Without initial_states it also
+        holds the state before it, if has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot unchanged
     state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
-    pad_slot_id: a sequence whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
-    checkpoint_positions: [count] int32 or int64 on the device, ascending: after how many tokens the state is asked for too, 1 … tokens of
-        the packed axis or of the flattened batch (b T + t). Any of them; the states are the final ones of a call that ends there, bit for
-        bit where a sequence cut there would keep its bits
-    checkpoints_out: [count, H, P, N], receives those states, of the dtype of the others. A position in no sequence (or in one whose slot is
-        none) leaves its row alone
-    return_checkpoints: also return them, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
-    segments: parts of a sequence that blocks of a cluster compute side by side, on sm_90a, 1 … 1024 at most (8 are the most there are); 1
-        leaves it whole. None: as its own length and H P say. Elsewhere parts change no bit, and this is not looked at
+    pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+    checkpoint_positions: [count] int32 or int64 on the device, ascending: token counts after which the state is also wanted, 1 … tokens of
+        the packed axis or of the flattened batch (b T + t). Any count is allowed. The states equal the final states of a call that ends
+        there, bit for bit if a sequence cut there would keep its bits
+    checkpoints_out: [count, H, P, N], receives these states, of the dtype of the other states. A position outside all sequences, or in a
+        sequence without a valid slot, leaves its row unchanged
+    return_checkpoints: also return these states, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
+    segments: most parts of a sequence that blocks of a cluster compute in parallel, on sm_90a, 1 … 1024 (the kernel uses at most 8); 1
+        leaves the sequence whole. None: the sequence's length and H P decide. On other devices parts change no bit, and this is ignored
     out: None for a new one, dense
-    pdl: whether the kernel may start while the previous one in the stream ends; None = where the device can (sm_90 and later)
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
-    Returns out, or out and what else was asked for: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
+    Returns out, or out and the requested states: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
     token by token.
-    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError for what no kernel serves;
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError if no kernel serves the call;
     CaptureError when a kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
-    Source: Dao & Gu 2024 (arXiv 2405.21060); the arguments are those of mamba-ssm and vLLM.
+    Source: Dao & Gu 2024 (arXiv 2405.21060); the arguments follow mamba-ssm and vLLM.
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
@@ -122,7 +122,7 @@ def chunk_scan(
 
 
 def views_of(table: Table, named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    """The operands as [batch, T, H, P], [batch, T, H], [batch, T, G, N], [H, P]; of packed sequences, the batch is 1.
+    """The operands as [batch, T, H, P], [batch, T, H], [batch, T, G, N], [H, P]; for packed sequences, the batch is 1.
 
     Adds errors to `problems`; the result is usable only if there are none.
     """
@@ -188,7 +188,7 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
 
 
 def _parts(spec: ScanSpec, views: Mapping[str, Tensor]) -> int:
-    """Blocks per sequence and tile. A cluster has them all; without one they are fewer where more sequences want blocks."""
+    """Blocks per sequence and tile. A cluster has all of them; without a cluster they are fewer if there are more sequences."""
     return spec.parts if spec.cluster_blocks > 1 else max(1, spec.parts // max(1, _sequences(views)))
 
 
@@ -216,7 +216,7 @@ FAMILY = Family(
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     named: dict[str, Any] = {"dt": None, "A": None, **views}
     how = options._asdict()
-    del how["segments"]  # token by token there are none
+    del how["segments"]  # the reference runs token by token, without segments
     reference(**named, **how, dtype=dtype)
 
 

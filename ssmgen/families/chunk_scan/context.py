@@ -1,4 +1,4 @@
-"""How sequences of chunk_scan's functions go on from one rank's tokens to the next one's: M is a number of each head, its decay."""
+"""Context parallel calls of chunk_scan's functions: the state passes from rank to rank. M is one number per head, its decay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...calls.context import Arguments, Asked, Context, Ends
 from .parts import Parts
 from .spec import CHUNK
 
-# Natural logarithm of a decay of which no finite f32 leaves anything that f32 has: 2^-300.
+# Natural logarithm of a decay that takes every finite f32 to zero: 2^-300.
 NOTHING = -208.0
 
 
@@ -36,24 +36,24 @@ def steps_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
 
 
 def sums_of(given: Arguments, name: str) -> tuple[Tensor, Tensor]:
-    """Sums of log decays over chunks of tokens [batch, chunks, H] f64; and by how much a state may grow, at most, by those above zero
+    """Sums of log decays over chunks of tokens [batch, chunks, H] f64; and the largest possible growth of a state by positive log decays
     [batch, 1, H] f64."""
     steps, rate = steps_of(given, name)
     tokens = steps.shape[1]
     if given.get("cu_seqlens") is not None:
         there = torch.arange(tokens, device=steps.device) >= given["cu_seqlens"][0]
         steps = torch.where(there[:, None], steps, 0)
-    steps = pad(steps, (0, 0, 0, -tokens % CHUNK)) if tokens % CHUNK else steps  # with zeros, which grow nothing
+    steps = pad(steps, (0, 0, 0, -tokens % CHUNK)) if tokens % CHUNK else steps  # with zeros, which add no growth
     chunks = steps.unflatten(1, (-1, CHUNK))
     sums = chunks.sum(2).double() * rate.double()
-    if _never_negative(given):  # all of a head's have one sign; extremes would take two more passes, 0.1 ms for 131072 tokens
+    if _never_negative(given):  # a head's steps have one sign; extremes would take two more passes, 0.1 ms for 131072 tokens
         return sums, sums.sum(1, keepdim=True).clamp(min=0)
     least, most = (t.double() for t in (chunks.amin(2).amin(1, keepdim=True), chunks.amax(2).amax(1, keepdim=True)))
     return sums, torch.maximum(least * rate, most * rate).clamp(min=0) * tokens
 
 
 def _never_negative(given: Arguments) -> bool:
-    """Whether steps cannot be below zero, whatever they are."""
+    """Whether steps are never below zero, for any input."""
     limit = given.get("dt_limit")
     return "dt" in given and (bool(given.get("dt_softplus")) if limit is None else limit[0] >= 0)
 
@@ -61,19 +61,19 @@ def _never_negative(given: Arguments) -> bool:
 def to_end(sums: Tensor) -> Tensor:
     """[chunks + 1, H], log decays from each chunk's first token to the last chunk's end. sums: [chunks, H]
 
-    Along rows: torch adds columns one row after the other, 0.5 ms for 2048 chunks."""
+    It sums along rows, because torch adds columns one row after the other, 0.5 ms for 2048 chunks."""
     return pad(sums.mT.contiguous().flip(1).cumsum(1).flip(1), (0, 1)).mT
 
 
 def seen_from(remaining: Tensor, growth: Tensor) -> Tensor:
-    """[H], the first chunk that still counts after the last one, as far as anybody can tell. remaining: from `to_end`; growth: [1, H]."""
+    """[H], the first chunk that may still count after the last one. remaining: from `to_end`; growth: [1, H]."""
     behind = remaining[1:]  # a chunk's addition decays at least by the decays of all later chunks
     numbers = torch.arange(len(behind), device=behind.device)[:, None]
     return torch.where(behind + growth <= NOTHING, len(behind), numbers).amin(0)
 
 
 def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
-    """N of the tokens of which something is left, where there is one sequence; M."""
+    """N, from the tokens that still count if there is one sequence; and M."""
     if not asked.N:
         return Ends(None)
     name = "x" if "x" in given else "v"
@@ -94,7 +94,7 @@ def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Aske
 
 
 def last_tokens(function: Any, given: dict[str, Any], name: str, first: Tensor, start: Tensor | None) -> Tensor:
-    """N by the function itself, over tokens from such a chunk on."""
+    """N by the function itself, over the tokens from chunk `first` on."""
     cut, begin = given.get("cu_seqlens"), first.view(1) * CHUNK
     own = torch.zeros_like(begin) if cut is None else cut[:1].long()
     start = None if start is None else torch.where((begin > own).view(1, 1, 1, 1), 0, start)

@@ -1,4 +1,4 @@
-"""Default variants of chunk_scan: prompts as models and serving engines have them, and the other branches."""
+"""Default variants of chunk_scan: prompts of models and serving engines, and the other branches."""
 
 from __future__ import annotations
 

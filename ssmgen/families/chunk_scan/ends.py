@@ -1,7 +1,7 @@
-"""What tokens add to a state of zeros, by warpgroups: chunk_scan's first half where a sequence's other tokens lie on other ranks.
+"""The state that tokens produce from zeros, with warpgroups: chunk_scan's first half if other ranks hold a sequence's other tokens.
 
-A rank's tokens are parts, each a packed sequence, and a block has a part of a head. Of a head whose decays leave nothing of a chunk behind
-the last part, nothing is read: `since` says from which chunk of each part on. Where all heads forget soon, that is next to nothing.
+A rank's tokens are parts, each a packed sequence, and a block has a part of a head. Chunks whose contribution decays to nothing before the
+end of the last part are not read: `since` holds the first chunk of each part that is. If all heads forget soon, very little is read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EndsSpec(WarpgroupScanSpec):
 
     @property
     def dynamic_bytes(self) -> int:
-        """Stages of B and x, and two of x with its weights."""
+        """Bytes of the stages of B and x, and of two stages of weighted x."""
         return 2 * CHUNK * (self.stages * (self.d_state + self.tile) + 2 * self.tile)
 
     def violations(self, arch: Arch) -> list[str]:

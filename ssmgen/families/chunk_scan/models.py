@@ -1,4 +1,4 @@
-"""What the prompts of Mamba-2 and Lightning attention models ask for."""
+"""The kernels that prompts of Mamba-2 and Lightning attention models need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...spec.kernel import DType, Index
 from .spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem
 from .warpgroups import may_stay
 
-# Which states a call has. Batches leave theirs, behind a cache that has tokens also begin with it; packed sequences are those of `PACKED`.
+# States of a call. Batches return theirs, and begin with a cache's states if it has tokens; `PACKED` lists the packed sequences.
 BATCHES: tuple[dict[str, Any], ...] = ({"final": True}, {"initial": True, "final": True})
 NEW = BATCHES[:1]
 OWN_POOL: dict[str, Any] = {"pool": True, "started": True}
@@ -22,14 +22,14 @@ MARKED: tuple[dict[str, Any], ...] = ({"checkpoints": Index.I32}, {"checkpoints"
 
 
 class ScanAsk(Ask):
-    """The prompts of Mamba-2 and Lightning attention models; neither tokens nor heads are among what is asked.
+    """The prompts of Mamba-2 and Lightning attention models; the problems fix neither tokens nor heads.
 
-    Without slots, batches as transformers and mamba-ssm have them, new and behind a cache; with transformers' limits of steps, where a
-    model has such. With slots, packed sequences: of a pool that says itself which of them go on; into a pool from nothing or from dense
-    states (vLLM); and of dense states alone (SGLang, TensorRT-LLM). With `intermediates`, of Mamba-2 also vLLM's states after chunks, but
-    beside rows of 256, where a few registers spill, which a build refuses.
-    Each also as calls of many short sequences pose it, where blocks by warpgroups then stay.
-    Built when a call asks for them: z, which gates behind the scan elsewhere, seq_idx, and batches that leave no state.
+    Without slots: batches of transformers and mamba-ssm, new and after a cache, with transformers' limits of steps if a model has them.
+    With slots: packed sequences with a pool, where a flag per sequence tells whether it continues; into a pool from zeros or from dense
+    states (vLLM); and with dense states alone (SGLang, TensorRT-LLM). With `intermediates`, Mamba-2 also gets vLLM's states after chunks,
+    except with rows of 256, where a few registers spill, which a build refuses.
+    Each also in the form of many short sequences, if blocks with warpgroups then stay.
+    Built when a call needs them: z, which otherwise gates after the scan, seq_idx, and batches that return no state.
     """
 
     operator = OPERATOR

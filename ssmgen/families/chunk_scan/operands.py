@@ -31,7 +31,7 @@ OPERANDS = table(
 KERNELS = OPERANDS.beside(*_ALONE)
 OF_OWN_TYPE = tuple([row.name for row in OPERANDS if row.types is Types.FLOAT and not row.field and row.name != "x"])
 SCAN = OPERANDS.only(*[name for name in OPERANDS.names if name != "g"])
-# Linear attention does not have these. It has other names for the rest, and for their axes.
+# Linear attention lacks these. It has different names for the rest, and for their axes.
 _LACKING = ("dt", "A", "D", "z", "dt_bias", "seq_idx", "checkpoint_positions", "checkpoints")
 _ATTENTION = Table([row for row in OPERANDS if row.name not in _LACKING], {**OPERANDS.words, **ATTENTION_WORDS})
 _OWN = {"x": "v", "B": "k", "C": "q"}

@@ -1,4 +1,4 @@
-"""A rank's tokens of one sequence, in parts that blocks go over side by side, to make what they add to its state."""
+"""A rank's tokens of one sequence, in parts that blocks scan in parallel, to compute their contribution to its state."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .ends import EndsSpec
 from .spec import CHUNK
 from .warpgroups import WarpgroupScanSpec
 
-MOST, LEAST = 8, 16  # parts, and chunks of one: heads that keep all are then on many SMs
+MOST, LEAST = 8, 16  # most parts, and least chunks of a part: heads that do not forget are then on many SMs
 
 
 class Parts:
-    """Some tokens of one sequence, in parts of whole chunks but for the first one, which begins with the sequence, and the last one."""
+    """Some tokens of one sequence, in parts of whole chunks, except the first part, which begins with the sequence, and the last one."""
 
     launcher = Kernels
 
@@ -46,7 +46,7 @@ class Parts:
         self.since.copy_((first * CHUNK - self.starts[:-1, None]).clamp(min=0) // CHUNK)
         self.kernels.launch(spec)
         decays = remaining[self.each :: self.each]
-        decays = torch.nn.functional.pad(decays, (0, 0, 0, self.count - len(decays))).exp()  # behind the last one's last chunk is nothing
+        decays = torch.nn.functional.pad(decays, (0, 0, 0, self.count - len(decays))).exp()  # no decay follows the last part
         scaled = self.made.mul_(decays.float()[:, :, None, None])  # in f64 this would be 0.1 ms of copies for 128 heads
         added: Tensor = scaled.sum(0, keepdim=True, dtype=torch.float64)
         return added

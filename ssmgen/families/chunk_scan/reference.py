@@ -17,7 +17,7 @@ def _walk(
     passed: Callable[[int, Tensor], None],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(last state [H, P, N], y [T, H, P]) of one sequence: x, z [T, H, P], d, decays [T, H], B, C [T, H, N], D [H, P]; fresh: [T], tokens
-    at which the state begins anew. `passed` is told the state after each number of tokens."""
+    at which the state restarts. `passed` is told the state after each number of tokens."""
     y = torch.empty_like(x)
     for t in range(x.shape[0]):
         if fresh is not None and bool(fresh[t]):
@@ -88,5 +88,5 @@ def chunk_scan(
 
 
 def _span(begin: int, end: int, tokens: int) -> slice:
-    """The tokens of a packed sequence; one that ends before it begins, or outside of the tokens, has none."""
+    """The tokens of a packed sequence; a sequence that ends before it begins, or outside of the tokens, has none."""
     return slice(begin, end) if 0 <= begin < end <= tokens else slice(0, 0)

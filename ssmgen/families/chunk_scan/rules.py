@@ -1,4 +1,4 @@
-"""Which variants of chunk_scan there are for a problem, and which of them a call gets."""
+"""The variants of chunk_scan for a problem, and the choice for a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...spec.kernel import Arch, Pdl
 from .spec import SMS, ScanProblem, ScanSpec
 from .warpgroups import by_warpgroups, warpgroup_space
 
-SIZE, MAX_SIZE = "heads", 2**31 - 1  # what the rules look at: sequences are not among it, so that bits do not depend on how many there are
+SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
 
 
 def _spec(problem: ScanProblem, **how: Any) -> ScanSpec:
@@ -30,8 +30,8 @@ def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
 
 
 def _parts(problem: ScanProblem, blocks: int, arch: Arch) -> int:
-    """Blocks that divide a sequence whose heads are so many: as many as there are SMs for, but not so many in a cluster, whose number does
-    not hang on how many sequences there are. More than 6 save next to nothing: the last one passes all chunks."""
+    """The number of blocks that share one sequence, limited by SMs and, to fewer, in a cluster. The cluster size does not depend on the
+    number of sequences. More than 6 blocks save very little: the last one passes all chunks."""
     return min(4 if problem.overwrites else 6, SMS.get(arch.number, 80) // blocks)
 
 
@@ -42,8 +42,8 @@ def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     tiles = [t for t in range(16, 129, 16) if problem.headdim % t == 0 and (problem.d_state <= 64 or t <= 64)]
     few = [t for t in tiles if t <= 64]
     tile, narrow = few[-1], 32 if few[-1] % 32 == 0 else 16
-    # With four stages what is asked for has a chunk's time to come, with three less. With two nothing is on its way while products are
-    # made; with one, nothing overlaps: for architectures of little shared memory.
+    # Four stages give a load the time of a chunk, three give less. Two stages overlap no load with products, and one overlaps nothing: for
+    # architectures with little shared memory.
     whole = [(1, tiles[-1], 4), (1, tiles[-1], 3), (1, tile, 3), (1, tile, 2), (1, narrow, 2), (1, narrow, 1), (1, 16, 1)]
     divided = [
         (parts, where, stages)

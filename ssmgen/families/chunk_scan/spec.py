@@ -1,16 +1,16 @@
 """chunk_scan: Mamba-2 (SSD) over whole sequences, in chunks of 64 tokens on the tensor cores.
 
-With d = softplus(dt + bias), and s its running sum with A within a chunk, a chunk that begins in state S gives
+d is softplus(dt + bias), and s the running sum of d A within a chunk. A chunk that begins in state S computes
 
     M_ij = (C_i . B_j) exp(s_i - s_j) d_j, j <= i        y_i = exp(s_i) C_i S^T + sum_j M_ij x_j + D x_i
     S <- exp(s_last) S + sum_j exp(s_last - s_j) d_j x_j B_j^T
 
 A block walks a sequence's chunks in order, for `tile` rows of one head. Some of its warps, the walkers, hold 16 rows of S each in f32, in
-the registers in which products are summed; others make M one chunk ahead, because that does not hang on S; and one copies. States at listed
-positions are made beside S, by the walkers, from its value at their chunk's start.
+the accumulators; other warps, the mixers, compute M one chunk early, because M does not depend on S; and one warp copies. The walkers
+compute states at listed positions from the value of S at their chunk's start.
 
-With `parts` several blocks divide a sequence. Each first passes all chunks before its own, of which it makes S alone, by the operations of
-the one that walks them: so that no bit is another, and blocks have nothing to tell each other.
+`parts` is the number of blocks that share a sequence. Each block first passes all chunks before its own and computes only S for them, by
+the same operations as the block that owns them: no bit changes, and blocks do not communicate.
 Bytes per token and head: 4 P of x and y, 4 N / (heads of a group) of B and C.
 """
 
@@ -29,16 +29,16 @@ OPERATOR = "chunk_scan"
 
 CHUNK = 64  # tokens; part of the result's bits
 MOST_PARTS = 8
-SMS = {80: 108, 90: 132, 100: 148, 103: 148, 120: 170}  # of the larger cards; of others, 80 are taken for granted
-PASSING = 0.4  # time of a chunk of which only the state is made, of that of a whole one
-SUMS = 3  # chunks whose decays are kept: that of the walkers, that of the mixers, and the next
+SMS = {80: 108, 90: 132, 100: 148, 103: 148, 120: 170}  # of the larger cards; others are assumed to have 80
+PASSING = 0.4  # time of a chunk that computes only the state, relative to a whole chunk
+SUMS = 3  # chunks whose decays are kept: the walkers' chunk, the mixers' chunk, and the next
 
-# What problems of linear attention do not have.
+# Fields that problems of linear attention lack.
 WITHOUT_DT: dict[str, Any] = {"dt": None, "A": None, "dt_softplus": False}
 
 
 class Gate(Enum):
-    """What makes the state decay. All but the first are linear attention's: nothing but a scale of y beside it, and d = 1."""
+    """The decay of the state. All except the first belong to linear attention, which has only a scale of y in addition, and d = 1."""
 
     DT = "dt"  # exp(d A)
     LOG = "log"  # exp(g), of each token and head
@@ -49,8 +49,7 @@ class Gate(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanProblem(Problem):
-    """The fields that a call fixes: dtypes, sizes of a head's state, which operands there are.
-    Heads, groups, tokens and strides are not fixed."""
+    """The fields that a call fixes: dtypes, sizes of a head's state, present operands. Heads, groups, tokens and strides are not fixed."""
 
     headdim: int
     d_state: int
@@ -69,19 +68,19 @@ class ScanProblem(Problem):
     cu_seqlens: Index = Index.NONE  # type of it: x is packed sequences
     initial: bool = False  # initial_states are read
     final: bool = False  # final_states are written
-    pool: bool = False  # `state` is written, in place of final_states, and read where has_initial_state says so
-    started: bool = False  # there is a has_initial_state
+    pool: bool = False  # `state` is written instead of final_states, and read if has_initial_state is true
+    started: bool = False  # has_initial_state is given
     index: Index = Index.NONE  # type of state_indices
-    seq_idx: bool = False  # there is one: the state begins anew within the tokens
-    checkpoints: Index = Index.NONE  # type of checkpoint_positions; how many they are is an argument of the kernel
-    copy: int = 16  # bytes of x, B, C, z and out that lie together and aligned
+    seq_idx: bool = False  # seq_idx is given: the state restarts within the tokens
+    checkpoints: Index = Index.NONE  # type of checkpoint_positions; their number is an argument of the kernel
+    copy: int = 16  # bytes of x, B, C, z and out that are contiguous and aligned
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
-    segments: int = field(default=0, metadata=LATER)  # of a sequence, at most, where blocks divide it and bits tell; 0: as heads say
-    short: bool = field(default=False, metadata=LATER)  # sequences are many and short (warpgroups.py has the numbers); no bit hangs on it
+    segments: int = field(default=0, metadata=LATER)  # of a sequence, at most, if the division changes bits; 0: the heads decide
+    short: bool = field(default=False, metadata=LATER)  # sequences are many and short (warpgroups.py has the numbers); changes no bit
 
     @property
     def terms(self) -> int:
-        """16-bit terms of an operand of a product: f32 are sums of three bf16, of whose nine products the six greatest are made."""
+        """16-bit terms of an operand of a product: f32 are sums of three bf16; the six largest of their nine products are computed."""
         return 3 if self.x is DType.F32 else 1
 
     @property
@@ -94,12 +93,12 @@ class ScanProblem(Problem):
 
     @property
     def overwrites(self) -> bool:
-        """Whether last states may go where the first ones are read."""
+        """Whether final states may overwrite initial states."""
         return self.started or (self.initial and self.final)
 
     @property
     def marked(self) -> bool:
-        """Whether states are asked for at positions."""
+        """Whether states at positions are wanted."""
         return self.checkpoints is not Index.NONE
 
     def faults(self) -> list[str]:
@@ -133,14 +132,14 @@ class ScanSpec(KernelSpec, ScanProblem):
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
     word: ClassVar[str] = "scan"  # in names of kernels
-    states_alone: ClassVar[bool] = False  # whether it makes what tokens add to a state of zeros, and no outputs
+    states_alone: ClassVar[bool] = False  # whether it computes the state from zeros, and no outputs
 
     tile: int  # rows of headdim per block, 16 per walker
-    stages: int = 3  # chunks in shared memory: that of the walkers, that of the mixers, and those on their way
+    stages: int = 3  # chunks in shared memory: the walkers', the mixers', and the chunks that are loading
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
-    copiers: int = field(default=0, metadata=LATER)  # warps that do nothing but copy; without any, all warps do
-    parts: int = field(default=1, metadata=LATER)  # blocks that divide a sequence; but for a cluster, all sequences of a call share them
+    copiers: int = field(default=0, metadata=LATER)  # warps that only copy; 0: all warps copy
+    parts: int = field(default=1, metadata=LATER)  # blocks that share a sequence; without a cluster, all sequences of a call share them
 
     @property
     def needs(self) -> Needs:
@@ -157,17 +156,17 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def cluster_blocks(self) -> int:
-        """Parts know of each other only where the last one overwrites what all begin with."""
+        """Parts form a cluster only if the last one overwrites the state that all begin with."""
         return self.parts if self.overwrites else 1
 
     @property
     def stays(self) -> bool:
-        """Whether blocks are as many as there is room for, and go on from one sequence to the next. By warpgroups."""
+        """Whether one block per SM loops over sequences. With warpgroups only."""
         return False
 
     @property
     def ends(self) -> bool:
-        """Whether one of the blocks that divide a sequence has its first part and its last. By warpgroups."""
+        """Whether one of the blocks that share a sequence has its first and its last part. With warpgroups only."""
         return False
 
     @property
@@ -180,7 +179,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def rows_of_mixers(self) -> list[list[int]]:
-        """Which of M's four blocks of 16 rows each makes, whose k-th takes k + 1 times as long as the first; the first also sums decays. A
+        """M's four blocks of 16 rows, by mixer. The k-th block takes k + 1 times the first one's time; the first mixer also sums decays. A
         single copier takes the place of one."""
         return [[1], [2, 0], [3]] if self.copiers == 1 else [[0], [1], [2], [3]]
 
@@ -191,7 +190,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def walked(self) -> int:
-        """Columns of a state that a warp holds, or by warpgroups one of them."""
+        """Columns of a state that a warp holds, or a warpgroup."""
         return self.d_state
 
     @property
@@ -210,8 +209,8 @@ class ScanSpec(KernelSpec, ScanProblem):
     def divided_by(self) -> str:  # in its name
         return f"t{self.tile}"
 
-    # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight of them meet all banks when they are read as matrices.
-    # Those of f32 are read in pairs, four rows at a time, or singly where tokens are summed over.
+    # Rows of 16-bit numbers in shared memory are offset by 16 bytes, modulo 128: eight rows use all banks when they are read as matrices.
+    # f32 rows are read in pairs, four rows at a time, or singly if the sum is over tokens.
     @property
     def row_words(self) -> int:
         """32-bit words from one token's B or C to the next one's."""
@@ -227,12 +226,12 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     @property
     def mixes(self) -> int:
-        """Chunks whose M there is room for. One stage would never need two, but only f32 lack the room."""
+        """Chunks of M that have room. One stage never needs two, but only f32 lacks the room."""
         return 1 if self.stages == 1 and self.terms > 1 else 2
 
     @property
     def stage_words(self) -> int:
-        """What B, C, x and z of a chunk take in shared memory."""
+        """32-bit words of B, C, x and z of a chunk in shared memory."""
         return CHUNK * (2 * self.row_words + (2 if self.z else 1) * self.x_words)
 
     @property
@@ -302,10 +301,10 @@ class ScanSpec(KernelSpec, ScanProblem):
         return {
             "vector_state": self.state_loads is Loads.VECTOR,
             "pooled": self.index is not Index.NONE,
-            "past": "state" if self.started else "initial_states" if self.initial else "",  # what holds the state before the first token
+            "past": "state" if self.started else "initial_states" if self.initial else "",  # holds the state before the first token
             "past_slot": "sequence" if self.pool and self.initial else "slot",
-            "kept": "state" if self.pool else "final_states" if self.final else "",  # what receives the last one
-            "stepped": {Gate.DT: "dt", Gate.LOG: "g"}.get(self.gate, ""),  # the operand that says how the state decays at each token
+            "kept": "state" if self.pool else "final_states" if self.final else "",  # receives the last state
+            "stepped": {Gate.DT: "dt", Gate.LOG: "g"}.get(self.gate, ""),  # the operand that gives the decay at each token
             "softplus": self.dt_softplus,
             "sigmoid": False,
             "silu": self.z,
@@ -316,7 +315,7 @@ class ScanSpec(KernelSpec, ScanProblem):
             "sums": SUMS,
             "passing": PASSING,
             "dwindling": math.log2(1 - PASSING),
-            "own": "",  # ahead of the names of operands that begin with a block's sequence
+            "own": "",  # prefix of the names of operands that begin with a block's sequence
             "own_columns": "kState" if self.halves == 1 else "kOwn",  # of a state, of one warpgroup
             "guarded": self.headdim % self.tile != 0,  # a head's last block has fewer rows
         }

@@ -17,13 +17,13 @@ from .spec import CHUNK, Gate, ScanSpec
 from .warpgroups import LEAD, LEAST, WarpgroupScanSpec
 
 HEADS, GROUPS = 2, 1
-# More than one rounding's norm error: of states, M and what is added to states, each before its product.
+# More than one rounding's norm error: states, M and additions to states are each rounded before a product.
 SLACK = {DType.BF16: 4e-3, DType.F16: 6e-4, DType.F32: 1e-5}
 
 
 def operands(spec: ScanSpec, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
-    """Sequences of more than a chunk, and where blocks divide them, of more than one of them takes, and of so many tokens at least; packed
-    ones also of less, of one token and of none."""
+    """Sequences longer than a chunk, and than one block's part if blocks share them, with at least `tokens` tokens; packed ones also
+    shorter, of one token and without tokens."""
     g = torch.Generator().manual_seed(seed)
     least = LEAST * (LEAD[0] + LEAD[1]) // LEAD[1] if spec.ends else LEAST if spec.parts > 1 else 1
     most = max(least * CHUNK + 5, tokens)
@@ -44,7 +44,7 @@ def operands(spec: ScanSpec, batch: int, seed: int, tokens: int = 0) -> dict[str
         made["z"] = rows(spec, lead, HEADS, spec.headdim, g)
     if spec.dt_bias is not None:
         made["dt_bias"] = torch.rand(HEADS, generator=g).to(TORCH_DTYPES[spec.dt_bias])
-    if spec.seq_idx:  # of which the first one, and that of another row, come again
+    if spec.seq_idx:  # the first index, and an index of another row, occur again
         made["seq_idx"] = (torch.arange(lead[1]) // 30 % 2).int().repeat(lead[0], 1)
     made |= sequences(spec, batch, lead, counts, (HEADS, spec.headdim, spec.d_state), CHUNK, g)
     return ordered(spec, made)

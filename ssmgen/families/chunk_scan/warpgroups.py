@@ -1,23 +1,22 @@
-"""chunk_scan by warpgroups: the tensor cores of sm_90a, which read operands from shared memory by themselves.
+"""chunk_scan with warpgroups: the tensor cores of sm_90a, which read operands directly from shared memory.
 
-A block has four warpgroups. The first fetches: C, B, x and z of chunks, and dt, of which it makes decays. Two prepare every other chunk
-each: M, x with what is left of each token at the chunk's end, and y's way out of shared memory. The fourth walks: it holds 64 rows of the
-state in f32, in the registers in which products are summed, from the first chunk to the last. It makes y^T, so that the state, rounded, is
-there as the first operand, and nothing of the state goes through shared memory. States at listed positions are copies of it that a product
-of their own goes on from.
+A block has four warpgroups. The first loads C, B, x and z of chunks, and dt, and computes the decays. Two prepare every other chunk each:
+M, x weighted by each token's decay to the chunk's end, and the store of y from shared memory. The fourth scans: it holds 64 rows of the
+state in f32, in the accumulators, from the first chunk to the last. It computes y^T, so that the rounded state is the first operand, and
+the state never passes through shared memory. States at listed positions are copies of it, each advanced by a separate product.
 
 A state of 256 columns takes two warpgroups of 128 each, and one prepares every chunk. Each sums its part of y over its own columns; they
-exchange halves of these sums through shared memory, and each stores y of half of the tokens. A headdim that is no multiple of 64 takes
-another block for its last rows, whose tensor map gives zeros for the rows that are missing.
+exchange halves of these sums through shared memory, and each stores y of half of the tokens. A headdim that is not a multiple of 64
+takes another block for its last rows, whose tensor map returns zeros for the missing rows.
 
-With `stays`, where sequences are many and short, there are as many blocks as SMs, and each goes on from one sequence to the next, without a
-bit that is another: fetchers and preparers are ahead of the walkers there too, so that neither the beginning of a sequence nor its end is
-waited for. The fourth warp that fetches lists what the block does, of 32 sequences the longest first.
+`stays` is for many short sequences: one block per SM loops over sequences, and no bit changes. Its loads and preparation run early across
+sequences too, so that the scan waits neither at the beginning of a sequence nor at its end. The fourth loading warp lists the block's work,
+the longest of 32 sequences first.
 
-With `parts` a cluster's blocks divide a sequence: each sums what its own part adds to a state of zeros, reads what those ahead of it have
-summed, and goes over its part again. That is exact, but its order of summation is another.
-With `ends`, which all have by the rules, the first of them walks the first part meanwhile, from whose state the others go on, and has the
-last part behind that.
+`parts` blocks of a cluster share a sequence: each computes the state of its own part from zeros, reads the states of the earlier parts, and
+scans its part again. The result is exact, but its order of summation differs.
+`ends`, which the rules always set, lets the first block scan the first part in the meantime. The others continue from its state, and the
+first block then takes the last part.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ from .spec import CHUNK, SMS, ScanProblem, ScanSpec
 ROWS = 64  # of a state, that a warpgroup holds
 THREADS = 512
 COLUMNS = 128  # of a state, that a warpgroup holds at most
-REGISTERS = (64, 120, 208)  # of threads that fetch, prepare and walk: of the second there are twice as many, and all begin with 128
-REGISTERS_BY_HALVES = (40, 120, 176)  # the same where those that walk are twice as many
-# (blocks of a sequence, parts): so many clusters of so many blocks are on a card of 132 SMs at once. More wait for others to end.
+# of threads that load, prepare and scan: there are two warpgroups of the second kind, and all threads begin with 128
+REGISTERS = (64, 120, 208)
+REGISTERS_BY_HALVES = (40, 120, 176)  # the same with two scanning warpgroups
+# (blocks of a sequence, parts): this number of clusters of `parts` blocks is on a card of 132 SMs at once. More clusters wait.
 PARTS = ((8, 8), (16, 6), (30, 4), (36, 3))
 MOST = 8  # parts: the blocks of a cluster
-LISTED = 8  # items that a block that stays knows of at once: with sequences of one chunk each, its roles are at most 6 of them apart
-LEAD = (1, 2)  # chunks that the first block walks, and that others sum meanwhile. With 16 and 24 heads 3 : 7 and 1 : 3 are slower
-LEAST = 8  # chunks of a part: with fewer, what parts exchange takes longer than they do
+LISTED = 8  # items that a block that stays lists at once: with sequences of one chunk each, its roles differ by at most 6 items
+LEAD = (1, 2)  # chunks that the first block scans, and that others sum in this time. For 16 and 24 heads 3 : 7 and 1 : 3 are slower
+LEAST = 8  # chunks of a part: with fewer, the exchange between parts takes longer than their work
 UNDIVIDED = LEAST + LEAST * LEAD[0] // LEAD[1]  # chunks of the longest sequence that no blocks divide
-# Blocks of a sequence that two parts divide, if states have 256 columns or the headdim is no multiple of 64. An H200 takes 0.69 of the time
+# Blocks of a sequence that two parts divide, if states have 256 columns or headdim is not a multiple of 64. An H200 takes 0.69 of the time
 # for 4096 tokens of 24 x 128 x 256, and 0.72 for 48 x 32 x 128. Other sizes keep the bits that they have.
 HALVED = 66
 SHORT, SHORT_PACKED = 2048, 1024  # tokens of a call's sequences, on average with which blocks stay. Packed ones of 2048 gain 1 % or lose 4
@@ -61,8 +61,8 @@ class WarpgroupScanSpec(ScanSpec):
     tile: int = ROWS
     stages: int = 4
     parts: int = 1  # blocks that divide a sequence
-    stays: bool = field(default=False, metadata=LATER)  # blocks are as many as SMs, and go on from one sequence to the next
-    ends: bool = field(default=False, metadata=LATER)  # the first of the blocks that divide a sequence has its first part and its last
+    stays: bool = field(default=False, metadata=LATER)  # one block per SM loops over sequences
+    ends: bool = field(default=False, metadata=LATER)  # the first of the blocks that share a sequence has its first and its last part
 
     @property
     def needs(self) -> Needs:
@@ -110,12 +110,12 @@ class WarpgroupScanSpec(ScanSpec):
 
     @property
     def dynamic_bytes(self) -> int:
-        """Stages, two M, two of x with its weights, and two of y; or, where two warpgroups hold the state, what they exchange for two."""
+        """Bytes of stages, two M, two weighted x and two y; or, if two warpgroups hold the state, two buffers for their exchange."""
         return super().dynamic_bytes + 2 * CHUNK * self.tile * (2 + (2 if self.halves == 1 else 4))
 
     @property
     def shared_bytes(self) -> int:
-        """Beside those, numbers of each token of a stage, barriers, and what it takes to begin at a multiple of 1024."""
+        """Also per-token numbers of each stage, barriers, and padding to begin at a multiple of 1024."""
         listed = LISTED * 80 if self.stays else 0
         return self.dynamic_bytes + self.stages * CHUNK * (8 + 4 + 4 + 4 + 16 + 4 * self.seq_idx) + 256 + listed + 1024
 
@@ -145,7 +145,7 @@ class WarpgroupScanSpec(ScanSpec):
         return {"C": self.d_state, "B": self.d_state, "x": rows} | ({"z": rows} if self.z else {})
 
     def _walker_out(self) -> str:
-        """Where an item's rows of y begin."""
+        """The start of an item's rows of y."""
         if not self.stays:
             return "out"
         start = "item.first * out_token" if self.ragged else "i64(item.sequence) * out_batch"
@@ -184,8 +184,8 @@ def may_stay(problem: ScanProblem, heads: int) -> bool:
 
 
 def many_short(problem: ScanProblem, heads: int, sequences: int, tokens: int) -> bool:
-    """Whether a call has more heads of sequences than there are SMs, and its sequences, which have so many tokens in all, are short. Where
-    blocks divide longer ones, only a batch is known to have none."""
+    """Whether a call needs more blocks than there are SMs, and its sequences, of `tokens` tokens in all, are short. If blocks share longer
+    sequences, only a batch is known to have none."""
     blocks, most = sequences * heads * tiles_of(problem), SHORT_PACKED if problem.ragged else SHORT
     if parts_of(problem, heads) > 1:
         most = UNDIVIDED * CHUNK
@@ -197,7 +197,7 @@ def _spec(problem: ScanProblem, **how: Any) -> WarpgroupScanSpec:
 
 
 def warpgroup_space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
-    """Every legal variant within the axes worth trying, but for parts, which change bits."""
+    """Every legal variant within the axes that are worth a trial, except parts, which change bits."""
     for stages, stays in product((2, 4, 6), (False, True)):
         for pdl in Pdl:
             spec = _spec(problem, stages=stages, stays=stays, pdl=pdl)
