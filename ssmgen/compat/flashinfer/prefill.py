@@ -64,7 +64,7 @@ def chunk_gated_delta_rule(
         following of state_checkpoints [count, HV, V, K]; other rows stay. Those beside a pool are rounded to its dtype
     use_cp, _cp_chunk_len and max_seqlen divide FlashInfer's work: ignored   backend: "auto" or "flashinfer"
 
-    Raises UnsupportedError for another backend, and what ssmgen.chunk_gated_delta_rule raises.
+    Raises UnsupportedError for another backend, and the errors of ssmgen.chunk_gated_delta_rule.
     """
     name = "FlashInfer's chunk_gated_delta_rule"
     _check_served(name, q, k, v, backend)
@@ -97,7 +97,7 @@ def chunk_gated_delta_rule(
 
 
 def _check_served(name: str, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
-    """Raises UnsupportedError for what FlashInfer has kernels for, and ssmgen has none."""
+    """Raises UnsupportedError for calls that only FlashInfer has kernels for."""
     reasons = [] if backend in ("auto", "flashinfer") else [f"backend={backend!r} names kernels of others; 'auto' and 'flashinfer' do not"]
     heads = q.shape[1], k.shape[1], v.shape[1]
     if heads[0] > heads[2] and (heads[1] != heads[2] or not heads[2] or heads[0] % heads[2]):

@@ -14,7 +14,7 @@ NAME = "flashinfer's checkpointing_ssu"
 
 
 def _tokens_first(cache: Any) -> Any:
-    """[slots, H, R, P] as [slots, R, H, P]; what is neither, the checks name."""
+    """[slots, H, R, P] as [slots, R, H, P]; any other shape stays, for the checks to name."""
     return cache.transpose(1, 2) if isinstance(cache, Tensor) and cache.dim() == 4 else cache
 
 
