@@ -125,7 +125,7 @@ def mamba_chunk_scan_combined(
     chunk_size divides work there: ignored, and any is taken
 
     Unlike there, a row's first token goes on from initial_states whatever its seq_idx, and so do the states of packed sequences; states
-    between chunks are f32, and state_dtype is only that of a result.
+    between chunks are f32, and state_dtype is only a result's dtype.
     Raises UnsupportedError for packed sequences without seq_idx, and the errors of ssmgen.chunk_scan: ArgumentError (a ValueError) where an
     operand requires grad while grad is enabled, for one.
     """

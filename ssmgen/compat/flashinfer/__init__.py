@@ -175,7 +175,7 @@ def gated_delta_rule_mtp(
     """initial_state: pool [slots, HV, V, K], read at initial_state_indices [B], written there or at output_state_indices [B].
 
     ssm_state_indices: [B, T], the slot for the state after each token; the slot read from is then not written
-    output_state_indices beside it: the state after the last token goes there too, by a copy that is a pass of its own
+    output_state_indices in addition: the state after the last token goes there too, by a copy in a separate pass
     disable_state_update: None is True, with a warning, as long as FlashInfer's default is that; 0 is False, another integer True, as there
     intermediate_states_buffer: [B or more, T or more, HV, V, K]
     null_slot, zero_padding: as in gated_delta_rule_decode_pretranspose

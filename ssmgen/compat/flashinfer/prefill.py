@@ -54,14 +54,14 @@ def chunk_gated_delta_rule(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Prompts of the gated delta rule, packed -> output [tokens, HV, V], or (output, states after each sequence) with output_final_state.
 
-    q, k: [tokens, H, K]   v: [tokens, HV, V]; or q: [tokens, HV, K] with fewer heads of k and v, as many of both
+    q, k: [tokens, H, K]   v: [tokens, HV, V]; or q: [tokens, HV, K] with fewer heads of k and v, equally many of both
     g: [tokens, HV], the decay itself, 0 … 1, None for one; beta: like it, None for one
     cu_seqlens: [N + 1], needed   scale: None or 0 is K^-0.5
     initial_state: [N, HV, V, K], None for zeros; output_state: the same, None for new ones of f32
     state_indices: [N], distinct slots: initial_state and output_state are pools [slots, HV, V, K], or one pool, which is then updated in
         place. output_final_state needs output_state then, and returns it
     checkpoint_every_n_tokens: a multiple of 64: the states after each so many tokens of sequence i go to rows checkpoint_cu_starts[i] and
-        following of state_checkpoints [count, HV, V, K]; other rows stay. Those beside a pool are rounded to its dtype
+        following of state_checkpoints [count, HV, V, K]; other rows stay. With a pool, they are rounded to its dtype
     use_cp, _cp_chunk_len and max_seqlen divide FlashInfer's work: ignored   backend: "auto" or "flashinfer"
 
     Raises UnsupportedError for another backend, and the errors of ssmgen.chunk_gated_delta_rule.
