@@ -1,4 +1,4 @@
-"""Measurement: what `ssmgen bench` runs. A number comes with its peers and its ceiling, taken in the same run, or not at all.
+"""The measurements of `ssmgen bench`. A number comes with its peers and its ceiling, taken in the same run, or not at all.
 
 A family's `bench.py` declares its benchmarks, each a `Bench` of `engine.py`. It names what varies (`axes.py`), the inputs of a case and
 the part of a call that is held against float64 (`case.py`), the peers, and the words for a case. The engine runs it. `rows.py` makes rows

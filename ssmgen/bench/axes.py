@@ -1,4 +1,4 @@
-"""What varies in a benchmark. An axis is an option of the command, an argument of `run`, and a field of the rows of a report."""
+"""The variables of a benchmark. An axis is an option of the command, an argument of `run`, and a field of the rows of a report."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _members(kind: Any) -> Mapping[str, Enum] | None:
 
 
 def several(flag: str, argument: str, kind: Any, default: Any, help: str, name: str = "", **how: Any) -> Axis:
-    """An axis whose option may repeat. name: that of the flag, if not given."""
+    """An axis whose option may repeat. name: the flag's name if not given."""
     option = click.option(flag, argument, type=kind, multiple=True, help=help)
     default = default if isfunction(default) else tuple(default)
     return Axis(name or flag[2:].replace("-", "_"), argument, option, _kind(kind), default, many=True, members=_members(kind), **how)

@@ -21,14 +21,14 @@ from ..spec.kernel import SM90, Arch
 from .timing import Launch
 
 COLD = 640e6  # bytes that inputs rotate over: ten times the L2 cache
-HOT = 30e6  # bytes of what is in the L2 cache while it is timed
+HOT = 30e6  # bytes of inputs that stay in the L2 cache while timed
 MOST = math.inf  # bytes at most, whatever a benchmark asks for; tests have less
 MIN_SETS, MAX_SETS = 4, 512
 HOST_BATCH = 8  # host times are of batches up to this
-GATE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm error of what is stored: its rounding
+GATE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm error from rounding the stored values
 GATE |= {torch.int16: 5e-5, torch.int8: 1.2e-2, torch.float8_e4m3fn: 4e-2}  # with a scale per row of normal values
 EXACT = 0.0  # the limit of copies
-SCRATCH = ("workspace",)  # written operands whose contents nobody reads
+SCRATCH = ("workspace",)  # written operands that are never read back
 
 Call = Mapping[str, Any]  # keywords of a public function
 Variants = Mapping[str, dict[str, Any]]  # {name of a contender: further keywords of its calls}
@@ -40,7 +40,7 @@ def sets_of(set_bytes: float, least: int = MIN_SETS, most: int = MAX_SETS, cold:
 
 
 def slots_of(slot_bytes: float, draws: int, cold: float = COLD) -> int:
-    """Slots of a pool that takes `cold` bytes, or from which MIN_SETS calls draw so many each."""
+    """Slots of a pool that takes `cold` bytes, or from which MIN_SETS calls draw `draws` slots each."""
     return max(math.ceil(min(cold, MOST) / slot_bytes), MIN_SETS * draws)
 
 
@@ -78,7 +78,7 @@ def binary_tree(batch: int, tokens: int, device: torch.device | str) -> Tensor:
 
 
 def some_of(count: int, most: int, device: torch.device) -> Tensor:
-    """Up to `most` of so many rows, evenly spread."""
+    """Up to `most` of `count` rows, evenly spread."""
     return torch.linspace(0, count - 1, min(count, most), device=device).long()
 
 
@@ -123,9 +123,9 @@ def name_of(name: str, pdl: bool) -> str:
 class Case:
     """Calls of `function` on `sets` sets of inputs.
 
-    rotating: {parameter: a value for each set, or for fewer, which then repeat}. shared: those that all sets have. part: of a call's
-    keywords, those of the smaller call that is held against float64. limits: of norm errors, by operand, if not what GATE says of its
-    dtype; slack: in addition. outputs: parameters that a call only writes; the gate fills them before.
+    rotating: {parameter: a value for each set, or for fewer, which then repeat}. shared: the values common to all sets. part: from a
+    call's keywords, the keywords of the smaller call that is checked against float64. limits: of norm errors, by operand, if not GATE's
+    for its dtype; slack: in addition. outputs: parameters that a call only writes; the gate fills them before.
     """
 
     function: Callable[..., Any]
@@ -137,19 +137,19 @@ class Case:
     limits: Mapping[str, float] = field(default_factory=dict)
     slack: float = 0.0
     outputs: Sequence[str] = ("out",)
-    variants: Callable[[Arch], Variants] = by_pdl  # the first is what a plain call gets
+    variants: Callable[[Arch], Variants] = by_pdl  # a plain call runs the first
     beside: Mapping[str, Launch] = field(default_factory=dict)  # our further contenders
     ahead: Case | None = None  # whose launch comes before each of these; part of the time, and timed by itself
     name: str = "ssmgen"  # of a contender, without PDL
-    ratios: Sequence[str] = ()  # the contenders beside that rows have a ratio to
-    rivals: Mapping[str, Launch] = field(default_factory=dict)  # eager calls of contenders beside that are compared as peers are
+    ratios: Sequence[str] = ()  # the names in `beside` that rows have a ratio to
+    rivals: Mapping[str, Launch] = field(default_factory=dict)  # eager calls of names in `beside`, compared as peers are
     copied: tuple[Tensor, Tensor] | None = None  # (pool, slots [sets, batch]) of the slot copy
-    comparable: bool = True  # the slot copy moves as many bytes
-    peer_limits: Mapping[str, float] = field(default_factory=dict)  # by operand, of what peers return, in this order
+    comparable: bool = True  # the slot copy moves the same number of bytes
+    peer_limits: Mapping[str, float] = field(default_factory=dict)  # by operand, in the order of peers' results
     host: bool = True  # host times are taken
     row: Mapping[str, Any] = field(default_factory=dict)  # further fields of the row
     at: Any = None  # where it is on the axes: for peers
-    more: Mapping[str, Any] = field(default_factory=dict)  # what only peers take
+    more: Mapping[str, Any] = field(default_factory=dict)  # arguments for peers only
     _known: dict[str, Tensor] | None = field(default=None, init=False, repr=False)
 
     @functools.cached_property
@@ -174,7 +174,7 @@ class Case:
         return lambda i: (ahead(i), calls[i]())
 
     def contenders(self) -> dict[str, Launch]:
-        """Ours, beside the variants."""
+        """Our contenders in addition to the variants."""
         return dict(self.beside)
 
     def written(self, call: Call, exact: bool = False) -> dict[str, Tensor]:
@@ -190,14 +190,14 @@ class Case:
         return found
 
     def expected(self) -> dict[str, Tensor]:
-        """What the first call's part writes, in float64; computed once where no operand is both read and written."""
+        """The results of the first call's part, in float64; computed once where no operand is both read and written."""
         found = self._known or self.written(self.part(self.arguments(0)), exact=True)
         repeats = all({name, f"{name}_out"} & {*self.outputs} for name in found)
         self._known = found if repeats else None
         return found
 
     def errors(self, call: Call, expected: Mapping[str, Tensor]) -> dict[str, float]:
-        """Norm errors of what a call has written, by operand."""
+        """Norm errors of a call's results, by operand."""
         found = self.written(self.part(call))
         return {name: norm_error(t, expected[name]) for name, t in found.items()}
 
@@ -215,7 +215,7 @@ class Case:
         return errors
 
     def peer_errors(self, name: str, call: Launch) -> dict[str, float]:
-        """Norm errors of what a peer returns for the first set, by operand."""
+        """Norm errors of a peer's results for the first set, by operand."""
         results: Any = call(0)
         returned = dict(zip(self.peer_limits, results if isinstance(results, tuple) else (results,), strict=True))
         given, expected = self.arguments(0), self.expected()

@@ -71,7 +71,7 @@ def _form(as_json: bool, as_csv: bool, page: Path | None) -> str:
 
 @functools.cache
 def _command(name: str) -> click.Command:
-    """The command that calls `run` of a benchmark with what the options say, and prints its results."""
+    """The command that calls `run` of a benchmark with the values of the options, and prints its results."""
 
     benchmark = bench_of(name)
 

@@ -39,17 +39,17 @@ class Bench:
     """The benchmark of an operator.
 
     method: how it is measured, in words.
-    axes: what varies, the outermost loop first.
+    axes: the variables, the outermost loop first.
     inputs: makes the case that lies at these values.
     words, size: the name of a row, and its place on a curve; from the fields of the row and of the report's head, in old reports too.
     peers: other packages by name.
     quick: options of a quick run.
     of_model: options for a model, already divided by tp; None where the model does not use the operator.
     mistakes: options of a command that do not go together, in words.
-    settle: the cases of a combination of values, with their missing fields; none where there is no such case.
+    settle: the cases of a combination of values, with their missing fields; none if the case does not exist.
     ceiling: the ceiling of the report that bounds it.
-    copied: a slot copy is timed beside it; otherwise the case has a contender "mul".
-    fields, measured_fields: fields of rows beside the axes, ahead of the measurement and after it.
+    copied: a slot copy is timed with it; otherwise the case has a contender "mul".
+    fields, measured_fields: fields of rows in addition to the axes, before the measurement and after it.
     parts: rows name each kernel of a variant.
     """
 
@@ -184,7 +184,7 @@ def _compile_seconds(spec: KernelSpec, arch: Arch) -> float:
 
 
 def gates(case: Case, variants: Variants) -> list[dict[str, float]]:
-    """What the case's gate says of each variant. Raises SsmgenError that names all that fail."""
+    """The norm errors of each variant from the case's gate. Raises SsmgenError that names all that fail."""
     passed, wrong = [], []
     for name, how in variants.items():
         try:
@@ -197,7 +197,7 @@ def gates(case: Case, variants: Variants) -> list[dict[str, float]]:
 
 
 def peers_of(case: Case, peers: Mapping[str, Peer]) -> dict[str, timing.Launch]:
-    """The peers that run. Of a case that has limits for them, those whose results are within these."""
+    """The peers that run. If the case has limits for peers, only the peers within these limits."""
     usable = reports.usable({name: make(case) for name, make in peers.items()})
     for name in list(usable) if case.peer_limits else ():
         errors = case.peer_errors(name, usable[name])

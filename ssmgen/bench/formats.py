@@ -1,4 +1,4 @@
-"""What a benchmark's results are written as: text, rich tables, JSON, CSV, a page; and how they are read back from files."""
+"""Writes a benchmark's results as text, rich tables, JSON, CSV or a page, and reads them back from files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CasesFailedError(SsmgenError):
 
 
 def load(paths: Sequence[Path]) -> Suite:
-    """What `--json` wrote, of one operator or of several, plain or gzipped. Its texts are without control characters, so that they may go
-    to a terminal. Raises BenchFileError that names every wrong file, and what is wrong in it."""
+    """Results that `--json` wrote, of one operator or of several, plain or gzipped. Their texts have no control characters, so that they
+    may go to a terminal. Raises BenchFileError that names every wrong file and its faults."""
     found, wrong, unreadable = [], [], []
     for path in paths:
         try:
@@ -65,7 +65,7 @@ def check(suite: Suite) -> None:
 
 
 def as_csv(suite: Suite) -> str:
-    """The flat rows of all reports, a header first; what is unknown is empty."""
+    """The flat rows of all reports, a header first; unknown values are empty."""
     rows = list(flat(*rows_and_failures(suite)))
     if not rows:
         return ""

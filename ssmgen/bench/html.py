@@ -19,7 +19,7 @@ from .suite import Suite
 
 TEMPLATE = "page.html.j2"
 OURS = ("ours", "circle")
-THEIRS = [("peer0", "square"), ("peer1", "triangle"), ("peer2", "diamond"), ("peer3", "circle")]  # by appearance; a fifth begins anew
+THEIRS = [("peer0", "square"), ("peer1", "triangle"), ("peer2", "diamond"), ("peer3", "circle")]  # by appearance; a fifth starts over
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _heads(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _groups(reports: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Reports that share a section. A curve has one point per size: a report that repeats a case, or is of another machine, begins anew."""
+    """Reports that share a section. A curve has one point per size: a repeated case or another machine starts a new section."""
     groups: list[list[Mapping[str, Any]]] = []
     for report in reports:
         alike = [g for g in groups if (op_of(g[0]), _machine(g[0])) == (op_of(report), _machine(report))]
@@ -165,7 +165,7 @@ def _share(row: Row, peer: str) -> float | None:
 
 
 def _overview(rows: Sequence[Row], marks: Mapping[str, tuple[str, str]]) -> list[Panel]:
-    """What a call costs the host, and what compiling costs."""
+    """The host time of a call, and the time to compile."""
     panels = []
     times = [(row.host_us, row.host_bound_us) for row in rows if row.host_us is not None and row.host_bound_us is not None]
     timed = [row for row in rows if row.host_us is not None and row.host_bound_us is not None]

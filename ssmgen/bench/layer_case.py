@@ -40,8 +40,8 @@ class Layer(Case):
     """The inputs of one model's layers. A family derives from it and adds its recurrence."""
 
     inputs: ClassVar[str]  # the operand that is convolved
-    norm_first: ClassVar[bool] = False  # the norm goes ahead of its gate
-    norm_how: ClassVar[dict[str, Any]] = {}  # of the norm by itself: what it is told besides
+    norm_first: ClassVar[bool] = False  # the norm is applied before its gate
+    norm_how: ClassVar[dict[str, Any]] = {}  # further arguments of the separate norm
 
     def __init__(self, at: At, device: torch.device, op: str):
         self.at, self.model, self.op = at, at.share, op
@@ -99,12 +99,12 @@ class Layer(Case):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Axes ahead of the channels."""
+        """Axes before the channels."""
         return (self.batch,) if self.tokens == 1 else (self.batch, self.tokens)
 
     @property
     def rolled(self) -> int:
-        """Inputs that a window holds beyond those that the taps need: it is put on by all tokens, of which some count."""
+        """Inputs that a window holds in addition to the taps' inputs: all tokens are appended to it, and only some count."""
         return self.tokens - 1 if self.by_slot else 0
 
     @property
@@ -113,13 +113,13 @@ class Layer(Case):
         return int(self.model.nheads * self.model.shape[0])
 
     def window_bytes(self, more: int = 0) -> int:
-        """Bytes of one sequence's window with `more` inputs beyond those that the taps need."""
+        """Bytes of one sequence's window with `more` inputs in addition to the taps' inputs."""
         return int(self.model.layer_channels * (self.model.conv_width - 1 + more) * BF16.itemsize)
 
     # A family's part.
 
     def made_by_head(self, rand: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """What the recurrence takes by head. rand: of a shape, normally distributed for each set."""
+        """The recurrence's operands by head. rand: of a shape, normally distributed for each set."""
         raise NotImplementedError
 
     def update(self, i: int, convolved: Tensor, out: Tensor) -> Step:
@@ -133,7 +133,7 @@ class Layer(Case):
 
     @property
     def gate_alone(self) -> bool:
-        """Whether z gates the recurrence where there is no norm."""
+        """Whether z gates the recurrence if the layer lacks a norm."""
         return False
 
     @property
@@ -206,7 +206,7 @@ class Layer(Case):
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[Callable[[], dict[str, Tensor]]]:
-        """Gives what tells the first set's states, windows, outputs and what is kept; afterwards, states and windows are as they were."""
+        """Yields a getter of the first set's states, windows, outputs and kept tensors; then restores states and windows."""
         touched, call = self.slots[0].long(), self.arguments(0)
         before = self.state[touched], self.conv_state[touched]
         for name in self.outputs:

@@ -149,7 +149,7 @@ def run(
 
 @torch.no_grad()
 def measured(cell: Cell, device: torch.device, rounds: int, peers: bool) -> dict[str, Any]:
-    """Microseconds of a cell's launch, of a copy of as many bytes, and of each peer. Raises SsmgenError where a result is wrong."""
+    """Microseconds of a cell's launch, of a copy of the same size, and of each peer. Raises SsmgenError where a result is wrong."""
     case = cell.bench.made(cell.at, device)
     case.gate(pdl=None)
     contenders = {"ssmgen": case.bound(pdl=None)} | _copies(case)
@@ -164,7 +164,7 @@ def measured(cell: Cell, device: torch.device, rounds: int, peers: bool) -> dict
 
 
 def _copies(case: Case) -> dict[str, timing.Launch]:
-    """A copy of as many bytes, or a multiplication."""
+    """A copy of the same size, or a multiplication."""
     if case.copied:
         return reports.slot_copies(*case.copied, (False,))
     return {name: case.beside[name] for name in ("mul",) if name in case.beside}

@@ -50,7 +50,7 @@ def headline(report: Mapping[str, Any]) -> str:
 
 
 def table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(headings, a line per model, that with the worst ratio first)"""
+    """(headings, a line per model, the worst ratio first)"""
     head = ["model"]
     for column in COLUMNS.values():
         head += [f"{column.words}, us", "fastest peer, us", "ratio"]

@@ -20,13 +20,13 @@ class Watch:
         self.say = say
 
     def begins(self, op: str, cases: int) -> None:
-        """An operator's benchmark, of so many cases."""
+        """An operator's benchmark starts; it has this number of cases."""
 
     def case(self, words: str) -> None:
         """The next case is being made and checked."""
 
     def timing(self, contenders: int) -> None:
-        """The case is correct, and so many contenders are replayed in turn."""
+        """The case is correct, and this number of contenders are replayed in turn."""
 
     def ends(self, line: str) -> None:
         """The case has been timed, or failed."""
@@ -37,7 +37,7 @@ PRINTING = Watch()
 
 
 class Display(Watch):
-    """Keeps one line at the bottom of a terminal: operator, case, what is done with it, cases so far, elapsed time."""
+    """Keeps one line at the bottom of a terminal: operator, case, the current phase, cases so far, elapsed time."""
 
     def __init__(self, console: Console):
         words = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))

@@ -30,7 +30,7 @@ def need_device() -> None:
 
 
 def begin(method: str = "") -> dict[str, Any]:
-    """What every report starts with. Raises SsmgenError without a GPU."""
+    """The head of every report. Raises SsmgenError without a GPU."""
     need_device()
     torch.manual_seed(0)
     return {

@@ -1,4 +1,4 @@
-"""One schema for what any operator's report says: a flat row per case, and the cases that failed."""
+"""One schema for the reports of all operators: a flat row per case, and the cases that failed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from . import bench_of, benchmarks
 class Point(NamedTuple):
     """Which case a row of a report is, in words."""
 
-    case: str  # all but the size: what the points of one curve have in common
-    size_of: str  # "batch", or what else `size` counts
+    case: str  # all but the size: common to the points of one curve
+    size_of: str  # "batch", or another unit of `size`
     size: str
     ceiling: str | None  # which of the report's ceilings_tbs bounds it; None where the data is in the L2 cache
 
@@ -41,13 +41,13 @@ class Row:
     size: str
     us: float
     tbs: float
-    copy: str | None = None  # what copy_ratio is of: a copy of the same slots, or an elementwise multiplication of as many bytes
+    copy: str | None = None  # the base of copy_ratio: a copy of the same slots, or an elementwise multiplication of equal bytes
     copy_us: float | None = None
     copy_ratio: float | None = None
     share: float | None = None  # of the ceiling measured in the same run
     host_us: float | None = None
     host_bound_us: float | None = None
-    sm_mhz: int | None = None  # the SM clock behind the last replay
+    sm_mhz: int | None = None  # the SM clock after the last replay
     compile_s: float
     state_error: float | None = None
     out_error: float | None = None

@@ -1,4 +1,4 @@
-"""What a report of `ssmgen bench` holds, field by field: files of results are checked before anything is made of them."""
+"""The schema of a report of `ssmgen bench`, field by field: files of results are checked before they are used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rows import op_of
 
 
 class Kind(NamedTuple):
-    """What a field's value is. faults: (where it stands, value) -> what is wrong with it."""
+    """The kind of a field's value. faults: (where it stands, value) -> what is wrong with it."""
 
     faults: Callable[[str, Any], Iterator[str]]
 
@@ -37,7 +37,7 @@ def maybe(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind, length: int | None = None) -> Kind:
-    """A list whose items are of one kind: of so many items, or of any number."""
+    """A list whose items are of one kind: of a given number of items, or of any number."""
 
     def faults(where: str, value: Any) -> Iterator[str]:
         if not isinstance(value, list) or (length is not None and len(value) != length):
@@ -123,7 +123,7 @@ HEAD: Fields = {
 
 
 def faults_of(value: Any) -> Iterator[str]:
-    """What is wrong with a file's value: of one report, or of several with the operators that failed."""
+    """The faults of a file's value: of one report, or of several with the operators that failed."""
     if not isinstance(value, dict):
         yield f"it is {reprlib.repr(value)}, not an object"
     elif is_suite(value):

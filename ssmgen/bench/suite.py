@@ -1,4 +1,4 @@
-"""`ssmgen bench all`: every operator's benchmark in turn, in full, quickly, or of what one model uses."""
+"""`ssmgen bench all`: every operator's benchmark in turn, in full, quickly, or for the operators of one model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK_ROUNDS = 3
 
 @dataclass
 class Suite:
-    """What a run of several benchmarks leaves, and what a file of them holds."""
+    """The results of several benchmarks, as a run returns them and a file holds them."""
 
     reports: list[dict[str, Any]] = field(default_factory=list)
     failed: list[dict[str, str]] = field(default_factory=list)  # operators that made no report: {"op", "error"}

@@ -43,7 +43,7 @@ def capture(launch: Launch, sets: int, least: int = 24) -> tuple[torch.cuda.CUDA
 
 
 def device_us(contenders: Mapping[Key, Launch], sets: int, rounds: int = 7, captures: int = 2, least: int = 24) -> dict[Key, float]:
-    """Microseconds per launch of each contender: the least, over `captures` graphs of at least so many launches, of the median of `rounds`
+    """Microseconds per launch of each contender: the least, over `captures` graphs of at least `least` launches, of the median of `rounds`
     replays."""
     best: dict[Key, float] = {}
     for _ in range(captures):
@@ -82,7 +82,7 @@ def host_us(call: Callable[[], object], blocks: int = 40, calls: int = 100) -> f
 def sm_mhz() -> int | None:
     """The current device's SM clock as NVML reads it, in MHz; None where it cannot: without these bindings, or on a part of a card.
 
-    A card near its power limit lowers it by up to a fifth within 0.1 s. Read directly behind replays it is what they ran at last.
+    A card near its power limit lowers it by up to a fifth within 0.1 s. Read directly after replays, it is their last clock.
     """
     with contextlib.suppress(Exception):  # whatever a driver without NVML, or torch without a device, raises
         from cuda.bindings import nvml

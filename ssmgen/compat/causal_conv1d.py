@@ -1,7 +1,7 @@
 """causal_conv1d_fn, causal_conv1d_update and causal_conv1d_varlen_states of Dao-AILab's causal-conv1d 1.6; forward only.
 
 Unlike there: every stride, alignment and length is taken as it is, channel-first or channel-last; weight and bias each have their own
-dtype. Raises NotImplementedError for another activation than None, "silu" and "swish", as there, and what ssmgen's functions raise:
+dtype. Raises NotImplementedError for another activation than None, "silu" and "swish", as there, and the errors of ssmgen's functions:
 ArgumentError (a ValueError) where an operand requires grad while grad is enabled, for one.
 """
 
@@ -68,7 +68,7 @@ def causal_conv1d_update(
 
 @_takes()
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last state_len tokens of each packed sequence of x [total, dim], behind zeros if it has fewer -> [batch, dim, state_len].
+    """The last state_len tokens of each packed sequence of x [total, dim], preceded by zeros if it has fewer -> [batch, dim, state_len].
 
     Plain PyTorch, which Triton is not needed for. As there, no host synchronisation: a CUDA graph can hold it.
     """

@@ -47,8 +47,8 @@ def layernorm_fn(
 ) -> Tensor:
     """x, z: [*rows, channels] -> a new tensor like x: the norm of all channels, or of each group_size, gated by silu(z).
 
-    weight, bias: [channels]   norm_before_gate: the gate is applied behind the norm, else ahead of it
-    is_rms_norm: without the mean. Raises UnsupportedError for a bias of such a norm; and what ssmgen.gated_layer_norm raises.
+    weight, bias: [channels]   norm_before_gate: the gate is applied after the norm, else before it
+    is_rms_norm: without the mean. Raises UnsupportedError for a bias of such a norm; and the errors of ssmgen.gated_layer_norm.
     """
     return _norms.normed(
         "mamba_ssm's layernorm_fn", x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate,
@@ -118,15 +118,15 @@ def mamba_chunk_scan_combined(
     """As in mamba-ssm 2.3: x [batch, T, H, P] -> a new tensor like it, or (that[, final states][, states of packed sequences]).
 
     dt: [batch, T, H]   A: [H]   B, C: [batch, T, G, N]   D: [H] or [H, P]   z: like x   dt_bias: [H]   initial_states: [batch, H, P, N]
-    seq_idx: [batch, T] int32: where it changes, the state begins anew from zero   dt_limit: clamps steps, behind the softplus
+    seq_idx: [batch, T] int32: where it changes, the state restarts from zero   dt_limit: clamps steps, after the softplus
     return_final_states: [batch, H, P, N] f32, after each row's last token
     return_varlen_states: [sequences, H, P, N] of state_dtype or else C's, after each sequence of cu_seqlens [sequences + 1], of one packed
-        row; those without tokens have zeros. cu_seqlens says nothing else: sequences are told apart by seq_idx
+        row; those without tokens have zeros. cu_seqlens has no other use: seq_idx separates sequences
     chunk_size divides work there: ignored, and any is taken
 
     Unlike there, a row's first token goes on from initial_states whatever its seq_idx, and so do the states of packed sequences; states
-    between chunks are f32, and state_dtype is only that of a result.
-    Raises UnsupportedError for packed sequences without seq_idx, and what ssmgen.chunk_scan raises: ArgumentError (a ValueError) where an
+    between chunks are f32, and state_dtype is only a result's dtype.
+    Raises UnsupportedError for packed sequences without seq_idx, and the errors of ssmgen.chunk_scan: ArgumentError (a ValueError) where an
     operand requires grad while grad is enabled, for one.
     """
     name = "mamba_ssm's mamba_chunk_scan_combined"
@@ -137,7 +137,7 @@ def mamba_chunk_scan_combined(
         last=torch.float32 if return_final_states else None, positions=None if starts is None else starts[1:],
         after=None if starts is None else _prompts.state_dtype_of(name, state_dtype, C),
     )  # fmt: skip
-    if starts is not None and varlen is not None:  # a sequence without tokens ends where the one ahead of it does
+    if starts is not None and varlen is not None:  # a sequence without tokens ends where the previous one does
         varlen.masked_fill_((starts[1:] <= starts[:-1])[:, None, None, None], 0)
     more = [t for t in (last, varlen) if t is not None]
     return (out, *more) if more else out

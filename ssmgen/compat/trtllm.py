@@ -107,7 +107,7 @@ def replay_selective_state_update(
     use_internal_pdl: says nothing where there is one kernel
     rand_seed: [1] int64
     Arguments with an underscore size kernels that ssmgen does not have, and change no result: ignored.
-    The names before the merge are taken too (old_dt_proc, old_cumAdt), and launch_with_pdl and use_internal_pdl right behind pad_slot_id.
+    The names before the merge are taken too (old_dt_proc, old_cumAdt), and launch_with_pdl and use_internal_pdl right after pad_slot_id.
     """
     state, A = _axes(state, 4, 1), _axes(A, 3, 0)
     x, dt, B, C, z, out = (_axes(t, 4, 1) for t in (x, dt, B, C, z, out))
@@ -159,7 +159,7 @@ def mamba_chunk_scan_combined(
         states after each are returned, of state_dtype or else C's. Without it rows are sequences, parted by seq_idx, and initial_states
         [batch, H, P, N]
     return_final_states: [batch, H, P, N] f32, after each row
-    out: without it, as before TensorRT-LLM had the argument, a new output is returned ahead of the states
+    out: without it, as before TensorRT-LLM had the argument, a new output is returned before the states
     mamba_ssm_cache_dtype: state_dtype's name at that time
     Returns what is asked for, in the order final, varlen; None for nothing.
     chunk_size, chunk_indices, chunk_offsets and, of packed sequences, seq_idx follow from the others or divide work: ignored.

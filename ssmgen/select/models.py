@@ -1,8 +1,8 @@
-"""Public models by name: the shapes of their layers, and what these ask of the operators, so that kernels can be built by model name.
+"""Public models by name: the shapes of their layers and the kernels that these need, so that kernels can be built by model name.
 
-A row of models.toml states the shapes of one model; its `kind` says of which class it is. A family's `models.py` has the classes of the
-kinds that the family decodes, `KINDS = {kind: class}`, and what models ask of its operators, `ASKS = {operator: Ask}`. Nothing here names
-a family: a further one joins by its record alone.
+A row of models.toml states the shapes of one model; its `kind` names its class. A family's `models.py` has the classes of the kinds
+that the family decodes, `KINDS = {kind: class}`, and the problems that models pose to its operators, `ASKS = {operator: Ask}`. Nothing
+here names a family: a further one joins by its record alone.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Wanted:
     indices: tuple[Index, ...] = SLOTS
     pools: tuple[PoolMode, ...] = (PoolMode.SINGLE,)
     io: DType = DType.BF16  # of activations
-    tokens: int | None = None  # per sequence; None: one, and of prompts as many as there are
+    tokens: int | None = None  # per sequence; None: one, and all tokens of prompts
     intermediates: bool = False  # the state after each token is kept
     update_state: bool = True
     layout: Layout = Layout.VK
@@ -99,7 +99,7 @@ OPTIONS = SEVERAL | {"pools", "layout", "ring", "layers"}
 
 
 class Role(Enum):
-    """What an operator does of a model. What a model asks for is listed in this order."""
+    """An operator's part in a model. A model's problems are listed in this order."""
 
     STATE = "the decode step of its recurrence"
     PROMPTS = "the short convolution of prompts"
@@ -111,7 +111,7 @@ class Role(Enum):
 
 
 class Ask:
-    """What models ask of one operator. A family derives from it in its `models.py`."""
+    """The problems that models pose to one operator. A family derives from it in its `models.py`."""
 
     operator: str
     role: Role | None = None  # None: none of them
@@ -125,7 +125,7 @@ class Ask:
         raise NotImplementedError
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[Problem]:
-        """What a model that uses it asks for; nothing without slots where they are needed, or where the caller makes no such call."""
+        """The problems of a model that uses it; empty if needed slots are missing, or if the caller makes no such call."""
         raise NotImplementedError
 
     def called_by(self, model: Model, caller: Client) -> bool:
@@ -133,7 +133,7 @@ class Ask:
         return True
 
     def heeded(self, model: Model, wanted: Wanted) -> Wanted | None:
-        """What it can do of that, beside other operators: without states in fewer bits, if it takes none. None if nothing is left.
+        """The part of `wanted` that it can serve next to other operators: without states in fewer bits if it takes none; None if empty.
 
         Raises ModelError where it decodes the model, and so would have to take them.
         """
@@ -153,16 +153,16 @@ class Ask:
         return self.options
 
     def serves(self, wanted: Wanted) -> bool:
-        """Whether it is among what such calls use, where nobody asks for it by name."""
+        """Whether such calls use it when it is not requested by name."""
         return not self.switch or bool(getattr(wanted, self.switch))
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
-        """What the rules look at of a call with so many sequences (`registry.unit`)."""
+        """The size that the selection rules use for a call of `batch` sequences (`registry.unit`)."""
         return batch
 
 
 class StateAsk(Ask):
-    """What models ask of the operator that decodes them."""
+    """The problems that models pose to the operator that decodes them."""
 
     role = Role.STATE
 
@@ -179,7 +179,7 @@ class StateAsk(Ask):
 
 @functools.cache
 def asks() -> dict[str, Ask]:
-    """What models ask of each operator, by its name, in the order of their roles."""
+    """The `Ask` of each operator, by its name, in the order of their roles."""
     order = [*Role, None]
     return dict(sorted(parts("asks").items(), key=lambda found: order.index(found[1].role)))
 
@@ -190,7 +190,7 @@ def operators_of(role: Role) -> str:
 
 
 def ask_for(model: Model, function: str) -> Ask:
-    """What a model asks of the operator behind a public function. Raises ModelError where it does not use it."""
+    """The `Ask` of a public function's operator. Raises ModelError if the model does not use it."""
     decoding = asks()[model.operator]
     if function == model.function:
         return decoding
@@ -203,7 +203,7 @@ def ask_for(model: Model, function: str) -> Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What all rows of models.toml have."""
+    """The fields of every row of models.toml."""
 
     operator: ClassVar[str]  # whose kernels decode it
     conv_bias: ClassVar[bool]  # of its short convolution
@@ -218,7 +218,7 @@ class Model:
 
     @staticmethod
     def read(row: dict[str, Any]) -> dict[str, Any]:
-        """Fields, but for the name, from a row of models.toml."""
+        """All fields except the name, from a row of models.toml."""
         return row | ({"state": DType(row["state"])} if "state" in row else {})
 
     @property
@@ -248,7 +248,7 @@ class Model:
 
     @property
     def norm_shape(self) -> tuple[int, int] | None:
-        """(groups, elements of each) of the gated norm behind its state; None where there is none, or where a group is several ranks'."""
+        """(groups, elements of each) of the gated norm after its state; None if there is none, or if several ranks share a group."""
         return None
 
     def divided(self, tp: int) -> Model:
@@ -256,7 +256,7 @@ class Model:
         raise NotImplementedError
 
     def problem(self, state: Any, index: Index, pool: PoolMode, *_: Any, **call: Any) -> Problem:  # each kind has its own keywords
-        """What one kind of decode step asks for, in the dtypes of transformers and the serving engines. state: a DType, of some Narrow."""
+        """The problem of one kind of decode step, in the dtypes of transformers and the serving engines. state: a DType, of some Narrow."""
         raise NotImplementedError
 
     def problems(
@@ -266,32 +266,32 @@ class Model:
         pools: tuple[PoolMode, ...] = (PoolMode.SINGLE,),
         **call: Any,
     ) -> list[Problem]:
-        """What decoding the model asks for; nothing without slot indices where they are needed. call: further keywords of `problem`."""
+        """The problems of decoding the model; empty if needed slot indices are missing. call: further keywords of `problem`."""
         by_slot = call.get("ring") is Ring.STORE
         kinds = [(i, pool) for i in indices for pool in pools if i is not Index.NONE or not (by_slot or pool is PoolMode.SPLIT)]
         return [self.problem(state, index, pool, **call) for state in states or (self.state,) for index, pool in kinds]
 
     def asked(self, wanted: Wanted, *of: Role) -> list[Problem]:
-        """What the model asks of all the operators that it uses, or of those that do these parts."""
+        """The problems that the model poses to all its operators, or to the operators with these roles."""
         found = [ask for ask in asks().values() if ask.used_by(self) and (ask.role in of if of else ask.serves(wanted))]
         found = [ask for ask in found if wanted.caller is None or ask.called_by(self, wanted.caller)]
         heeded = [(ask, ask.heeded(self, wanted)) for ask in found]
         return [problem for ask, own in heeded if own is not None for problem in ask.problems(self, own)]
 
     def convolutions(self, indices: tuple[Index, ...] = SLOTS, io: DType = DType.BF16, tokens: int = 1) -> list[Problem]:
-        """What its short convolution asks for, over prompts and in decoding."""
+        """The problems of its short convolution, over prompts and in decoding."""
         return self.asked(Wanted(indices=indices, io=io, tokens=tokens), Role.PROMPTS, Role.CONVOLUTION)
 
     def replays(self, states: tuple[DType, ...] = (), *, tokens: int = 6, window: int | None = None) -> list[Problem]:
-        """What speculative decoding by replay asks for, of steps of so many tokens; nothing where there is none. window: of a ring."""
+        """The problems of speculative decoding by replay in steps of `tokens` tokens; empty without replay. window: of a ring."""
         return self.asked(Wanted(states=states, replay=tokens, window=window), Role.REPLAY)
 
     def norms(self, io: DType = DType.BF16) -> list[Problem]:
-        """What the gated norm behind its state asks for."""
+        """The problems of the gated norm after its state."""
         return self.asked(Wanted(io=io), Role.NORM)
 
     def layers(self, states: tuple[DType, ...] = (), indices: tuple[Index, ...] = SLOTS, **wanted: Any) -> list[Problem]:
-        """What the decode step of a whole layer asks for; nothing where there is none. wanted: further fields of `Wanted`."""
+        """The problems of the decode step of a whole layer; empty if there is none. wanted: further fields of `Wanted`."""
         return self.asked(Wanted(states=states, indices=indices, **wanted), Role.LAYER)
 
     def _share(self, whole: int, of: str, tp: int) -> int:

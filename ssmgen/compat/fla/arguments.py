@@ -1,4 +1,4 @@
-"""Arguments that functions of flash-linear-attention have in common: what they say, and what is said of those that go with nothing here."""
+"""Arguments that functions of flash-linear-attention share: their meanings, and the errors for arguments without a counterpart here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from ...errors import ArgumentError
 
 Result = tuple[Tensor, Tensor | None]
-# Of `takes`.
+# Arguments of `takes`.
 STATES = {"initial_state": "[N, HV, K, V] or, with state_v_first, [N, HV, V, K]", "cu_seqlens": "[N + 1]", "v": "[B, T, HV, V]"}
 
 
 def v_first(state_v_first: bool, others: dict[str, Any]) -> bool:
-    """state_v_first, or what its old name says. Nothing else may be among the keywords."""
+    """state_v_first, or the value under its old name. Nothing else may be among the keywords."""
     if "transpose_state_layout" in others:
         if state_v_first or not isinstance(others["transpose_state_layout"], bool):
             problem = "state_v_first and transpose_state_layout, True or False, are the same argument: give one"

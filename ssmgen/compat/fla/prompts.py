@@ -1,7 +1,7 @@
 """fla.ops' functions for prompts, as in flash-linear-attention 0.6; forward only. Import them from `compat.fla`.
 
 q, k: [B, T, H, K]; v: [B, T, HV, V]; further operands as noted, where HV is a multiple of H. All but gates and beta are bf16 or f16, one
-dtype; K and V are up to 256, and where one is no multiple of 16, rows are copied. With cu_seqlens [N + 1], B is 1 and T counts the tokens
+dtype; K and V are up to 256, and if one is not a multiple of 16, rows are copied. With cu_seqlens [N + 1], B is 1 and T counts the tokens
 of all N sequences; without, N is B. initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; it is not written. Returns
 (o, final_state): o [B, T, HV, V] of q's dtype; final_state is a new f32 tensor laid out like initial_state, or None unless
 output_final_state. scale None is K^-0.5, beta None is one; A_log, dt_bias and lower_bound only count with use_gate_in_kernel.
@@ -9,7 +9,7 @@ output_final_state. scale None is K^-0.5, beta None is one; A_log, dt_bias and l
 cu_seqlens_cpu, chunk_indices, chunk_size, use_graph and max_num_seqs follow from cu_seqlens or divide fla's work, safe_gate promises what
 ssmgen does not rely on, and disable_recompute is of training: ignored. Unlike there, states between chunks are f32, normalised q and k are
 not rounded, and HV > H works everywhere. Raises NotImplementedError for cp_context, for return_intermediate_states and for arguments that
-are not known, and what ssmgen's functions raise.
+are not known, and the errors of ssmgen's functions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _chunked(
     function: Callable[..., Any], operands: tuple[Tensor | None, ...], initial_state: Tensor | None, output_final_state: bool,
     state_v_first: bool, cu_seqlens: Tensor | None, **options: Any,
 ) -> Result:  # fmt: skip
-    """A prompt's o, of q's dtype, and final states, new and f32. operands: q, k and v, and what else the function takes."""
+    """A prompt's o, of q's dtype, and final states, new and f32. operands: q, k and v, and the function's other operands."""
     q, _, v, *_ = operands
     assert q is not None and v is not None  # looked at before
     layout, out = "vk" if state_v_first else "kv", _new_output(q, v)
@@ -61,7 +61,7 @@ def _attention(
     function: Callable[..., Any], operands: tuple[Tensor | None, ...], initial_state: Tensor | None, output_final_state: bool,
     state_v_first: bool, cu_seqlens: Tensor | None, *, scale: float | None,
 ) -> Result:  # fmt: skip
-    """The same of functions that know states [·, HV, V, K] alone: others are turned ahead and behind."""
+    """The same for functions that only know states [·, HV, V, K]: other layouts are transposed before and after."""
     q, _, v, *_ = operands
     assert q is not None and v is not None  # looked at before
     out, count = _new_output(q, v), _prompts.sequences_of(v, cu_seqlens)
@@ -99,7 +99,7 @@ def _whole(cp_context: object, intermediate: bool = False) -> None:
 def _raw_gate(
     name: str, in_kernel: bool, others: dict[str, Any], safe_gate: bool = False, lower_bound: float | None = None
 ) -> dict[str, Any]:
-    """What the native functions are told of a raw gate; takes A_log and dt_bias out of the keywords."""
+    """The native functions' arguments for a raw gate; takes A_log and dt_bias out of the keywords."""
     A_log, dt_bias, bound = _gate(name, in_kernel, others.pop("A_log", None), others.pop("dt_bias", None), lower_bound)
     if in_kernel and safe_gate and bound is None:
         raise ArgumentError(name, ["safe_gate=True with use_gate_in_kernel=True needs lower_bound"])

@@ -1,4 +1,4 @@
-"""Rows of any width: fla.ops' functions for prompts take every K and V, kernels those that are multiples of 16."""
+"""Rows of any width: fla.ops' functions for prompts take every K and V, kernels only multiples of 16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def any_width(run: Callable[..., Result]) -> Callable[..., Result]:
     """A call of a prompt's function whose rows may have any K and V up to 256: others than kernels have get zeros behind them, in copies,
     and lose them in the results. A zero of q, k or v adds nothing to a product, to a norm or to a state, whatever a gate makes of it.
 
-    values: places of operands whose rows are of V; others of four axes are of K. What does not fit stays as it is, for checks to name.
+    values: places of operands whose rows are of V; others of four axes are of K. Operands that do not fit stay, for checks to name.
     """
 
     @wraps(run)

@@ -1,4 +1,4 @@
-"""flashinfer.gdn_decode's functions, as in FlashInfer 0.7.2, and those of others of its modules, which say their own differences.
+"""flashinfer.gdn_decode's functions, as in FlashInfer 0.7.2, and functions of other modules of it, which state their own differences.
 
 q, k: [B, T, H, K]; v: [B, T, HV, V]; a, b: [B, T, HV], the raw gate and the logit of beta; A_log, dt_bias: [HV]. States are updated in
 place. Each returns (output, state or pool), output of shape [B, T, HV, V] and of q's dtype if it is not given. scale None is K^-0.5.
@@ -11,7 +11,7 @@ Deliberate differences:
 - K and V are not tied to 128, nor T to one or several: a buffer or disable_state_update goes with T = 1 too.
 - A state whose last two axes are not dense is refused, not copied there and back.
 
-Raises NotImplementedError for what only FlashInfer's other kernels do, and what ssmgen.gated_delta_rule raises.
+Raises NotImplementedError for features of FlashInfer's other kernels, and the errors of ssmgen.gated_delta_rule.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def gated_delta_rule_mtp(
     """initial_state: pool [slots, HV, V, K], read at initial_state_indices [B], written there or at output_state_indices [B].
 
     ssm_state_indices: [B, T], the slot for the state after each token; the slot read from is then not written
-    output_state_indices beside it: the state after the last token goes there too, by a copy that is a pass of its own
+    output_state_indices in addition: the state after the last token goes there too, by a copy in a separate pass
     disable_state_update: None is True, with a warning, as long as FlashInfer's default is that; 0 is False, another integer True, as there
     intermediate_states_buffer: [B or more, T or more, HV, V, K]
     null_slot, zero_padding: as in gated_delta_rule_decode_pretranspose
@@ -290,13 +290,13 @@ def selective_state_update(
     - All arguments go together and mean the same, whatever the algorithm: the final state is written unless disable_state_update, with
       intermediate states too; a destination and disable_state_update contradict each other; num_accepted_tokens without destinations
       wants disable_state_update.
-    - Noise is that of Triton's randint4x for four neighbours, in the order of memory, and rounding is exact for subnormal numbers;
+    - Noise equals Triton's randint4x for four neighbours, in the order of memory, and rounding is exact for subnormal numbers;
       FlashInfer's noise depends on its kernel.
     - int8 and float8_e4m3fn states too, which FlashInfer has in its checkpointing_ssu alone, and noise with scales. To integers what lies
       in the middle goes to the even one; the scale of a row of zeros is tiny, not 1.
     - D may be missing, and A, dt and dt_bias need not be tied where there is one token. The output is of x's shape, also without heads.
 
-    Raises UnsupportedError for other packages' kernels, and what ssmgen.selective_state_update raises.
+    Raises UnsupportedError for other packages' kernels, and the errors of ssmgen.selective_state_update.
     """
     if backend not in ("auto", "flashinfer"):
         reason = f"backend={backend!r} names kernels that ssmgen does not have; it takes 'auto' and 'flashinfer'"

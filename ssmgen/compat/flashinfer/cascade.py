@@ -17,7 +17,7 @@ from ..shared.operands import two as _two
 
 
 def _f32(s: Tensor) -> Tensor:
-    """LSEs in f32; what is no floating point stays as it is, for the checks to name."""
+    """LSEs in f32; a tensor that is not floating point stays, for the checks to name."""
     return s.to(torch.float32) if s.is_floating_point() else s
 
 

@@ -54,17 +54,17 @@ def chunk_gated_delta_rule(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Prompts of the gated delta rule, packed -> output [tokens, HV, V], or (output, states after each sequence) with output_final_state.
 
-    q, k: [tokens, H, K]   v: [tokens, HV, V]; or q: [tokens, HV, K] with fewer heads of k and v, as many of both
+    q, k: [tokens, H, K]   v: [tokens, HV, V]; or q: [tokens, HV, K] with fewer heads of k and v, equally many of both
     g: [tokens, HV], the decay itself, 0 … 1, None for one; beta: like it, None for one
     cu_seqlens: [N + 1], needed   scale: None or 0 is K^-0.5
     initial_state: [N, HV, V, K], None for zeros; output_state: the same, None for new ones of f32
     state_indices: [N], distinct slots: initial_state and output_state are pools [slots, HV, V, K], or one pool, which is then updated in
         place. output_final_state needs output_state then, and returns it
     checkpoint_every_n_tokens: a multiple of 64: the states after each so many tokens of sequence i go to rows checkpoint_cu_starts[i] and
-        following of state_checkpoints [count, HV, V, K]; other rows stay. Those beside a pool are rounded to its dtype
+        following of state_checkpoints [count, HV, V, K]; other rows stay. With a pool, they are rounded to its dtype
     use_cp, _cp_chunk_len and max_seqlen divide FlashInfer's work: ignored   backend: "auto" or "flashinfer"
 
-    Raises UnsupportedError for another backend, and what ssmgen.chunk_gated_delta_rule raises.
+    Raises UnsupportedError for another backend, and the errors of ssmgen.chunk_gated_delta_rule.
     """
     name = "FlashInfer's chunk_gated_delta_rule"
     _check_served(name, q, k, v, backend)
@@ -97,7 +97,7 @@ def chunk_gated_delta_rule(
 
 
 def _check_served(name: str, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
-    """Raises UnsupportedError for what FlashInfer has kernels for, and ssmgen has none."""
+    """Raises UnsupportedError for calls that only FlashInfer has kernels for."""
     reasons = [] if backend in ("auto", "flashinfer") else [f"backend={backend!r} names kernels of others; 'auto' and 'flashinfer' do not"]
     heads = q.shape[1], k.shape[1], v.shape[1]
     if heads[0] > heads[2] and (heads[1] != heads[2] or not heads[2] or heads[0] % heads[2]):

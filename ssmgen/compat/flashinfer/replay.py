@@ -14,7 +14,7 @@ NAME = "flashinfer's checkpointing_ssu"
 
 
 def _tokens_first(cache: Any) -> Any:
-    """[slots, H, R, P] as [slots, R, H, P]; what is neither, the checks name."""
+    """[slots, H, R, P] as [slots, R, H, P]; any other shape stays, for the checks to name."""
     return cache.transpose(1, 2) if isinstance(cache, Tensor) and cache.dim() == 4 else cache
 
 
@@ -60,7 +60,7 @@ def checkpointing_ssu(
     x, z, out: [batch, T, H, P]   B, C: [batch, T, G, N]   D: [H, P]   dt [batch, T, H, P], A [H, P, N] and dt_bias [H, P]: one value per
     head, expanded. With cu_seqlens [batch + 1], batch is 1 and T counts the tokens of all sequences, none longer than max_seqlen.
     The caller moves ring_start and sets prev_num_accepted_tokens, both [slots] int32: a step of T tokens catches up where
-    prev_num_accepted_tokens + 2 T > R (of packed sequences, T is max_seqlen plus the sequence's own length in place of 2 T).
+    prev_num_accepted_tokens + 2 T > R (of packed sequences, T is max_seqlen plus the sequence's own length instead of 2 T).
 
     enable_pdl: starts while the kernel ahead in the stream ends, and waits for it before it reads anything; where the device can
     d_split, precompute_heads_per_cta, algorithm, and the scratch cb_scaled, cumAdt_vec and cb_old choose among FlashInfer's kernels and
@@ -70,7 +70,7 @@ def checkpointing_ssu(
 
     Unlike there: a padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero output; products are exact
     to 2^-24, not of factors rounded to bf16; the window R - T is up to 32, and T may be longer; every operand beside x, B, C and the
-    history may have a dtype of its own; states of all types but f32 are rounded stochastically too.
+    history may have a separate dtype; states of all types but f32 are rounded stochastically too.
     Raises what ssmgen.checkpoint_selective_state_update does.
     """
     problems = ["out is None; it is needed, as there"] if out is None else []

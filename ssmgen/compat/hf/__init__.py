@@ -35,7 +35,7 @@ class Patch:
     """The result of `patch`. As a context manager it undoes the patch. str() gives a table of calls, and says why transformers kept some.
 
     lost: functions and layers that ssmgen knows and that could not be replaced, with the reason; str() begins with them
-    recognised: norms and blocks that are in no table of ssmgen's and were replaced all the same, with what they were recognised by
+    recognised: norms and blocks that are in no table of ssmgen's and were replaced all the same, with the evidence
     """
 
     def __init__(self, replacements: Iterable[Replacement], lost: dict[str, str], recognised: dict[str, str]):

@@ -1,4 +1,4 @@
-"""What stands between the layers of transformers' models: RMSNorms, and the sums of a layer's output and what went into it.
+"""RMSNorms and residual sums between the layers of transformers' models.
 
 `patch(fuse=True)` replaces the norms' forwards, each a launch instead of eight, and those of blocks, in which every `h = residual + h` asks
 here instead. A norm that comes next is then a part of the sum's launch: what it will give is kept until it is called with that sum.
@@ -55,14 +55,14 @@ def objection(kind: Any) -> str:
 
 
 class Link(NamedTuple):
-    """The norm behind a sum."""
+    """The norm that follows a sum."""
 
     norm: ref[Any]
     cast: bool  # which is given the sum in its weight's dtype
 
 
 class Last(threading.local):
-    """The sum that was computed last in this thread, and what the norm behind it gives, where that is known."""
+    """The last sum computed in this thread and, if known, the output of the norm that follows it."""
 
     total: Callable[[], Tensor | None] = staticmethod(lambda: None)
     site: tuple[Any, int] | None = None
@@ -73,7 +73,7 @@ class Last(threading.local):
         self.total, self.site, self.norm, self.normed = ref(total), site, norm, normed
 
     def drop_unused(self) -> None:
-        """Forgets a norm that was computed and not called: it is not the one behind that sum."""
+        """Forgets a norm that was computed and not called: it does not follow that sum."""
         if self.normed is not None and self.site is not None:
             block, number = self.site
             _links[block].pop(number, None)
@@ -88,7 +88,7 @@ _links: WeakKeyDictionary[Any, dict[int, Link | None]] = WeakKeyDictionary()
 
 
 def add(block: Any, number: int, residual: Tensor, x: Tensor) -> Tensor:
-    """residual + x: with the norm behind it, if that is known."""
+    """residual + x, together with the norm that follows it, if known."""
     if is_compiling() or torch.is_grad_enabled():
         return residual + x
     _last.drop_unused()
@@ -184,7 +184,7 @@ def _in_rows(x: Tensor) -> Tensor:
 
 
 def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the forward of a norm or of a block."""
+    """The replacement of the forward of a norm or a block."""
     style = style_of(replacement.module.owner)
     return block_sums.rewritten(original, add, normed) if style is None else _norm_run(replacement, original, style)
 

@@ -1,4 +1,4 @@
-"""Sums of a residual in the forwards of transformers' blocks, and the same forward with calls in their place.
+"""Sums of a residual in the forwards of transformers' blocks, and the same forward with calls instead of the sums.
 
     hidden_states = residual + hidden_states    ->    hidden_states = _ssmgen_add(self, 0, residual, hidden_states)
 
@@ -164,7 +164,7 @@ def recognised(block: Any) -> str:
 
 
 def rewritten(forward: Any, add: Callable[..., Any], normed: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of the same source but for its sums, with the same globals, in which what is patched is looked up as before.
+    """A forward of the same source except its sums, with the same globals, so patched names are looked up as before.
 
     add: takes (block, number of the sum, residual, x); normed: takes (norm, sum), where the forward casts a sum to the norm's dtype
     """

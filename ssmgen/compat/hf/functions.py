@@ -1,7 +1,7 @@
-"""Functions that transformers' modeling files call, in the order of their arguments there, and what stands in a modeling file for one.
+"""ssmgen's versions of the functions that transformers' modeling files call, and the wrapper that `patch` puts into a modeling file.
 
-Each takes what transformers' own function of that name takes and gives what it gives: the state is updated in place. Names are those of
-transformers; `**kwargs` are what models pass along with them, which its own functions do not look at either.
+Each function has the name, the arguments and the results of transformers' own function; the state is updated in place. `**kwargs` takes
+further arguments that models pass, which transformers' own functions ignore too.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def causal_conv1d_fn(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """hidden_states [batch, dim, length] -> a new tensor like it. seq_idx [batch, length] int32 keeps packed sequences apart."""
+    """hidden_states [batch, dim, length] -> a new tensor like it. seq_idx [batch, length] int32 separates packed sequences."""
     out: Tensor = call(native_conv.causal_conv1d, hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
     return out
 
@@ -120,11 +120,11 @@ def mamba2_chunk_scan(
     """hidden_states [batch, T, heads, headdim]; dt [batch, T, heads]; B, C [batch, T, groups, N] -> a new tensor like hidden_states, or
     with return_final_states (that, states [batch, heads, headdim, N] of initial_states' dtype or f32).
 
-    chunk_size is not looked at: ssmgen's chunks have 64 tokens. seq_idx [batch, T] int32 keeps packed sequences apart.
+    chunk_size is not looked at: ssmgen's chunks have 64 tokens. seq_idx [batch, T] int32 separates packed sequences.
     """
     if kwargs.get("cu_seqlens") is not None:
         raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given: packed sequences are told apart by seq_idx"])
-    x, B, C = (rows_of(t) for t in (hidden_states, B, C))  # they are not behind a window of the cache
+    x, B, C = (rows_of(t) for t in (hidden_states, B, C))  # they do not follow a window of the cache
     z = rows_of(kwargs.get("z"))
     out: Tensor | tuple[Tensor, Tensor] = call(
         native_scan.chunk_scan, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit=limits(dt_softplus, dt_limit),
@@ -134,7 +134,7 @@ def mamba2_chunk_scan(
 
 
 def limits(softplus: bool, dt_limit: tuple[float, float]) -> tuple[float, float] | None:
-    """dt_limit, or None where a softplus is within it: a kernel with limits is another one."""
+    """dt_limit, or None if a softplus is always within it: limits need a different kernel."""
     low, high = dt_limit
     return None if softplus and low <= 0 and high == math.inf else (low, high)
 
@@ -151,7 +151,7 @@ def torch_chunk_gated_delta_rule(
     """query, key [batch, T, HK, K]; value [batch, T, HV, V]; g, beta [batch, T, HV]; initial_state [batch, HV, K, V].
 
     With output_final_state the state is updated in place and returned itself, or made, in f32, where there is none; without, it is only
-    read. chunk_size is not looked at: ssmgen's chunks have 64 tokens. cu_seqlens [sequences + 1] keeps packed sequences apart.
+    read. chunk_size is not looked at: ssmgen's chunks have 64 tokens. cu_seqlens [sequences + 1] separates packed sequences.
     """
     operands = (query, key, value, g, beta)
     return _chunked(
@@ -173,10 +173,10 @@ def _chunked(
     function: Callable[..., Any], operands: tuple[Tensor, ...], state: Tensor | None, keep: bool, l2norm: bool, cu_seqlens: Tensor | None,
     others: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """A prompt's output, and where it is to be kept the state behind it: the one given, written in place, or a new one."""
+    """A prompt's output and, if keep, its final state: the given state, written in place, or a new one."""
     if cu_seqlens is None and others.get("seq_idx") is not None:
         raise ArgumentError(function.__name__, ["seq_idx is given: packed sequences are told apart by cu_seqlens"])
-    rows = (t if t.dim() < 4 else rows_of(t) for t in operands)  # they are not behind a window of the cache
+    rows = (t if t.dim() < 4 else rows_of(t) for t in operands)  # they do not follow a window of the cache
     found = call(
         function, *rows, use_qk_l2norm=l2norm, state_layout="kv", cu_seqlens=cu_seqlens, initial_states=state,
         return_final_states=bool(keep), final_states_out=state if keep else None,
@@ -257,7 +257,7 @@ def expected(held: Mapping[str, Any], more: Iterable[str] = ()) -> list[str]:
     return [name for pair in PAIRS if wanted & set(pair) for name in pair]
 
 
-_FAULTS = {torch_chunk_gated_delta_rule: delta_faults, chunk_kimi_delta_attention: kda_faults}  # of what begins with query, key and value
+_FAULTS = {torch_chunk_gated_delta_rule: delta_faults, chunk_kimi_delta_attention: kda_faults}  # arguments: query, key, value, ...
 
 
 def unknown_parameters(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:

@@ -22,7 +22,7 @@ CHECKED = 16  # tokens between two looks at whether all sequences have ended: a 
 
 
 class Accelerated:
-    """What `accelerate` did to a model: `done` and `left`, in sentences, of which str() is a list. A context manager that undoes it.
+    """The changes that `accelerate` made to a model: `done` and `left`, in sentences, which str() lists. A context manager that undoes it.
 
     generate() decodes greedily, with one CUDA graph per token where steps can be captured; `model.generate` is patched and fused.
     """
@@ -176,7 +176,7 @@ def _replaced(model: torch.nn.Module, patch: hf.Patch) -> tuple[list[str], list[
 
 
 def _without_steps(model: Any) -> str:
-    """Why a model has no steps on a cache that stays where it lies, in words, or nothing. Tries a prompt of two tokens and a step."""
+    """Why a model cannot decode on a cache with fixed addresses, in words; empty if it can. Tries a prompt of two tokens and a step."""
     if _cache_name(model) is None:
         return f"its forward takes no cache, which goes by {', '.join(roles.names_of('cache'))}"
     try:
@@ -239,7 +239,7 @@ def _problems(model: torch.nn.Module, ids: Any, count: Any, mask: Any) -> list[s
 
 
 class Steps:
-    """Greedy steps of a model at one batch size, on a cache that stays where it lies, with room for so many tokens."""
+    """Greedy steps of a model at one batch size, on a cache with fixed addresses that has room for `room` tokens."""
 
     def __init__(self, model: Any, batch: int, room: int):
         self.model, self.room = model, room
@@ -252,7 +252,7 @@ class Steps:
         self.position = torch.zeros_like(self.token) if "position_ids" in parameters else None  # not every model counts its cache's tokens
         self.attends = any(hasattr(layer, "max_cache_len") for layer in self.cache.layers)  # to all tokens before one
         self.graph: Any = None
-        self.captured: dict[Any, Any] = {}  # what the cache held then
+        self.captured: dict[Any, Any] = {}  # the cache's contents at the capture
         self.captures = device.type == "cuda"
 
     def generate(self, ids: Tensor, count: int, mask: Tensor | None, left: list[str], **told: Any) -> Tensor:
@@ -294,8 +294,8 @@ class Steps:
         torch.argmax(logits[:, -1], dim=-1, keepdim=True, out=self.token)
 
     def _next(self, i: int, left: list[str]) -> None:
-        """The i-th token behind the first. The second one's step is what libraries do at first, and the third one's is captured, unless
-        the second one's has put something else in the place of what the cache held: a replay would not."""
+        """The token at index i > 0. Libraries initialise during the step of token 1; the step of token 2 is captured, unless the step of
+        token 1 replaced an object that the cache held: a replay would not replace it."""
         if self.graph is None and self.captures and i > 1 and (why := self._capture()):
             self._leave(why, left)
         if self.graph is not None:
@@ -328,7 +328,7 @@ class Steps:
         warnings.warn(left[-1], RuntimeWarning, stacklevel=5)
 
     def _held(self) -> dict[Any, Any]:
-        """What the cache and its layers hold, by owner, name and key: where a tensor lies, and all else itself."""
+        """The contents of the cache and its layers, by owner, name and key: a tensor's address, any other value itself."""
         owners = enumerate(map(vars, (self.cache, *self.cache.layers)))
         items = [((i, name), value) for i, held in owners for name, value in held.items() if value is not self.cache.layers]
         return {(*at, key): v.data_ptr() if isinstance(v, Tensor) else v for at, value in items for key, v in _parts(value)}
@@ -360,7 +360,7 @@ def _length(found: Tensor, ends: list[int]) -> int | None:
 
 
 def _ended(found: Tensor, ends: list[int], pad: int) -> Tensor:
-    """Rows without what is behind their end, and without columns behind the last one's."""
+    """Pads each row after its end token, and cuts the columns after the last row's end."""
     if not ends:
         return found
     ended = torch.isin(found, found.new_tensor(ends))

@@ -1,4 +1,4 @@
-"""Whole decode layers of transformers' models: what `patch(fuse=True)` puts in the place of a mixer's forward.
+"""Whole decode layers of transformers' models: `patch(fuse=True)` replaces a mixer's forward with them.
 
 A decode step goes from the in-projection to the out-projection in one call of ssmgen's, a prompt in one call each of its convolution, its
 scan and its norm. All else, training and compiled prompts among it, is the original forward's.
@@ -23,7 +23,7 @@ from .functions import call
 from .replacements import Replacement, attempt
 from .roles import Roles
 
-_ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, beside the states that it belongs to
+_ATTRIBUTE = "_ssmgen_arrivals"  # of a layer of transformers' cache, which also holds the states
 
 
 def is_captured(tensor: Tensor) -> bool:
@@ -32,8 +32,8 @@ def is_captured(tensor: Tensor) -> bool:
 
 
 def arrivals(layer: Any, groups: int, state: Tensor) -> Tensor:
-    """[slots, groups] zeros that stay with a layer of the cache, beside its state; in compiled code, and in captured code that finds none
-    of this shape, new ones in each step."""
+    """[slots, groups] zeros that a layer of the cache keeps with its state. Compiled code makes new ones in each step, and so does
+    captured code that finds none of this shape."""
     shape = (state.shape[0], groups)
     if is_compiling():
         return state.new_zeros(shape, dtype=torch.int32)
@@ -72,7 +72,7 @@ def mamba2(project: Callable[[Any, Tensor], Tensor], mixer: Any, hidden_states: 
 
 
 def _norm(mixer: Any, channels: int) -> dict[str, Any]:
-    """What mamba2_layer is told of the gated norm; nothing where the gate is by itself, which Falcon-H1 may have."""
+    """mamba2_layer's arguments for the gated norm; empty if the gate has no norm, as Falcon-H1 may be configured."""
     if not mixer.__dict__.get("mamba_rms_norm", True):
         return {}
     norm = mixer.norm
@@ -103,7 +103,7 @@ def kimi_delta_attention(
     project: Callable[[Any, Tensor], tuple[Tensor, Tensor]], bound_of: Callable[[Any], float | None], mixer: Any, hidden_states: Tensor,
     cache: Any,
 ) -> Tensor:  # fmt: skip
-    """hidden_states [batch, 1, hidden] of KimiLinearDeltaAttention and its kin; project: what makes gates; bound_of: their lower bound."""
+    """hidden_states [batch, 1, hidden] of KimiLinearDeltaAttention and its kin; project: makes the gates; bound_of: their lower bound."""
     layer = cache.layers[mixer.layer_idx]
     window, state = layer.conv_states[0], layer.recurrent_states[0]
     mixed = projections.qkv(mixer, hidden_states)
@@ -169,9 +169,9 @@ each other too, so that a row whose class has changed can be reported."""
 
 
 def run(layer: Layer, replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a mixer's forward.
+    """The replacement of a mixer's forward.
 
-    What a prompt's calls refuse goes on to the original forward, whose functions are replaced as well and say why.
+    A prompt that ssmgen's calls refuse goes to the original forward. Its functions are replaced as well and give the reason.
     """
     roles = Roles(original, "hidden_states", "cache", "attention_mask")
     refused: WeakSet[torch.nn.Module] = WeakSet()  # mixers that are not asked again: their projections would be computed twice

@@ -1,4 +1,4 @@
-"""MiniMax's layers of Lightning attention in transformers: what `patch` puts in the place of their forward, over a prompt and at a step.
+"""MiniMax's Lightning attention layers in transformers: `patch` replaces their forward, over a prompt and at a step.
 
 Between the layer's projections one call of ssmgen's is made. The state stays where transformers' cache has it, and of its dtype.
 """
@@ -24,7 +24,7 @@ ROLES = ("hidden_states", "position_embeddings", "attention_mask", "cache")
 
 
 def lightning(mixer: Any, hidden_states: Tensor, attention_mask: Tensor | None, cache: Any) -> tuple[Tensor, Tensor]:
-    """(what the layer gives for hidden_states [batch, T, hidden], the state behind them [batch, heads, K, V])."""
+    """hidden_states [batch, T, hidden] -> (the layer's output, the state after them [batch, heads, K, V])."""
     batch, tokens, _ = hidden_states.shape
     heads, width = mixer.num_attention_heads, mixer.head_dim
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
@@ -46,7 +46,7 @@ def lightning(mixer: Any, hidden_states: Tensor, attention_mask: Tensor | None, 
 
 
 def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a mixer's forward."""
+    """The replacement of a mixer's forward."""
     roles = Roles(original, *ROLES)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

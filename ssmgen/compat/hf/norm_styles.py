@@ -1,4 +1,4 @@
-"""What the RMSNorms of transformers compute: from a table of their texts, else by trying them on numbers."""
+"""Finds the variant of RMSNorm that a class of transformers computes: by a table of source digests, else by a trial on numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import texts
 
 
 class Style(NamedTuple):
-    """How a norm's forward goes on behind v = x rsqrt(mean(x^2) + eps), in f32."""
+    """How a norm's forward continues after v = x rsqrt(mean(x^2) + eps), in f32."""
 
     weighted: bool = True
     rounded: bool = False  # v to x's dtype, which the weight multiplies
@@ -34,11 +34,11 @@ class Style(NamedTuple):
         return v.to(x.dtype)
 
     def result(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-        """The dtype of what the norm gives."""
+        """The dtype of the norm's output."""
         return torch.promote_types(x, weight) if self.rounded else x
 
     def words(self) -> str:
-        """What it computes, as a message says it."""
+        """A description of the style for messages."""
         weight = (
             ("that rounds before its weight" if self.rounded else "that rounds behind its weight") if self.weighted else "without a weight"
         )
@@ -65,12 +65,12 @@ KNOWN = {
 
 
 def style_of(norm: Any) -> Style | None:
-    """What a class of norms computes, or None for something else."""
+    """The style that a class of norms computes, or None if there is none."""
     return KNOWN.get(texts.of_class(norm)) or tried(norm)
 
 
 def recognised(norm: Any) -> str:
-    """Why a class of norms is taken for what `style_of` says, where no table has its text; empty where one has it."""
+    """Why a class of norms has the style that `style_of` returns, if no table has its text; empty if a table has it."""
     style = None if texts.of_class(norm) in KNOWN else tried(norm)
     return "" if style is None else f"its text is in no table; on random numbers it gives the bits of {style.words()}"
 

@@ -1,4 +1,4 @@
-"""Gated norms of transformers' models: what `patch(fuse=True)` puts in the place of their forward, for prompts above all.
+"""Gated norms of transformers' models: `patch(fuse=True)` replaces their forward, mainly for prompts.
 
 Whole decode layers have the norm in their own kernels. Over a prompt it is a dozen PyTorch operations on f32 copies of the scan's output.
 """
@@ -32,7 +32,7 @@ def classes(modeling: ModuleType) -> tuple[str, ...]:
 
 
 def objection(norm: Any) -> str:
-    """What keeps a norm's forward from being replaced, or nothing."""
+    """Why a norm's forward cannot be replaced; empty if it can."""
     return roles.objection(norm, "hidden_states", "gate", more=False) or _difference(norm, norm.forward)
 
 
@@ -70,7 +70,7 @@ def gated_rms_norm(norm: Any, hidden_states: Tensor, gate: Tensor | None) -> Ten
 
 
 def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a norm's forward: the original one, without a count, with grad enabled, and in compiled code of other dtypes."""
+    """The replacement of a norm's forward. With grad enabled, and in compiled code of other dtypes, it calls the original, uncounted."""
 
     def run(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Any:
         given = (t.dtype for t in (hidden_states, gate, self.weight) if t is not None)

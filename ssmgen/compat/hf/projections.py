@@ -1,4 +1,4 @@
-"""What the projections of transformers' mixers give, of a decode step and of a prompt, and what gates of theirs are bounded by."""
+"""The projections of transformers' mixers, for a decode step and for a prompt, and the lower bounds of their gates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_elsewhere(layer: torch.nn.Module) -> bool:
-    """Whether accelerate brings the layer's weights when it is called: what is fused does not call it."""
+    """Whether accelerate brings the layer's weights when it is called: a fused layer does not call it."""
     hook = layer.__dict__.get("_hf_hook")
     return hook is not None and getattr(hook, "offload", True)
 

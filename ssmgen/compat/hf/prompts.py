@@ -1,11 +1,11 @@
-"""Prompts of whole layers of transformers' models: what `patch(fuse=True)` puts in the place of a mixer's forward over several tokens.
+"""Prompts of whole layers of transformers' models: `patch(fuse=True)` replaces a mixer's forward over several tokens with them.
 
 Between the layer's projections there are the convolution, the scan and the gated norm, one call of ssmgen's each. A cache that has tokens
 hands its windows and states to these calls, and gets new ones once all of them have been made: one that refuses has changed nothing.
 
-A batch with padding is read as packed sequences: its tokens move together, row by row, the padding behind them, and the calls are told
-where rows begin. So a row has the states that it has by itself, whatever projections make of zeros and wherever its padding is. Nothing of
-that asks the host: all shapes are those of the batch.
+A batch with padding is read as packed sequences: the tokens of all rows come first, row by row, then the padding; the calls get the start
+of each row. A row then has the same states as in a batch of one, whatever projections make of zeros and wherever its padding is. Packing
+never synchronises with the host: all shapes are the shapes of the batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Packing(NamedTuple):
     place: Tensor  # [batch * T], of each token among the packed ones
     order: Tensor  # [batch * T], the token at each place
     starts: Tensor  # [batch + 1] int32, the place of each row's first token, and of the padding
-    padding: Tensor  # [1, batch * T, 1] bool, places behind all rows
+    padding: Tensor  # [1, batch * T, 1] bool, places after all rows
 
     def pack(self, tokens: Tensor) -> Tensor:
         """[batch, T, channels] -> [1, batch * T, channels]"""
@@ -51,7 +51,7 @@ class Packing(NamedTuple):
         return rows
 
     def window(self, packed: Tensor, width: int, before: Tensor | None) -> Tensor:
-        """The last `width` of each row's inputs [1, batch * T, channels], behind those from before: [batch, channels, width]."""
+        """The last `width` inputs of each row, `before` followed by packed [1, batch * T, channels]: [batch, channels, width]."""
         first, end = self.starts[:-1, None], self.starts[1:, None]
         places = end + torch.arange(-width, 0, device=packed.device)
         own = (places >= first)[:, None]
@@ -63,7 +63,7 @@ class Packing(NamedTuple):
 
 
 def packing_of(mask: Tensor) -> Packing:
-    """mask [batch, T]: 0 where a token is padding. Made once for a mask, unless that has no version to tell whether it has changed."""
+    """mask [batch, T]: 0 where a token is padding. Cached on the mask, unless the mask keeps no version counter that shows changes."""
     version = None if mask.is_inference() else mask._version
     known = getattr(mask, _ATTRIBUTE, None)
     if known is not None and known[0] == version:
@@ -83,7 +83,7 @@ def packing_of(mask: Tensor) -> Packing:
 
 
 class Prompt(NamedTuple):
-    """What a layer's calls are told beside its tokens, [batch, T, ·] or packed [1, batch * T, ·]."""
+    """A layer's operands in addition to its tokens, [batch, T, ·] or packed [1, batch * T, ·]."""
 
     packing: Packing | None
     window: Tensor | None  # [batch, channels, width], inputs of the convolution from before
@@ -96,7 +96,7 @@ class Prompt(NamedTuple):
 
     @property
     def scanned(self) -> dict[str, Any]:
-        """What scans are told of sequences and states."""
+        """The scans' arguments for sequences and states."""
         return {"cu_seqlens": self.starts, "initial_states": self.state, "return_final_states": self.keep}
 
     def of(self, scanned: Any) -> tuple[Tensor, Tensor | None]:
@@ -104,12 +104,12 @@ class Prompt(NamedTuple):
         return scanned if self.keep else (scanned, None)
 
     def without_padding(self, tokens: Tensor) -> Tensor:
-        """Zeros, in place, where there are no tokens: kernels leave those as they were, and projections may look at all of them."""
+        """Zeros the padding in place: kernels do not write it, and projections may read it."""
         return tokens if self.packing is None else tokens.masked_fill_(self.packing.padding, 0)
 
 
 Layer = Callable[[Any, Tensor, Prompt], tuple[Tensor, Tensor, Tensor | None]]
-"""(mixer, hidden states, prompt) -> (what the layer gives, its convolution's input [batch, T, channels], the states)"""
+"""(mixer, hidden states, prompt) -> (the layer's output, its convolution's input [batch, T, channels], the states)"""
 
 
 def convolved(mixer: Any, mixed: Tensor, prompt: Prompt) -> Tensor:
@@ -174,7 +174,7 @@ def kimi_delta_attention(
     project: Callable[[Any, Tensor], tuple[Tensor, Tensor]], bound_of: Callable[[Any], float | None], mixer: Any, hidden_states: Tensor,
     prompt: Prompt,
 ) -> Any:  # fmt: skip
-    """A Layer, of KimiLinearDeltaAttention and its kin; project: what makes gates; bound_of: their lower bound."""
+    """A Layer, of KimiLinearDeltaAttention and its kin; project: makes the gates; bound_of: their lower bound."""
     mixed = projections.qkv(mixer, hidden_states)
     gate, z = project(mixer, hidden_states)
     q, k, v = (t.unflatten(-1, (mixer.num_heads, -1)) for t in convolved(mixer, mixed, prompt).chunk(3, dim=-1))
@@ -189,7 +189,7 @@ def kimi_delta_attention(
 
 
 def is_prompt(mixer: Any, hidden_states: Tensor, cache: Any, mask: Tensor | None, others: dict[str, Any]) -> bool:
-    """Whether a forward is one over a prompt that may be fused. others: what it is given beside these."""
+    """Whether a forward runs over a prompt and may be fused. others: its further arguments."""
     if is_compiling() or torch.is_grad_enabled() or mixer.activation not in ("silu", "swish"):
         return False
     if any(others.get(name) is not None for name in _PACKED) or (mask is not None and mask.shape != hidden_states.shape[:2]):

@@ -1,5 +1,5 @@
-"""Models whose code comes with their checkpoint (`trust_remote_code`): which functions of theirs ssmgen has, by what they are bound to in
-the module that the checkpoint brought.
+"""Models whose code comes with their checkpoint (`trust_remote_code`): finds their functions that ssmgen can replace, by the values
+that are bound in the checkpoint's module.
 
 Such code is a modeling file of an older transformers, or like one: it has functions of transformers' names and parameters, or imports them
 from there, or from mamba-ssm, causal-conv1d or flash-linear-attention. Some of it keeps them in its layers when these are made.
@@ -27,7 +27,7 @@ _NOT_THEIRS = ("torch", "transformers", "builtins", "ssmgen")
 
 
 def modules_of(model: torch.nn.Module) -> list[ModuleType]:
-    """The modules that define the classes of a model's layers, but for torch's and transformers' own."""
+    """The modules that define the classes of a model's layers, except modules of _NOT_THEIRS."""
     names = {c.__module__: None for layer in model.modules() for c in type(layer).__mro__}
     return [sys.modules[n] for n in names if n in sys.modules and n.partition(".")[0] not in _NOT_THEIRS]
 
@@ -49,7 +49,7 @@ def ours_of(name: str, value: FunctionType) -> Callable[..., Any] | None:
 
 
 def missing(model: torch.nn.Module) -> str:
-    """One sentence: why nothing of a model that is no known one is replaced."""
+    """One sentence: why nothing in an unknown model is replaced."""
     name, modules = type(model).__name__, modules_of(model)
     if not modules:
         return f"{name} has no layer of a model that is known"
@@ -64,7 +64,7 @@ def _of_packages() -> set[str]:
 
 
 class Replacement(replacements.Replacement):
-    """What stands for a function of a checkpoint's module, and in its layers, where they have kept it."""
+    """The replacement of a function in a checkpoint's module, and in the layers that keep it."""
 
     def __init__(self, module: ModuleType, name: str, ours: Callable[..., Any]):
         super().__init__(f"{module.__name__}.{name}", module, name, partial(_run, ours))

@@ -1,4 +1,4 @@
-"""Our function in the place of a function of a modeling file, or of a method: what it counts, and when the original computes a call."""
+"""Replaces a function of a modeling file, or a method, with ours; counts calls, and decides when the original computes one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Replacement(Tally):
 
 
 def attempt(tally: Tally, ours: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
-    """(what ours returns, None), or (None, why ours does not serve the call). Raises what is not for the original to mend."""
+    """(what ours returns, None), or (None, why ours does not serve the call). Raises errors that the original cannot resolve."""
     try:
         result = ours(*args, **kwargs)
     except ArgumentError as e:  # this and the next are raised before anything is launched or written

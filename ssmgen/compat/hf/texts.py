@@ -1,4 +1,4 @@
-"""The text of a class of transformers, without what does not change what it computes, and the digest by which tables know it."""
+"""Digests of the source of transformers' classes, for table look-ups. Text that does not affect results is left out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Bare(ast.NodeTransformer):
 
 @cache
 def of_class(kind: type) -> str:
-    """The digest of a class's own methods; empty where there is no source, as in a notebook."""
+    """The digest of a class's own methods; empty if the source is not available, as in a notebook."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):

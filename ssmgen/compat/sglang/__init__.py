@@ -5,7 +5,7 @@ Slots: pad_slot_id (-1) is padding. A padded sequence, which is also one whose s
 and touches no state; SGLang leaves some of these outputs as they were, or computes them from a state of zeros. Index tensors may have more
 rows than there are sequences.
 
-Raise UnsupportedError for arguments that ssmgen has no kernel for, and what ssmgen's functions raise.
+Raise UnsupportedError for arguments without a kernel of ssmgen's, and the errors of ssmgen's functions.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 ) -> tuple[Tensor, Tensor]:
     """One token per sequence; writes and returns out [B, 1, HV, V] and initial_state [slots, HV, V, K]. Slots below 0 are padding.
 
-    mixed_qkv: [B, 2 HK K + HV V], q, k and v behind each other   a, b: [B, HV], raw gate and logit of beta   ssm_state_indices: [B]
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive   a, b: [B, HV], raw gate and logit of beta   ssm_state_indices: [B]
     Unlike there, beta stays f32, and is not rounded to b's dtype.
     """
     return gated_delta.packed_decode(
@@ -292,7 +292,7 @@ def fused_sigmoid_gating_delta_rule_update(
 ) -> Tensor:
     """-> a new output [B, T, HV, V] of q's dtype; the states of initial_state_source [slots, HV, V, K] are updated, unless disabled.
 
-    q, k: [B, T, HK, K]; v: [B, T, HV, V]; with cu_seqlens [N + 1], the tokens of all rows behind each other   initial_state_indices: [N]
+    q, k: [B, T, HK, K]; v: [B, T, HV, V]; with cu_seqlens [N + 1], the tokens of all rows concatenated   initial_state_indices: [N]
     a: raw gate, [B, T, HV] or [tokens, HV], of KDA per key channel, and with lower_bound a bounded one; b: logit of beta, like [B, T, HV]
     intermediate_states_buffer: [rows, cache_steps, HV, V, K] of the states' dtype receives the state after each token, in the row
     intermediate_state_indices [N]; a row that is not there is not written
@@ -367,7 +367,7 @@ _ENGINE = replacing.Engine(
 
 
 def register() -> dict[str, str]:
-    """SGLang's plugin (entry point sglang.srt.plugins): replaces its functions by those of this module, in this process.
+    """SGLang's plugin (entry point sglang.srt.plugins): replaces its functions with this module's, in this process.
 
     Returns what became of each, {place: words}; {} where SGLang is not installed, or torch has no CUDA. A function of other parameters than
     in SGLang 0.5.23 is left as it is, as is one that the variable SSMGEN_ENGINE_KEEP names. Calls that ssmgen refuses go to SGLang's own.

@@ -1,5 +1,5 @@
-"""SGLang's functions for prompts of gated delta rules and of Kimi delta attention, as in SGLang 0.5.23: those that its Triton backends
-call, and of the first that backend's method."""
+"""SGLang's functions for prompts of gated delta rules and of Kimi delta attention, as in SGLang 0.5.23: the functions that its
+Triton backends call, and the method of the gated delta rules' backend."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def chunk_gated_delta_rule(
     q, k: [B, T, H, K]   v: [B, T, HV, V]   g: [B, T, HV], the log decay   beta: [B, T, HV]
     initial_state: [slots, HV, V, K], a pool, which receives the states after each sequence, unless inplace_update is False
     initial_state_indices: [N], slots; a negative one, or none of the pool's, is padding   cu_seqlens: [N + 1], with B = 1; else N is B
-    Chunks are of 64 tokens from each sequence's start, and their states lie behind each other as the sequences do; SGLang's caches of
-    prefixes pick theirs from them. There are as many as T tokens of N sequences can have, and what is behind the last one is undefined.
+    Chunks have 64 tokens, counted from each sequence's start. Their states are in the order of the sequences; SGLang's prefix caches
+    select some. Their number is the most that T tokens of N sequences can have; states after the last chunk are undefined.
     Raises UnsupportedError without a pool and its indices, and with head_first.
     """
     reasons = [] if not head_first else ["head_first=True: operands are [B, T, heads, …]"]
@@ -81,7 +81,7 @@ def _with_chunks(
         function, operands, out, initial_states=before, cu_seqlens=cu_seqlens, positions=positions, checkpoints=chunks, **into, **options
     )
     if chunks.numel():
-        chunks.index_copy_(0, rows, before)  # ahead of a first chunk is no token whose state it could be
+        chunks.index_copy_(0, rows, before)  # no token precedes a first chunk
     return out, chunks.unflatten(0, (v.shape[0], positions.numel() // max(v.shape[0], 1)))
 
 
@@ -100,7 +100,7 @@ def _chunks(v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     chunk = torch.arange(count, device=v.device)
     owner = torch.searchsorted(ends[:-1], chunk, right=True)
     positions = torch.add(torch.sub(cu_seqlens[:-1], first, alpha=_prompts.CHUNK)[owner], chunk, alpha=_prompts.CHUNK)
-    return first.masked_fill(counts <= 0, count - 1), positions  # where a sequence has no tokens, the last row is nobody's
+    return first.masked_fill(counts <= 0, count - 1), positions  # for a sequence without tokens, the last row, which no sequence owns
 
 
 def _ends(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def _extended(
 
 
 def _tracking(starts: Tensor, tracked: Tensor | None, chunk: Tensor | None) -> list[str]:
-    """What is wrong of states that are wanted after so many chunks."""
+    """The faults of a request for states after given numbers of chunks."""
     problems = [] if (tracked is None) == (chunk is None) else ["track_state and track_chunk_idx go together"]
     if chunk is not None and chunk.shape[:1] != (sequences := starts.shape[0] - 1,):
         problems.append(f"track_chunk_idx is {list(chunk.shape)}, not [N] as query_start_loc [{sequences} + 1] asks for")
@@ -142,7 +142,7 @@ def in_pool(
     function: Callable[..., Any], operands: Sequence[Tensor | None], pool: Tensor, slots: Tensor, starts: Tensor | None, in_place: bool,
     tracked: Tensor | None, chunk: Tensor | None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """The output of sequences in a pool, and of packed ones, in `tracked`, the states after so many chunks."""
+    """The output of sequences in a pool; for packed ones, `tracked` receives the states after the given numbers of chunks."""
     q, _, v, *_ = operands
     assert q is not None and v is not None  # looked at before
     out = _new_output(q, v)
@@ -157,7 +157,7 @@ def in_pool(
         return out
     positions = torch.add(starts[:-1], chunk.clamp(min=0), alpha=_prompts.CHUNK)
     _prompts.run(function, operands, out, positions=positions, checkpoints=tracked, **options)
-    # Ahead of a first chunk is no token whose state it could be.
+    # No token precedes a first chunk.
     torch.where((chunk == 0)[:, None, None, None], before.to(tracked.dtype), tracked, out=tracked)
     return out
 
@@ -176,14 +176,14 @@ def extend(
     inplace_update: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, None, None]:
-    """(output [1, T, HV, V] of q's dtype, None, None): the method of SGLang's TritonGDNKernel, without states that nobody asked for.
+    """(output [1, T, HV, V] of q's dtype, None, None): the method of SGLang's TritonGDNKernel, without states that were not requested.
 
     q, k: [1, T, H, K], which are divided by their norms   v: [1, T, HV, V]   g: [1, T, HV], the log decay   beta: [1, T, HV]
     ssm_states: [slots, HV, V, K], a pool, which receives the states after each sequence, unless inplace_update is False
     cache_indices: [N], slots; a negative one, or none of the pool's, is padding   query_start_loc: [N + 1]
-    track_state, with track_chunk_idx [N]: [N, HV, V, K] f32, receives the state of each sequence after so many chunks of 64 tokens;
-        what it receives where there is a negative number is undefined. It is rounded to the pool's dtype
-    Other keywords are those of other kernels of SGLang: ignored, as there.
+    track_state, with track_chunk_idx [N]: [N, HV, V, K] f32, receives the state of each sequence after that number of chunks of 64
+        tokens, rounded to the pool's dtype; a row with a negative number is undefined
+    Other keywords belong to other kernels of SGLang: ignored, as there.
     """
     tracked, chunk = kwargs.get("track_state"), kwargs.get("track_chunk_idx")
     found: tuple[Tensor, None, None] = _extended(
@@ -221,12 +221,12 @@ def chunk_kda(
     """output [B, T, HV, V] of q's dtype, or with output_intermediate_states (output, states before each chunk), as those of
     chunk_gated_delta_rule; or (output, None) where track_state receives the states that are wanted of them.
 
-    q, k: [B, T, H, K]   v: [B, T, HV, V]   g: as many elements as [B, T, HV, K], the log decay, or with A_log the raw gate
-    beta: [B, T, HV], with beta_is_raw a logit   A_log, dt_bias: as many elements as [HV], [HV, K]
+    q, k: [B, T, H, K]   v: [B, T, HV, V]   g: the elements of [B, T, HV, K], the log decay, or with A_log the raw gate
+    beta: [B, T, HV], with beta_is_raw a logit   A_log, dt_bias: HV elements, HV K elements
     lower_bound: with A_log, the log decay is lower_bound sigmoid(e^A_log (g + dt_bias)); without it not looked at, as there
     initial_state: [slots, HV, V, K], a pool, which receives the states after each sequence   cu_seqlens: [N + 1], with B = 1; else N is B
     initial_state_indices: [N], slots; a negative one, or none of the pool's, is padding
-    track_state, with track_chunk_idx [N] and cu_seqlens: as those of `extend`   Other keywords are ignored, as there.
+    track_state, with track_chunk_idx [N] and cu_seqlens: as in `extend`   Other keywords are ignored, as there.
     Raises UnsupportedError without a pool and its indices.
     """
     name = "sglang's chunk_kda"
@@ -250,7 +250,7 @@ def chunk_kda(
 
 
 def with_tracked_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang's own method, for calls that ssmgen refuses: it gives all states ahead of chunks, and does not know track_state."""
+    """SGLang's own method, for calls that ssmgen refuses: it returns the states before all chunks, and does not know track_state."""
 
     @wraps(original)
     def call(*args: Any, track_state: Tensor | None = None, track_chunk_idx: Tensor | None = None, **kwargs: Any) -> Any:

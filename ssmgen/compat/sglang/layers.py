@@ -48,10 +48,10 @@ def kda_fused_decode(
 
     mixed_qkv: [B, 3 H V], q, k and v next to each other, before their convolution   w_q_t, w_k_t, w_v_t: [width, H V]
     conv_states: [slots, width - 1, 3 H V] of mixed_qkv's dtype, updated in place; so is ssm_states [slots, H, V, K]
-    a: [B, H K], raw gate   b: [B, H], logit of beta   A_log, dt_bias: as many elements as [H], [H, K]
+    a: [B, H K], raw gate   b: [B, H], logit of beta   A_log, dt_bias: H elements, H K elements
     lower_bound: the log decay is lower_bound sigmoid(e^A_log (a + dt_bias)); None for -e^A_log softplus(a + dt_bias)
     onorm_g, onorm_weight: [B, H V] and [V], of an RMS norm that the sigmoid of the former gates
-    cache_indices: [B], negative slots are padding. Unlike there, the weights are put together by a kernel of its own
+    cache_indices: [B], negative slots are padding. Unlike there, a separate kernel joins the weights
     """
     taps = (w_q_t, w_k_t, w_v_t)
     if len({t.shape[0] for t in taps}) > 1:

@@ -1,4 +1,4 @@
-"""SGLang's function of Lightning attention by segments, as in SGLang 0.5.23: what its backend calls for prompts and for decode steps."""
+"""SGLang's function of Lightning attention by segments, as in SGLang 0.5.23: its backend calls it for prompts and for decode steps."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def seg_la_fwd(
 ) -> Tensor:
     """output [tokens, H, V] of q's dtype; the states of the slots are updated in place.
 
-    q, k: [tokens, H, K], packed   v: [tokens, H, V]   s: [slots, H, K, V], a pool   decay_scales: as many elements as [H], slopes
+    q, k: [tokens, H, K], packed   v: [tokens, H, V]   s: [slots, H, K, V], a pool   decay_scales: H elements, slopes
     meta: SGLang's SegLaMeta: batch_size sequences, q_offsets [N + 1] where they begin, s_offsets [N] their slots, s_scales [N] whether
         their states are read. With no more tokens than sequences each has one, and goes on from its state
     A sequence whose slot is negative, or none of the pool's, touches no state; its output, of a prompt, is as from zeros.
-    track_lens, with track_state_indices [N]: [N], the state after so many tokens of each prompt, 1 or more, goes to that slot. A longer
-        count than the prompt's asks for none. These tokens are computed twice
+    track_lens, with track_state_indices [N]: [N], the state after that number of tokens of each prompt, 1 or more, goes to that slot. A
+        count above the prompt's length requests none. These tokens are computed twice
     The states of a prompt are transposed before the kernel and after it. Raises UnsupportedError for verification of drafts (caches,
     meta.mask).
     """
@@ -74,7 +74,7 @@ def seg_la_fwd(
 
 
 def _inner(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, before: Tensor, starts: Tensor, lens: Tensor, after: Tensor) -> Tensor:
-    """`after`, which receives the states after so many tokens of each sequence.
+    """`after`, which receives the states after `lens` tokens of each sequence.
 
     The kernel gives states at ends of sequences. Here, each one is cut in two, and the second part is padding.
     """
@@ -96,7 +96,7 @@ def _inner(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, before: Tensor, start
 
 
 def _scatter(pool: Tensor, slots: Tensor, states: Tensor) -> None:
-    """Writes states to their slots of a pool, without a look of the host. A row of no slot writes what the first row that has one does."""
+    """Writes states to their slots of a pool, without the host. A row without a slot repeats the write of the first row that has one."""
     if not pool.shape[0] or not slots.shape[0]:
         return
     there = (slots >= 0) & (slots < pool.shape[0])

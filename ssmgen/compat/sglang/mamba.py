@@ -34,9 +34,9 @@ def one_head(
 
 @_takes(x="[T, D]", dt="[T, D]", B="[T, N]", C="[T, N]", h0="[D, N]")
 def selective_scan(*, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
-    """One sequence of Mamba-1, of steps dt behind their softplus: (the state after it [D, N] of h0's dtype, outputs [T, D]).
+    """One sequence of Mamba-1, of steps dt after their softplus: (the state after it [D, N] of h0's dtype, outputs [T, D]).
 
-    x, dt: [T, D]   A: [D, N]   B, C: [T, N]   h0: [D, N], the state ahead of it
+    x, dt: [T, D]   A: [D, N]   B, C: [T, N]   h0: [D, N], the state before it
     """
     y, states = _selective_scan(x[None], dt[None], A, B[None], C[None], initial_states=h0[None], return_final_states=True)
     return states[0], y[0]
@@ -83,7 +83,7 @@ def mamba_chunk_scan_combined(
     return_intermediate_states: [batch, chunks, H, P, N], before each chunk of chunk_size tokens of a row; the first is the initial state
     return_track_states: those, the varlen states, and [1, count, H, P, N], after track_end_locs [count] tokens of the packed row; None
         without track_end_locs or track_seq_idx
-    state_dtype: that of all but the final ones; C's if None
+    state_dtype: the dtype of all states except the final ones; C's if None
     Returns what is asked for, in the order intermediate, final, varlen; None for nothing.
     chunk_indices, chunk_offsets and, of packed sequences, seq_idx follow from the others: ignored. States between chunks are f32.
     """

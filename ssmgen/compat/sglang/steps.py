@@ -38,7 +38,7 @@ def fused_recurrent_kda_packed_decode(
 ) -> tuple[Tensor, Tensor]:
     """One token per sequence; writes and returns out [B, 1, HV, V] and initial_state [slots, HV, V, K]. Slots below 0 are padding.
 
-    mixed_qkv: [B, 2 HK K + HV V], q, k and v behind each other   a: [B, HV K], raw gate   b: [B, HV], logit of beta
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive   a: [B, HV K], raw gate   b: [B, HV], logit of beta
     A_log, dt_bias: [HV], [HV K]   lower_bound: the log decay is lower_bound sigmoid(e^A_log (a + dt_bias))   ssm_state_indices: [B]
     """
     name = "fused_recurrent_kda_packed_decode"
@@ -103,7 +103,7 @@ def mixer2_rms_norm_gated(
     """x [*rows, channels] -> a new tensor like it: its RMS norm, gated by act(z), which is like x, or of x [tokens * heads, size]
     [tokens, heads, size]. The function rms_norm_gated of sglang.kernels.ops.attention.fla.layernorm_gated.
 
-    weight: [channels]   group_size: channels of a group, None for all   norm_before_gate: z is applied behind the norm, else ahead of it
+    weight: [channels]   group_size: channels of a group, None for all   norm_before_gate: z is applied after the norm, else before it
     activation: "swish", "silu" or "sigmoid"   Without is_rms_norm the mean is subtracted.
     Raises UnsupportedError for a bias of an RMS norm.
     """
@@ -123,7 +123,7 @@ def mixer2_rms_norm_gated(
 def merge_state_v2(
     v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor | None = None, s_merged: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(v_merged, s_merged), new if not given: what two parts of an attention come to. The function of sgl_kernel.
+    """(v_merged, s_merged), new if not given: the merge of two parts of an attention. The function of sgl_kernel.
 
     v_a, v_b, v_merged: [tokens, heads, head_dim]   s_a, s_b, s_merged: [tokens, heads], natural logarithms, s_merged of f32
     """

@@ -42,7 +42,7 @@ def fused_recurrent_gated_delta_rule_update(
 
     q, k: [B, T, H, K]   v: [B, T, HV, V]   g: [B, T, HV], the log decay   beta: [B, T, HV], None for ones
     initial_state_indices: [N], slots; a negative one, or none of the pool's, is padding   cu_seqlens: [N + 1], with B = 1; else N is B
-    intermediate_states_buffer and the arguments after it: drafts, as those of fused_sigmoid_gating_delta_rule_update
+    intermediate_states_buffer and the arguments after it: drafts, as in fused_sigmoid_gating_delta_rule_update
     More tokens than sequences, without drafts, run by chunks of 64 tokens; SGLang's kernel goes from token to token.
     Raises UnsupportedError without a pool and its indices, and without an output.
     """

@@ -1,4 +1,4 @@
-"""What drop-ins for prompts of delta rules have in common: rows as kernels read them, states of several dtypes, and their places."""
+"""Shared by the drop-ins for prompts of delta rules: rows as kernels read them, states of several dtypes, and checkpoint positions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .operands import rows_of, written_rows
 
 CHUNK = 64  # tokens, counted from a sequence's start: the places where a state can be asked for
 
-# Of `takes`: what all that look like flash-linear-attention's function have.
+# Arguments of `takes` for every function modelled on flash-linear-attention's.
 PACKED = {"q": "[B, T, H, K]", "k": "[B, T, H, K]", "v": "[B, T, HV, V]", "g": "[B, T, HV]", "beta": "[B, T, HV]", "cu_seqlens": "[N + 1]"}
 
 
 class Operands(NamedTuple):
-    """What every call has."""
+    """The operands of every call."""
 
     q: Tensor
     k: Tensor
@@ -30,7 +30,7 @@ class Operands(NamedTuple):
 
 
 def scan(operands: Operands, out: Tensor, **states: Any) -> None:
-    """The delta rule of a prompt into out; what else it takes is run's."""
+    """Writes the delta rule of a prompt into out; further arguments go to `run`."""
     if operands.g is None:
         run(chunk_delta_rule, (*operands[:3], operands.beta), out, **states)
     else:
@@ -42,10 +42,10 @@ def run(
     last: Tensor | None = None, state: Tensor | None = None, positions: Tensor | None = None, checkpoints: Tensor | None = None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """A function of prompts into out, into `last` or the slots of a pool `state`, and at positions into checkpoints.
+    """Runs a prompt function into out, final states into `last` or the slots of a pool `state`, states at positions into checkpoints.
 
-    A kernel has one dtype for all states: the pool's, or theirs, or where they differ f32, from which each is rounded once. To a pool of
-    16 bits, states to start from must be of its dtype.
+    A kernel has one dtype for all states: the pool's, or else the given states' common dtype, or f32 if they differ, from which each is
+    rounded once. With a 16-bit pool, initial states must have the pool's dtype.
     """
     given = [t for t in (initial_states, last, checkpoints) if t is not None]
     dtypes = {t.dtype for t in given} if state is None else {state.dtype}
@@ -72,7 +72,7 @@ def run(
 def _as_held(function: str, name: str, t: Tensor | None, held: torch.dtype) -> Tensor | None:
     """A tensor that receives states, as the kernel is given it: itself, or a copy of the kernel's dtype.
 
-    Raises ArgumentError for what a copy hides from the call's own checks.
+    Raises ArgumentError for overlapping elements, which a copy hides from the call's own checks.
     """
     if t is None or t.dtype == held or t.dtype not in DTYPES:
         return t
@@ -93,7 +93,7 @@ def states_of(q: Tensor, v: Tensor, count: int, layout: str = "vk") -> Tensor:
 
 
 def objections(v: Tensor, indices: Mapping[str, Tensor | None], pools: Mapping[str, Tensor | None] | None = None) -> list[str]:
-    """What is wrong of indices and pools that are computed with ahead of a call, whose checks would say it."""
+    """The faults of indices and pools that are used in computations before the call, whose own checks would come too late."""
     found = []
     for name, t in indices.items():
         if t is not None and (t.dim() != 1 or t.dtype not in (torch.int32, torch.int64) or t.device != v.device):
@@ -114,11 +114,12 @@ def gathered(pool: Tensor, slots: Tensor) -> Tensor:
 def places(
     name: str, v: Tensor, tokens: int, cu_seqlens: Tensor | None, checkpoints: Tensor | None, first: Tensor | None, problems: list[str]
 ) -> Tensor | None:
-    """[count], ascending: multiples of so many tokens behind a sequence's start, one for each row of checkpoints; None for no tokens.
+    """[count], ascending: positions at multiples of `tokens` after a sequence's start, one for each row of checkpoints; None if there
+    are no checkpoints.
 
-    first: [N + 1], the row of each sequence's first place, and behind all of them how many there are. Rows from there on get places behind
-    the last sequence, which are nobody's.
-    Raises ArgumentError for `problems`, and for what does not go together.
+    first: [N + 1], the row of each sequence's first position, then the number of positions. Rows from that number on get positions after
+    the last sequence, which belong to no sequence.
+    Raises ArgumentError for `problems`, and for arguments that contradict each other.
     """
     problems += ["cu_seqlens is None: sequences are packed, and it says where they begin"] if cu_seqlens is None else []
     if not 0 <= tokens < 2**31 or tokens % CHUNK:

@@ -1,5 +1,5 @@
-"""Gated norms of vLLM 0.33 and SGLang 0.5.23: those behind the state updates of their layers, which both have in two forms, of
-flash-linear-attention's norm and of mamba-ssm's."""
+"""Gated norms of vLLM 0.33 and SGLang 0.5.23, which follow the state updates of their layers. Both engines have two forms:
+flash-linear-attention's norm and mamba-ssm's."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def rms_norm_gated(
     """x rsqrt(mean(x^2) + eps) weight act(g), over the last axis: the norm of layers of delta rules. A dense x is overwritten and
     returned, as there; else there is a new tensor.
 
-    x: [*rows, size]   g: as many elements, with any distance between rows   weight: [size], or None, as is bias
+    x: [*rows, size]   g: the same number of elements, any stride between rows   weight: [size], or None, as is bias
     activation: "swish", its other name "silu", or "sigmoid"
-    Raises UnsupportedError for a bias, and for a residual or what is kept of one (residual, prenorm).
+    Raises UnsupportedError for a bias, for a residual, and for prenorm.
     """
     name = "the engine's rms_norm_gated"
     if residual is not None or prenorm:

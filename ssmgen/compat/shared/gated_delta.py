@@ -1,4 +1,4 @@
-"""What the engines' gated delta rules have in common: operands of several layouts, on a pool of states [slots, HV, V, K]."""
+"""Shared by the engines' gated delta rules: operands of several layouts, on a pool of states [slots, HV, V, K]."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def first_column(t: Tensor, n: int) -> Tensor: ...
 @overload
 def first_column(t: Tensor | None, n: int) -> Tensor | None: ...
 def first_column(t: Tensor | None, n: int) -> Tensor | None:
-    """The first n rows of an index, and of one with columns the first of these; what has none stays as it is, for the checks to name."""
+    """The first n rows of an index, and only its first column if it has columns; with zero columns it stays, for the checks to name."""
     return first(t, n) if t is None or t.dim() == 1 or not t.shape[1] else t[:n, 0]
 
 
@@ -50,7 +50,7 @@ def shaped(t: Tensor, shape: tuple[int, ...]) -> Tensor:
     return t if t.shape == shape or t.numel() != math.prod(shape) else t.reshape(shape)
 
 
-# Of the functions of both engines (`takes`).
+# Arguments of `takes`, for the functions of both engines.
 PACKED = {"ssm_state_indices": "[B]"}
 LOGITS = {"q": "[B, T, HK, K]", "k": "[B, T, HK, K]", "v": "[B, T, HV, V]"}
 
@@ -74,7 +74,7 @@ def packed_decode(
     mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, initial_state: Tensor, out: Tensor,
     ssm_state_indices: Tensor, use_qk_l2norm_in_kernel: bool, pad_slot_id: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token per sequence, of which q, k and v lie behind each other in a row of mixed_qkv [B, 2 HK K + HV V]."""
+    """One token per sequence, with its q, k and v consecutive in a row of mixed_qkv [B, 2 HK K + HV V]."""
     name = "fused_recurrent_gated_delta_rule_packed_decode"
     q, k, v = unpacked(name, mixed_qkv, initial_state)
     gated_delta_rule(
@@ -98,8 +98,8 @@ def from_logits(
     """The gated delta rule of a raw gate a and a logit b of beta, or KDA, whose gate is per key channel -> a new tensor [B, T, HV, V].
 
     state: [slots, HV, V, K], or [slots, page] of pages that begin with it, as vLLM's warm-up has it
-    q, k: [B, T, HK, K]   v: [B, T, HV, V]; with cu_seqlens, tokens of all rows behind each other
-    a: as many elements as [B, T, HV], of KDA [B, T, HV, K], in any split of axes; b as [B, T, HV]
+    q, k: [B, T, HK, K]   v: [B, T, HV, V]; with cu_seqlens, the tokens of all rows are concatenated
+    a: the elements of [B, T, HV], for KDA [B, T, HV, K], in any split of axes; b: the elements of [B, T, HV]
     """
     shape, K = v.shape, k.shape[-1]
     if options.get("cu_seqlens") is not None and shape[0] != 1:

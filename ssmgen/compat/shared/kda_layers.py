@@ -19,8 +19,8 @@ def decode(
 ) -> None:  # fmt: skip
     """One token per sequence: convolution, step and norm, into out [batch, H, V].
 
-    weight: [channels, width], made of the engine's for this call. It is no older than a CUDA graph's replay then, also after weights have
-    been loaded anew
+    weight: [channels, width], made from the engine's weight in this call, so that a CUDA graph's replay makes it again and sees reloaded
+    weights
     """
     kda_layer(
         mixed_qkv, g, beta, z, window, state, _arrivals(state), weight, bias, A_log.reshape(-1), dt_bias.reshape(-1), norm_weight,
@@ -30,7 +30,7 @@ def decode(
 
 
 def _arrivals(state: Tensor) -> Tensor:
-    """Counts for a pool [slots, H, V, K] of as many key heads as heads. New ones in each replay of a graph that finds none."""
+    """Counts for a pool [slots, H, V, K] with H key heads. New ones in each replay of a graph whose capture found none."""
     slots, heads = state.shape[:2]
     key = (state.device, state.data_ptr(), slots, heads)
     found = _ARRIVALS.get(key)

@@ -20,9 +20,9 @@ def lightning_attention(
 ) -> tuple[Tensor, Tensor]:
     """(output [B, H, T, V] of q's dtype, f32 states after the last token [B, H, 1, K, V]); the scale is one.
 
-    q, k: [B, H, T, K]   v: [B, H, T, V]   ed: as many elements as [H], slopes; the decay of a token is e^-slope
+    q, k: [B, H, T, K]   v: [B, H, T, V]   ed: H elements, slopes; the decay of a token is e^-slope
     kv_history: [B, H, K, V], the states before the first token, zeros if None; it is not written   block_size: ignored
-    The engines' own return the states ahead of all blocks too, of which their layers look at the last one only.
+    The engines' own functions also return the states before each block; their layers read only the last one.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out = torch.empty_like(v.transpose(1, 2), dtype=q.dtype, memory_format=torch.contiguous_format)
@@ -38,7 +38,7 @@ def linear_decode_forward_triton(
 ) -> Tensor:
     """output [B, H V] of q's dtype; the states of the slots are updated in place, and the scale is one.
 
-    q, k: [B, H, 1, K]   v: [B, H, 1, V]   kv_caches: [slots, H, K, V], a pool   slope_rate: as many elements as [H]
+    q, k: [B, H, 1, K]   v: [B, H, 1, V]   kv_caches: [slots, H, K, V], a pool   slope_rate: H elements
     slot_idx: [B], slots; a negative one, or none of the pool's, is padding: a zero output   BLOCK_SIZE: ignored
     """
     if problems := [f"{n} is {list(t.shape)}, not one token" for n, t in (("q", q), ("k", k), ("v", v)) if t.shape[2] != 1]:

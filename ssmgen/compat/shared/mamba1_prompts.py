@@ -1,4 +1,4 @@
-"""What drop-ins for Mamba-1's prompts have in common: operands laid out as the kernel reads them."""
+"""Shared by the drop-ins for Mamba-1's prompts: operands in the layout that the kernel reads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...families.selective_scan.call import selective_scan
 
-# Of `takes`: what all that look like mamba-ssm's function have. Its constant B and C are refused in words of their own.
+# Arguments of `takes` for every function modelled on mamba-ssm's. `scan` refuses its constant B and C.
 _ROWS, _GROUPS = "[batch, D, T]", "[batch, N, T] or [batch, G, N, T] or [D, N]"
 PADDED = {"u": _ROWS, "delta": _ROWS, "z": _ROWS, "A": "[D, N]", "B": _GROUPS, "C": _GROUPS, "D": "[D]", "delta_bias": "[D]"}
 
 
 class Operands(NamedTuple):
-    """What every call has; channels lie ahead of tokens."""
+    """The operands of every call; the channel axis comes before the token axis."""
 
     u: Tensor
     delta: Tensor
@@ -30,11 +30,11 @@ class Operands(NamedTuple):
 
 
 def scan(name: str, operands: Operands, run: Callable[..., Any] | None = None, **states: Any) -> Any:
-    """What ssmgen.selective_scan returns, or `run` in its place.
+    """Calls ssmgen.selective_scan, or `run` if given, and returns its result.
 
-    Its kernels have one order of channels and tokens in memory for u, delta and z: what lies otherwise than u is copied, once, as a product
-    leaves delta where a projection left u.
-    Raises UnsupportedError for what is no operand of ssmgen's, and what selective_scan raises.
+    The kernels need one memory order of channels and tokens for u, delta and z: delta or z is copied once if its order differs from u's. A
+    matrix product may leave delta in another order than a projection leaves u.
+    Raises UnsupportedError for operands that ssmgen does not take, and the errors of selective_scan.
     """
     u, delta, A, B, C, D, z, delta_bias, softplus = operands
     reasons = [f"{n} is complex: ssmgen's states are real" for n, t in (("A", A), ("B", B), ("C", C)) if t.is_complex()]
@@ -46,7 +46,7 @@ def scan(name: str, operands: Operands, run: Callable[..., Any] | None = None, *
 
 
 def _laid_out_like(u: Tensor, t: Tensor) -> Tensor:
-    """t with the tokens of a channel behind each other in memory, or the channels of a token, as u has them."""
+    """t with tokens contiguous in memory if u's are, else with channels contiguous."""
     if (t.stride(-1) == 1) == (u.stride(-1) == 1):
         return t
     return t.contiguous() if u.stride(-1) == 1 else t.transpose(-1, -2).contiguous().transpose(-1, -2)

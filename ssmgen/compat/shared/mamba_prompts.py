@@ -1,4 +1,4 @@
-"""What drop-ins for Mamba-2's prompts have in common: which states are asked for, after which tokens, and of which dtypes."""
+"""Shared by the drop-ins for Mamba-2's prompts: the requested states, the tokens that they follow, and their dtypes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...errors import ArgumentError, UnsupportedError
 from ...families.chunk_scan.call import chunk_scan
 from .operands import rows_of, written_rows
 
-# Of `takes`: what all that look like mamba-ssm's function have.
+# Arguments of `takes` for every function modelled on mamba-ssm's.
 ROWS, GROUPS = "[batch, T, H, P]", "[batch, T, G, N]"
 PADDED = {"x": ROWS, "z": ROWS, "dt": "[batch, T, H]", "B": GROUPS, "C": GROUPS, "initial_states": "[batch, H, P, N]"}
 PADDED |= {"seq_idx": "[batch, T]", "cu_seqlens": "[sequences + 1]", "A": "[H]", "D": "[H] or [H, P]", "dt_bias": "[H]"}
 
 
 class Operands(NamedTuple):
-    """What every call has."""
+    """The operands of every call."""
 
     x: Tensor
     dt: Tensor
@@ -35,8 +35,8 @@ class Operands(NamedTuple):
     dt_limit: Any
 
     def as_ours(self) -> Operands:
-        """Rows as kernels copy them; and no limits where they say nothing, as a softplus is at least 0: a kernel with limits is another
-        one."""
+        """Rows as kernels copy them. Limits (0, inf) are dropped with a softplus, which is at least 0: limits need a different
+        kernel."""
         x, B, C, z = rows_of(self.x), rows_of(self.B), rows_of(self.C), rows_of(self.z)
         limit = self.dt_limit
         if self.dt_softplus is True and isinstance(limit, tuple) and all(type(v) in (int, float) for v in limit) and limit == (0, math.inf):
@@ -45,7 +45,7 @@ class Operands(NamedTuple):
 
 
 class States(NamedTuple):
-    """last: [sequences, H, P, N], after each sequence; after: [count, H, P, N], after so many tokens. None for what was not asked for."""
+    """last: [sequences, H, P, N], after each sequence; after: [count, H, P, N], after given numbers of tokens. None if not requested."""
 
     last: Tensor | None
     after: Tensor | None
@@ -57,7 +57,7 @@ def scan(
 ) -> States:  # fmt: skip
     """chunk_scan into out, with states of several dtypes: `last` and `after` are theirs, None for none.
 
-    A kernel has one dtype for all states. Where they differ it is f32, from which each is rounded once.
+    A kernel has one dtype for all states. If they differ, it is f32, from which each is rounded once.
     """
     operands = operands.as_ours()
     x = operands.x
@@ -124,7 +124,7 @@ class Wanted(NamedTuple):
     chunks: bool  # before each chunk of chunk_size tokens of a row
     final: bool  # after each row, f32
     varlen: bool  # after each sequence of cu_seqlens
-    ends: Tensor | None = None  # [count], after so many tokens of the packed row
+    ends: Tensor | None = None  # [count], after these numbers of tokens of the packed row
 
 
 class Found(NamedTuple):

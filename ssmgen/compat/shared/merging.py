@@ -1,4 +1,4 @@
-"""What vLLM's merge of attention checks itself: the tokens that it copies."""
+"""Checks of vLLM's attention merge for the tokens that it copies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ _MERGED = ("output", "prefix_output", "suffix_output", "output_lse", "prefix_lse
 
 
 def check_copies(count: int, tensors: tuple[Tensor, ...]) -> None:
-    """Raises ArgumentError for what a merge of the first `count` tokens would not see: the others, which are copied. tensors: by the names
-    of _MERGED, as the call gave them; the last three may be missing."""
+    """Raises ArgumentError for faults that a merge of the first `count` tokens would not find, because the other tokens are copied.
+
+    tensors: in the order of _MERGED, as the call gave them; the last three may be missing"""
     problems = [] if type(count) is int and count >= 0 else [f"prefill_tokens_with_context is {count!r}, not a number of tokens"]
     memory = [(t.data_ptr(), t.data_ptr() + (t.nbytes if t.is_contiguous() else checks.extent(t))) for t in tensors]
     for i in range(0, len(tensors), 3):

@@ -1,5 +1,5 @@
-"""What drop-in functions say of arguments that are none of theirs. What their operands hold, and whether they fit, ssmgen's own functions
-check; these here only make views of them, and have written nothing until then."""
+"""Checks the kinds and axes of drop-in functions' arguments. ssmgen's own functions check dtypes and shapes; until then the drop-ins only
+make views, and have written nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ...errors import ArgumentError
 
 P = ParamSpec("P")  # type checkers read no assignment of both P and R
 R = TypeVar("R")
-# Of an annotation's words, the type that it lets through, and how a message calls it. Of what has another word, or is named by a string,
-# the function knows which there are.
+# By word of an annotation: the type that it allows, and its name in a message. Parameters with other words, or with choices named by
+# strings, are checked by the function itself.
 _KINDS: Mapping[str, type] = {"Tensor": Tensor, "bool": bool, "int": Integral, "float": Real, "None": type(None)}
 _CALLED = {"Tensor": "a tensor", "bool": "True or False", "int": "an integer", "float": "a number", "None": "None"}
 
@@ -77,13 +77,13 @@ def _on_words(t: Tensor) -> bool:
 
 
 def takes(flags: str = "", **shapes: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose arguments are of the kinds that its annotations say, and whose operands here have as many axes as one of the
-    shapes in words, "[batch, dim] or [batch, dim, T]".
+    """Makes a function check that its arguments have the kinds of its annotations, and that each operand named here has the number of
+    axes of one of its shapes, such as "[batch, dim] or [batch, dim, T]".
 
-    flags: names of those that the function itself decides by. They are looked at ahead, as anything goes for one in Python
+    flags: names of the arguments that the function branches on. They are checked before the call, because Python accepts any value there
 
-    It raises ArgumentError for all that is wrong of that. All else is looked at where the function fails, and then comes before what it
-    says itself: ahead of each call that costs the host 2 us and more.
+    Raises one ArgumentError that lists all faults. All other arguments are checked only after the function fails, and that error then
+    replaces the function's own: a check before each call costs the host 2 us and more.
     """
 
     def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -109,7 +109,7 @@ def takes(flags: str = "", **shapes: str) -> Callable[[Callable[P, R]], Callable
 
 
 def _check(function: Callable[..., Any], shapes: Mapping[str, str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises ArgumentError for what is of the wrong kind or has the wrong number of axes."""
+    """Raises ArgumentError for arguments of the wrong kind or with the wrong number of axes."""
     signature = inspect.signature(function)
     try:
         given = signature.bind(*args, **kwargs).arguments

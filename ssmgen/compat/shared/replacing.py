@@ -1,4 +1,4 @@
-"""Puts ssmgen's functions in the place of an engine's, in this process, and takes them back.
+"""Replaces an engine's functions with ssmgen's in this process, and restores them.
 
 A function is replaced where it is defined, as soon as that module has been executed, so that whoever imports it by name later gets the
 replacement. Names that hold it already, in the engine's own modules, are rebound. Nothing of the engine is imported for this: some of
@@ -37,7 +37,7 @@ class NotReplaced(Exception):  # noqa: N818
     """A replacement raises it before it writes anything: calls of this kind stay the engine's own, without a warning."""
 
 
-# What SSMGEN_ENGINE_KEEP can name, of all engines.
+# The names that SSMGEN_ENGINE_KEEP accepts, for all engines.
 NAMES = (
     "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
     "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "flashinfer_gdn_prefill_default", "fused_gdn_decode_post_conv_mtp",
@@ -51,7 +51,7 @@ NAMES = (
     "TritonGDNKernel.extend", "_flashkda_prefill",
 )  # fmt: skip
 
-# What warm() is to those who do not make the calls themselves.
+# The counterpart of warm() for users who do not make the calls themselves.
 IN_AN_ENGINE = "\nIn an engine, a step of the same batch size ahead of the capture does that."
 
 REPLACED, WAITING = "replaced", "replaced when it is imported"
@@ -62,7 +62,7 @@ class Replacement:
     """module: where the engine defines the function; name: its name there, of a method Class.name; function: ours, of the same parameters.
 
     says: attributes that its class gets too, where the engine looks up what the method can do
-    behind: makes of the engine's own one the method that does what is refused, as its class now says more than that can do
+    behind: wraps the engine's own method for refused calls, because its class now claims more than that method can do
     traced: torch.compile may trace calls of it, which stay the engine's own
     needs: places of other replacements; while one of them is not made, calls of this one stay the engine's own
     """
@@ -91,7 +91,7 @@ class Engine:
         self.outcome: dict[str, str] = {}
 
     def register(self) -> dict[str, str]:
-        """{place: what became of it}. A second call changes nothing; without the engine, and without CUDA, there is nothing to do."""
+        """{place: its outcome}. A second call changes nothing; without the engine, and without CUDA, there is nothing to do."""
         if self.finder in sys.meta_path:
             return dict(self.outcome)
         if not _locations(self.package):
@@ -194,7 +194,7 @@ class Engine:
             found = metadata.version(self.package)
         except metadata.PackageNotFoundError:
             found = "of unknown version"
-        if found.partition("+")[0] != self.version:  # behind the + is the CUDA that a wheel was built for
+        if found.partition("+")[0] != self.version:  # after the +: the CUDA version of the wheel
             message = "ssmgen was written against %s %s, and this is %s: functions whose parameters differ are left as they are"
             self.log.warning(message, self.package, self.version, found)
 
@@ -252,7 +252,7 @@ def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log:
         try:
             if not torch.is_grad_enabled():
                 return r.function(*args, **kwargs)
-            with torch.no_grad():  # SGLang's one_batch records its graphs with autograd on; the engine's own have no backward either
+            with torch.no_grad():  # SGLang's one_batch records its graphs with autograd on; the engine's functions lack a backward too
                 return r.function(*args, **kwargs)
         except NotReplaced:
             pass
@@ -274,8 +274,8 @@ def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log:
 
 
 def _kind(e: Exception) -> tuple[type, str]:
-    """What a warning is said once of: a kind of error, and where arguments are refused, each reason, in which numbers do not count. So what
-    an engine's warm-up passes silences nothing that its requests meet."""
+    """The key by which a warning is given once: the kind of error and, for refused arguments, the reason with its numbers masked. A refusal
+    during an engine's warm-up then silences no other reason that its requests meet."""
     return type(e), re.sub(r"\d+", "#", str(e)) if isinstance(e, (ArgumentError, UnsupportedError)) else ""
 
 

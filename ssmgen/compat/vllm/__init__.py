@@ -5,7 +5,7 @@ Slots: null_block_id (0) is padding. A padded sequence, which is also one whose 
 output and touches no state; vLLM leaves some of these outputs as they were, or computes them from a state of zeros.
 Index tensors may have more rows than there are sequences, and a column per token. Operands are f32, f16 or bf16, and strided.
 
-Raise UnsupportedError for arguments that ssmgen has no kernel for, and what ssmgen's functions raise.
+Raise UnsupportedError for arguments without a kernel of ssmgen's, and the errors of ssmgen's functions.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def causal_conv1d_update(
     validate_data: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Returns out, or x, which is overwritten if there is no out. x [N, dim], [N, dim, T], or packed [tokens, dim] with query_start_loc.
+    """Returns out, or x, which is overwritten without out. x [N, dim], [N, dim, T], or packed [tokens, dim] with query_start_loc.
 
     conv_state: [slots, dim, width - 1 or more] of x's dtype; without num_accepted_tokens, the first width - 1 entries are the history
     conv_state_indices: [N], or [N, T] of which the first column is read
@@ -214,7 +214,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 ) -> tuple[Tensor, Tensor]:
     """One token per sequence; writes and returns out [B, 1, HV, V] and initial_state [slots, HV, V, K]. Slots of 0 and below are padding.
 
-    mixed_qkv: [B, 2 HK K + HV V], q, k and v behind each other   a, b: [B, HV], raw gate and logit of beta   ssm_state_indices: [B]
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive   a, b: [B, HV], raw gate and logit of beta   ssm_state_indices: [B]
     """
     return gated_delta.packed_decode(
         mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel, pad_slot_id=0
@@ -327,7 +327,7 @@ _ENGINE = replacing.Engine(
 
 
 def register() -> dict[str, str]:
-    """vLLM's plugin (entry point vllm.general_plugins): replaces its functions by those of this module, in this process.
+    """vLLM's plugin (entry point vllm.general_plugins): replaces its functions with this module's, in this process.
 
     Returns what became of each, {place: words}; {} where vLLM is not installed, or torch has no CUDA. A function of other parameters than
     in vLLM 0.33 is left as it is, as is one that the variable SSMGEN_ENGINE_KEEP names. Calls that ssmgen refuses go to vLLM's own.

@@ -1,5 +1,5 @@
-"""vLLM's functions for prompts of gated delta rules and of Kimi delta attention, as in vLLM 0.33: what its layers call, by either of the
-backends of the first, by the Triton one of the second."""
+"""vLLM's functions for prompts of gated delta rules and of Kimi delta attention, as in vLLM 0.33: its layers call the first
+kind with either backend, the second kind with the Triton backend."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def fi_chunk_gated_delta_rule(
     checkpoint_every_n_tokens: int = 0,
     use_cp: bool | str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """chunk_gated_delta_rule of packed sequences, as vLLM calls FlashInfer: also the states after each so many tokens, a multiple of 64.
+    """chunk_gated_delta_rule of packed sequences, as vLLM calls FlashInfer: also the states after every n tokens, n a multiple of 64.
 
     checkpoint_cu_starts: [N + 1], the first row of state_checkpoints [count, HV, V, K] of each sequence   use_cp: ignored
     """
@@ -134,7 +134,7 @@ def chunk_kda_with_fused_gate(
 ) -> tuple[Tensor, Tensor | None]:
     """chunk_kda of a raw gate and a logit of beta, as vLLM's Kimi layers call it.
 
-    raw_g: [B, T, HV, K]   raw_beta: [B, T, HV]   A_log: as many elements as [HV]   g_bias: as many as [HV, K], None for none
+    raw_g: [B, T, HV, K]   raw_beta: [B, T, HV]   A_log: HV elements   g_bias: HV K elements, None for none
     lower_bound: the log decay is lower_bound sigmoid(e^A_log (raw_g + g_bias)); None for -e^A_log softplus(raw_g + g_bias)
     out: [B, T, HV, V], receives the output; None for a new one
     """

@@ -57,7 +57,7 @@ def flashkda_prefill(
     """(out, final_state), both written: prompts of Kimi-K3, its _flashkda_prefill.
 
     q, k: [1, T, H, K], which are divided by their norms   v, out: [1, T, HV, V]   g: [1, T, HV, K], raw gate   beta: [1, T, HV], logit
-    A_log, dt_bias: as many elements as [HV], [HV, K]   lower_bound: the log decay is lower_bound sigmoid(e^A_log (g + dt_bias))
+    A_log, dt_bias: HV elements, HV K elements   lower_bound: the log decay is lower_bound sigmoid(e^A_log (g + dt_bias))
     initial_state, final_state: [N, HV, V, K], before and after each sequence   cu_seqlens: [N + 1]   workspace: FlashKDA's; ignored
     checkpoint_state: [N, HV, V, K], receives the state of each sequence after checkpoint_offsets [N] tokens, multiples of 64; where one is
         0, anything
@@ -100,7 +100,7 @@ def glm_flashkda_prefill(
 ) -> tuple[Tensor, Tensor]:
     """(out, states after each sequence): prompts of GLM5-Next, the method _flashkda_prefill of its layer.
 
-    The layer has A_log, dt_bias and kda_lower_bound; other operands are those of flashkda_prefill. Results lie in vLLM's workspaces.
+    The layer has A_log, dt_bias and kda_lower_bound; other operands are as in flashkda_prefill. Results lie in vLLM's workspaces.
     checkpoint: vLLM's MambaPrefillCheckpointMetadata; its states are exported as the layer does, which needs the last three arguments
     Raises UnsupportedError for checkpoints at other places than multiples of 64.
     """
@@ -127,7 +127,7 @@ def _scan(
     name: str, operands: tuple[Tensor, ...], lower_bound: float, before: Tensor, starts: Tensor, out: Tensor, last: Tensor,
     kept: Tensor | None, offsets: Tensor | None,
 ) -> None:  # fmt: skip
-    """Writes out, the last states, and into `kept` those after so many tokens of each sequence."""
+    """Writes out, the last states, and into `kept` the states after given numbers of tokens of each sequence."""
     q, k, v, g, beta, A_log, bias = operands
     if problems := _prompts.objections(v, {"cu_seqlens": starts, "checkpoint_offsets": offsets}):
         raise ArgumentError(name, problems)

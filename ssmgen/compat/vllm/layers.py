@@ -44,10 +44,10 @@ def fused_kda_decode(
 
     x: [B, 3 H V], q, k and v next to each other, before their convolution   weight: [3, width, H V], of each of them, width first
     conv_state: [slots, 3 H V, width - 1] of x's dtype, in either layout, updated in place; so is state [slots, H, V, K]
-    raw_g: [1, B, H, K], raw gate   raw_beta: [1, B, H], logit   A_log, dt_bias: as many elements as [H], [H, K]
+    raw_g: [1, B, H, K], raw gate   raw_beta: [1, B, H], logit   A_log, dt_bias: H elements, H K elements
     lower_bound: the log decay is lower_bound sigmoid(e^A_log (raw_g + dt_bias)); None for -e^A_log softplus(raw_g + dt_bias)
     output_gate, norm_weight: [B, H, V] and [V], of an RMS norm that its sigmoid gates; None for no norm
-    state_indices: [B], slots of 0 and below are padding. Unlike there, the weight is transposed by a kernel of its own
+    state_indices: [B], slots of 0 and below are padding. Unlike there, a separate kernel transposes the weight
     """
     if weight.shape[0] != 3 or x.shape[-1] != 3 * weight.shape[2]:
         problem = f"weight is {list(weight.shape)} and x {list(x.shape)}, not [3, width, H V] and [B, 3 H V]"

@@ -47,7 +47,7 @@ def selective_scan_fn(
     has_initial_state: [N], whether the state in the slot is the one before the first token; None for none
     block_size, cu_chunk_seqlen and last_chunk_indices divide vLLM's work: ignored
 
-    vLLM's own overwrites z, or delta where there is no z, unless it copies them first, and returns that: use what is returned.
+    vLLM's own overwrites z, or delta without z, unless it copies them first, and returns that: use what is returned.
     Raises UnsupportedError for states of every block, which block_idx_first_scheduled_token, block_idx_last_scheduled_token and
     initial_state_idx ask for.
     """
@@ -105,7 +105,7 @@ def mamba_chunk_scan_combined_varlen(
     return_intermediate_states: -> [chunks, H, P, N], the states after each of vLLM's chunks, which may end anywhere in a sequence, at
         cu_chunk_seqlens [chunks + 1]
     final_states_out: -> None, and this pool [slots, H, P, N] receives the states after each sequence in final_state_indices [sequences]
-    Otherwise -> [sequences, H, P, N], those states. state_dtype: that of the ones returned; C's if None
+    Otherwise -> [sequences, H, P, N], those states. state_dtype: the dtype of the returned states; C's if None
     chunk_size, last_chunk_indices and seq_idx follow from the others or divide vLLM's work: ignored. States between chunks are f32.
     """
     name = "vllm's mamba_chunk_scan_combined_varlen"

@@ -26,7 +26,7 @@ def merge_attn_states(
     """The attention to a shared prefix and to the rest, merged. Writes output and output_lse.
 
     output, prefix_output, suffix_output: [tokens, heads, head_dim], head_dim 1 … 1024
-    LSEs: [heads, tokens] f32, natural logarithms; +inf and -inf, and NaN too, are those of nothing
+    LSEs: [heads, tokens] f32, natural logarithms; +inf, -inf and NaN mark an empty part
     prefill_tokens_with_context: tokens from there on have no prefix: the suffix is copied
     Raises UnsupportedError with output_scale (FP8 outputs).
     """

@@ -26,7 +26,7 @@ def layer_norm_fwd(
     """(out or a new tensor like x, None, None): the means and deviations, which vLLM's own returns there, its layers do not look at.
 
     x, z, out: [rows, channels]; out may be x   weight: [channels]   group_size: channels of a group, None for all
-    norm_before_gate: the gate act(z) is applied behind the norm, else ahead of it   activation: "swish", "silu" or "sigmoid"
+    norm_before_gate: the gate act(z) is applied after the norm, else before it   activation: "swish", "silu" or "sigmoid"
     Without is_rms_norm the mean is subtracted.
     Raises UnsupportedError for a bias of an RMS norm.
     """

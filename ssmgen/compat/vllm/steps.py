@@ -1,4 +1,4 @@
-"""vLLM's functions for decode steps of Kimi delta attention, for drafts of gated delta rules with the norm behind them, and for drafts of
+"""vLLM's functions for decode steps of Kimi delta attention, for drafts of gated delta rules with the norm after them, and for drafts of
 Bailing's Lightning attention, as in vLLM 0.33."""
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def fused_recurrent_kda_with_fused_gate(
 ) -> tuple[Tensor, Tensor]:
     """fused_recurrent_kda_fwd of a raw gate and a logit of beta, as vLLM's Kimi layers call their fused_recurrent_kda.
 
-    raw_g: [B, T, HV, K]   raw_beta: [B, T, HV]   A_log: as many elements as [HV]   dt_bias: as many as [HV, K], None for none
+    raw_g: [B, T, HV, K]   raw_beta: [B, T, HV]   A_log: HV elements   dt_bias: HV K elements, None for none
     lower_bound: the log decay is lower_bound sigmoid(e^A_log (raw_g + dt_bias)); None for -e^A_log softplus(raw_g + dt_bias)
     out: receives the output; None for a new one   fuse_gate: chooses among vLLM's kernels; ignored
     """
@@ -177,7 +177,7 @@ def fused_recurrent_kda_packed_decode(
 ) -> tuple[Tensor, Tensor]:
     """(out, or a new tensor [1, B, HV, V], and initial_state, which is updated): one token per sequence of vLLM's Kimi layers.
 
-    mixed_qkv: [B, 2 HK K + HV V], q, k and v behind each other   raw_g: [1, B, HV, K]   raw_beta: [1, B, HV]   state_indices: [B]
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive   raw_g: [1, B, HV, K]   raw_beta: [1, B, HV]   state_indices: [B]
     Otherwise as fused_recurrent_kda_with_fused_gate.
     """
     q, k, v = gated_delta.unpacked("fused_recurrent_kda_packed_decode", mixed_qkv, initial_state)
@@ -211,9 +211,9 @@ def fused_gdn_decode_post_conv_mtp(
     norm_eps: float = 1e-5,
     output_gate_activation: str = "silu",
 ) -> Tensor:
-    """Drafts of a gated delta rule, and the gated norm behind it: writes the states, and out [tokens, HV, V], which is returned.
+    """Drafts of a gated delta rule, and the gated norm after it: writes the states, and out [tokens, HV, V], which is returned.
 
-    mixed_qkv: [tokens, 2 HK K + HV V], q, k and v behind each other   a, b: [tokens, HV], raw gate and logit of beta
+    mixed_qkv: [tokens, 2 HK K + HV V], q, k and v consecutive   a, b: [tokens, HV], raw gate and logit of beta
     state: [slots, HV, V, K], slots of 0 and below are padding   state_indices: [N, T]   cu_seqlens: [N + 1]   num_accepted_tokens: [N]
     output_gate: [tokens, HV, V]   norm_weight: [V]   out: None for a new one like output_gate   scale: of the delta rule's output
     Two launches, of which the second rounds what the first has rounded to out's dtype, as vLLM's.
@@ -222,7 +222,7 @@ def fused_gdn_decode_post_conv_mtp(
     q, k, v = (t[None] for t in gated_delta.unpacked(name, mixed_qkv, state))
     out = output_gate.new_empty(output_gate.shape) if out is None else out
     options = gated_delta.on_a_pool(name, v, state, True, cu_seqlens, state_indices, num_accepted_tokens)
-    # What the norm refuses it refuses here, while the states are as they were.
+    # The norm refuses here, before the states have changed.
     norm = call_of(
         gated_rms_norm, out, output_gate, norm_weight, norm_eps, norm_before_gate=True, activation=output_gate_activation, out=out
     ).plan()
@@ -255,7 +255,7 @@ def bailing_linear_attention_decode_spec(
 ) -> Tensor:
     """A new output [tokens, H V] of q's dtype; the states are updated in place, and the scale is one.
 
-    q, k, v: [tokens, H, K], of which those from q_start to q_end count   kv_cache: [slots, H, K, V], a pool; negative slots are padding
+    q, k, v: [tokens, H, K], of which tokens q_start to q_end count   kv_cache: [slots, H, K, V], a pool; negative slots are padding
     state_indices_tensor: [N, T], of which the rows from slot_start to slot_end count: each token's state goes to its own column
     num_accepted_tokens: [N], the column that is read is this less one, 0 being like 1   query_start_loc: [N + 1]   block_size: ignored
     One launch for vLLM's one per token; the states of a call stay f32 between its tokens.
