@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -120,11 +120,23 @@ def _tried(install: Callable[[Python], None], layered: bool = False, interpreter
             install(python)
         except subprocess.CalledProcessError as e:
             return f"pip could not install these releases, so nothing was tried: exit code {e.returncode}"
+        if layered:
+            _link_nvidia(site, below)
         files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests").rglob(f"test_{name}.py"))
         report = root / "tests.xml"
         subprocess.run([python.path, "-m", "pytest", "-q", "-n", "2", "-m", "not matrix", f"--junitxml={report}", *files], cwd=ROOT)
         said = subprocess.run([python.path, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout
         return _told(json.loads(said), report)
+
+
+def _link_nvidia(site: Path, below: Sequence[str]) -> None:
+    """Shows the libraries of CUDA's packages in an environment that lacks them: the CUDA bindings look into its own site-packages only.
+
+    Called after pip, which would otherwise write through the link.
+    """
+    found = [Path(path, "nvidia") for path in below if Path(path, "nvidia").is_dir()]
+    if found and not (site / "nvidia").exists():
+        (site / "nvidia").symlink_to(found[0])
 
 
 def _told(installed: Mapping[str, str], report: Path) -> str:
