@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +189,9 @@ MAY_LIST = ("operands", *SIGNATURES, "views", "reference", "trial", "tuning", "m
 
 
 def tables(family: str) -> list[Table]:
-    module = __import__(f"ssmgen.families.{family}.operands", fromlist=["x"])
+    """A family with one short table may have it in spec.py."""
+    part = "operands" if (FAMILIES / family / "operands.py").is_file() else "spec"
+    module = importlib.import_module(f"ssmgen.families.{family}.{part}")
     found = [value for value in vars(module).values() if isinstance(value, Table)]
     return found + [t for value in vars(module).values() if isinstance(value, dict) for t in value.values() if isinstance(t, Table)]
 
@@ -234,7 +237,7 @@ def test_pages_show_the_tables_as_they_are():
         text = page.read_text()
         assert guide.with_operands(text) == text, page.name
         shown |= {m["family"] for m in guide.OPERANDS.finditer(text)}
-    assert shown == set(PUBLIC)
+    assert shown == {family for family in PUBLIC if (FAMILIES / family / "operands.py").is_file()}
 
 
 def test_a_page_s_table_says_shapes_types_and_what_is_written():
