@@ -228,6 +228,7 @@ def test_each_process_calls_peers_at_its_share_of_the_cells(monkeypatch):
     assert {name.rpartition(".")[2] for name in calls} >= {"chunk_rwkv7"}
 
 
+@pytest.mark.matrix
 def test_processes_that_take_too_long_are_ended(tmp_path, monkeypatch):
     (tmp_path / "sleeper.py").write_text("import sys, time\nopen(sys.argv[1].replace('/', '-'), 'w').close()\ntime.sleep(600)\n")
     monkeypatch.chdir(tmp_path)

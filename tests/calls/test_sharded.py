@@ -26,6 +26,7 @@ from ssmgen.calls.sharding_rules import RULES
 from ssmgen.errors import ArgumentError
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_two_ranks_agree_with_one(tmp_path):
     wrong = failures(2, "cpu", tmp_path, cases)

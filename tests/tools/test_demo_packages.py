@@ -81,6 +81,7 @@ def test_a_patch_within_is_of_the_packages_functions_too(package):
     assert package == [] and patch.calls()["mamba2.causal_conv1d_fn"] == (convolutions(model), 0)
 
 
+@pytest.mark.matrix
 def test_prompts_have_one_more_way(on_cpu, package):
     (row,), failed = run.family(narrow(), (1,), ONCE, "cpu")
     assert not failed and row.ms.keys() == row.kernels.keys() == row.memory.keys() == {PLAIN, PACKAGES, PATCHED, FUSED}

@@ -58,6 +58,7 @@ def test_its_tests_pass(checkout):
     assert re.search(r"\b[2-6] passed", shown), shown
 
 
+@pytest.mark.matrix
 def test_the_guides_command_lines_work(checkout):
     lines = [shlex.split(line) for b in blocks(PAGE, "sh") for line in b.text.splitlines()]
     source, stats, checked = (run(checkout, *line) for line in lines)
