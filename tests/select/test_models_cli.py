@@ -216,6 +216,7 @@ def test_generate_refuses_a_checkout_of_others(tmp_path):
     assert not list((tmp_path / "generated").iterdir())
 
 
+@pytest.mark.matrix
 def test_a_kernel_that_is_not_built_names_the_models_line(own_cache, monkeypatch):
     from ssmgen.cache.store import Cache
     from ssmgen.launch.runtime import entry_of

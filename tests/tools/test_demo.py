@@ -253,6 +253,7 @@ def test_prompts_are_measured_patched_and_not(on_cpu, preset):
     assert "a prompt of 70: ms to the first token transformers " in run.line(rows[1])
 
 
+@pytest.mark.matrix
 def test_kernels_of_prompts_are_listed_where_that_is_asked_for(on_cpu):
     options = Options(layers=2, rounds=1, prompts=(3,), by_kernel=True)
     rows, failed = run.family(narrow(), (1,), options, "cpu")

@@ -93,12 +93,14 @@ def test_prompts_have_one_more_way(on_cpu, package):
     assert "| packages ms |" in text and "| packages kernels |" in text and "packages 3/3, patched " in text
 
 
+@pytest.mark.matrix
 def test_packages_are_what_is_compared_with_where_transformers_own_pass_is_too_long(on_cpu, package):
     (row,), failed = run.family(narrow(), (1,), Options(layers=2, tokens=3, rounds=1, prompts=(9,), longest=0.0), "cpu")
     assert not failed and row.ms.keys() == {PACKAGES, PATCHED, FUSED} and row.notes[f"{PLAIN} ms"] == "it would take 0.1 s"
     assert row.apart.keys() == row.same.keys() == {PATCHED, FUSED} and row.tokens == 3
 
 
+@pytest.mark.matrix
 def test_a_package_that_fails_has_a_note_and_the_others_go_on(on_cpu, package):
     package.error = RuntimeError("no kernel for it\nin this build")
     (row,), failed = run.family(narrow(), (1,), ONCE, "cpu")
@@ -114,6 +116,7 @@ def test_decode_steps_have_one_more_way(on_cpu, package):
     assert "| packages ms |" in as_markdown(Report(FACTS, [row]))
 
 
+@pytest.mark.matrix
 def test_without_packages_there_is_no_such_way_and_no_such_column(on_cpu):
     (row,), failed = run.family(narrow(), (1,), ONCE, "cpu")
     assert not failed and PACKAGES not in row.ms and row.bound == ()

@@ -136,6 +136,7 @@ def test_terminals_get_colours_and_pipes_do_not():
     assert piped.returncode == 1 and piped.stdout.startswith("--- ") and not ESCAPE.search(piped.stdout)
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not shutil.which("less"), reason="needs less")
 def test_the_pager_keeps_colours():
     name = str(COPY)

@@ -353,6 +353,7 @@ def built(folder: Path) -> dict[str, tuple[bytes, str]]:
     return {entry.symbol: (entry.cubin, entry.source) for _, entry in Layer(folder).entries()}
 
 
+@pytest.mark.matrix
 def test_ranks_build_one_layer_though_one_is_killed(tmp_path):
     words = [SCRIPT, "build", "--model", "mamba-130m", "--op", crew_cases.OP, "--no-pdl", "--json"]
     result = CliRunner().invoke(main, [*words[1:], "--out", str(tmp_path / "alone")])

@@ -163,6 +163,7 @@ for name in filter(known, ("mamba2", "mamba", "qwen3_5", "kimi_linear")):
 """
 
 
+@pytest.mark.matrix
 def test_installed_packages_are_replaced_too(tmp_path):
     """Packages of these names replace the real ones. They have only the functions that are called."""
     there = {
