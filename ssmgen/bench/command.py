@@ -124,25 +124,28 @@ def every(
 
 @bench.command("models")
 @click.option("--model", "names", multiple=True, help="Only this model of `ssmgen models`; may repeat.")
+@click.option("--column", "columns", multiple=True, type=click.Choice(["step_1", "step_64", "prompt", "packed"]), help="Only these cases.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--jobs", type=click.IntRange(0), default=8, show_default=True, help="Processes that compile peers' kernels ahead.")
 @click.option("--saved", type=click.Path(path_type=Path), help="Show what --json printed into this file, plain or .json.gz. Needs no GPU.")
 @NO_PEERS
 @with_outputs
 def models(
-    names: tuple[str, ...], rounds: int, jobs: int, saved: Path | None, no_peers: bool, as_json: bool, as_csv: bool, page: Path | None
-) -> None:
+    names: tuple[str, ...], columns: tuple[str, ...], rounds: int, jobs: int, saved: Path | None, no_peers: bool, as_json: bool,
+    as_csv: bool, page: Path | None,
+) -> None:  # fmt: skip
     """Time every model's decode step and prompt beside its peers; the worst ratio comes first.
 
     Decode steps of 1 and of 64 sequences, a prompt of 4096 tokens, and 16 packed prompts of 256. Models of one shape are timed once.
+    Ctrl-C ends the run and shows the results so far.
     """
     from . import models as work
     from . import models_page
     from .progress import watching
 
     form = _form(as_json, as_csv, page)
-    if saved and (names or no_peers):
-        raise click.UsageError("--saved measures nothing: give it without --model and --no-peers")
+    if saved and (names or columns or no_peers):
+        raise click.UsageError("--saved measures nothing: give it without --model, --column and --no-peers")
     if saved:
         report = models_page.load(saved)
     else:
@@ -152,7 +155,7 @@ def models(
         need_device()
         ahead = compiling(names, 0 if no_peers else jobs)
         with watching() as watch:
-            report = work.run(names, rounds=rounds, peers=not no_peers, watch=watch, ahead=ahead)
+            report = work.run(names, columns=columns, rounds=rounds, peers=not no_peers, watch=watch, ahead=ahead)
     models_page.show(report, form, page)
 
 

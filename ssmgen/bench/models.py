@@ -99,11 +99,11 @@ def _own(op: str, model: Model) -> Mapping[str, Any]:
     return found
 
 
-def cells(names: Sequence[str] = ()) -> list[Cell]:
-    """The measurements of these models, or of all if none is named, column by column. Raises ModelError for an unknown name."""
+def cells(names: Sequence[str] = (), columns: Sequence[str] = ()) -> list[Cell]:
+    """The measurements, column by column, of these models and columns; all, if none is named. Raises ModelError for an unknown model."""
     found: dict[str, Cell] = {}
     chosen = list(dict.fromkeys(find_model(name).name for name in names)) or list(models())
-    for column, name in itertools.product(COLUMNS.values(), chosen):
+    for column, name in itertools.product([COLUMNS[name] for name in columns] or COLUMNS.values(), chosen):
         model = models()[name]
         op, options = options_of(model, column)
         alike = str(replace(model, name="", source="", verified=True))
@@ -113,14 +113,15 @@ def cells(names: Sequence[str] = ()) -> list[Cell]:
 
 
 def run(
-    names: Sequence[str] = (), *, rounds: int = ROUNDS, peers: bool = True, watch: Watch = PRINTING, device: torch.device | str = "cuda",
-    ahead: AbstractContextManager[None] | None = None,
+    names: Sequence[str] = (), *, columns: Sequence[str] = (), rounds: int = ROUNDS, peers: bool = True, watch: Watch = PRINTING,
+    device: torch.device | str = "cuda", ahead: AbstractContextManager[None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The whole report, as JSON would hold it. A cell that fails is one of `failed`, with the reason. Raises SsmgenError without a GPU.
 
+    A KeyboardInterrupt ends the run: `failed` then also has the cells that were not reached.
     ahead: entered while our kernels are compiled (`peers_ahead.compiling`).
     """
-    report, work = reports.begin(" ".join(str(__doc__).split())), cells(names)
+    report, work = reports.begin(" ".join(str(__doc__).split())), cells(names, columns)
     began = time.perf_counter()
     versions: dict[str, str] = {}
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # later runs find the choices of the peers' autotuners
@@ -128,14 +129,16 @@ def run(
         _compile(work, device)
     report["seconds"] = {"compiling": time.perf_counter() - began}
     watch.begins("models", len(work))
-    for cell in work:
-        named = {"models": cell.names, "column": cell.column.name, "op": cell.op}
+    for i, cell in enumerate(work):
         watch.case(cell.words)
         try:
-            row = named | measured(cell, torch.device(device), rounds, peers)
+            row = _named(cell) | measured(cell, torch.device(device), rounds, peers)
         except (SsmgenError, torch.OutOfMemoryError) as e:
-            report["failed"].append({**named, "error": str(e)})
+            report["failed"].append({**_named(cell), "error": str(e)})
             watch.ends(f"{cell.words}: FAILED: {e}")
+        except KeyboardInterrupt:
+            report["failed"] += [{**_named(rest), "error": "not reached: the run was interrupted"} for rest in work[i:]]
+            break
         else:
             report["rows"].append(row)
             versions |= {peer: version_of(peer) for peer in row["peers"]}
@@ -145,6 +148,10 @@ def run(
     report["peers"] = versions
     report["seconds"]["all"] = time.perf_counter() - began
     return report
+
+
+def _named(cell: Cell) -> dict[str, Any]:
+    return {"models": cell.names, "column": cell.column.name, "op": cell.op}
 
 
 @torch.no_grad()

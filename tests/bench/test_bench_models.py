@@ -142,6 +142,21 @@ def test_a_wrong_result_is_not_timed(small, monkeypatch):
     assert not found["rows"] and len(found["failed"]) == len(COLUMNS) and "not timed" in found["failed"][0]["error"]
 
 
+def test_an_interrupted_run_keeps_its_results(small, monkeypatch):
+    measured, done = models.measured, []
+
+    def interrupted(cell, *rest):
+        if done:
+            raise KeyboardInterrupt
+        done.append(cell)
+        return measured(cell, *rest)
+
+    monkeypatch.setattr(models, "measured", interrupted)
+    found = models.run(("mamba-130m",), columns=("prompt", "packed"), watch=SILENT, device="cpu")
+    assert [row["column"] for row in found["rows"]] == ["prompt"] and not list(models.faults_of(json.loads(json.dumps(found))))
+    assert [(entry["column"], entry["error"]) for entry in found["failed"]] == [("packed", "not reached: the run was interrupted")]
+
+
 # Results.
 
 
