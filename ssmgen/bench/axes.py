@@ -51,7 +51,11 @@ class Shape(click.ParamType):
         except ValueError:
             sizes = ()
         if len(sizes) != self.count or min(sizes) < 1:
-            self.fail(f"{value!r} is not {('two', 'three', 'four')[self.count - 2]} positive numbers such as {self.example}", param, ctx)
+            self.fail(
+                f"{value!r} is wrong; expected {('two', 'three', 'four')[self.count - 2]} positive numbers such as {self.example}",
+                param,
+                ctx,
+            )
         return sizes
 
 

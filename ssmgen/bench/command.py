@@ -63,9 +63,9 @@ def _form(as_json: bool, as_csv: bool, page: Path | None) -> str:
     """The form of output that is asked for."""
     chosen = [name for name, given in (("json", as_json), ("csv", as_csv), ("html", page)) if given]
     if len(chosen) > 1:
-        raise click.UsageError(f"give one of {', '.join(f'--{name}' for name in chosen)}")
+        raise click.UsageError(f"expected only one of {', '.join(f'--{name}' for name in chosen)}")
     if page and not page.parent.is_dir():
-        raise click.UsageError(f"--html: there is no directory {page.parent}")
+        raise click.UsageError(f"--html is in {page.parent}, which does not exist; expected a directory")
     return chosen[0] if chosen else "table"
 
 
@@ -114,7 +114,7 @@ def every(
 
     form = _form(as_json, as_csv, page)
     if tp > 1 and not model:
-        raise click.UsageError("--tp goes with --model")
+        raise click.UsageError("--tp is given without --model; expected both")
     work = suites.tasks(quick, model, tp)
     with watching() as watch:
         suite = suites.run(work, rounds or (suites.QUICK_ROUNDS if quick else 7), not no_peers, watch)
@@ -142,7 +142,7 @@ def models(
 
     form = _form(as_json, as_csv, page)
     if saved and (names or no_peers):
-        raise click.UsageError("--saved measures nothing: give it without --model and --no-peers")
+        raise click.UsageError("--saved measures nothing. Leave out --model and --no-peers.")
     if saved:
         report = models_page.load(saved)
     else:

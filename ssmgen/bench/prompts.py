@@ -59,7 +59,9 @@ def packed_words(row: Mapping[str, Any]) -> str:
 def pool_mistakes(forms: Sequence[Any] = (), packed: bool = False, **others: Any) -> list[str]:
     """Options that do not go together, of a benchmark with the form `pool`."""
     pooled = any(getattr(form, "value", form) == "pool" for form in forms)
-    return must(not (packed and pooled), "--packed is of the other forms: --form pool packs sequences of different lengths")
+    return must(
+        not (packed and pooled), "--packed is given with --form pool, which packs sequences of different lengths; expected another form"
+    )
 
 
 def some_heads(call: Call, heads: int, groups: int, by_head: Sequence[str], by_group: Sequence[str], packed: bool) -> dict[str, Any]:

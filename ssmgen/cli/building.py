@@ -69,9 +69,9 @@ def build(
     from ..variants.inspect import resolve
 
     if sum(map(bool, (model, everything, specs))) != 1:
-        raise click.UsageError("give one of --model, --all and --spec")
+        raise click.UsageError("expected exactly one of --model, --all and --spec")
     if (op or caller) and specs:
-        raise click.UsageError(f"--{'op' if op else 'caller'} goes with --model and --all")
+        raise click.UsageError(f"--{'op' if op else 'caller'} is given without --model or --all; expected one of them")
     if model:
         refuse_others(model, call)
     cache = Cache(prepared(out)) if out and not dry_run else shared_cache() if not out else Cache(out)
@@ -88,7 +88,9 @@ def build(
                     for spec in specs_for(problems, arch, pdl_choices(pdl, no_pdl), max_batch, (None, *table.gpus(arch))):
                         work.setdefault((spec, arch), operator)
         if not work:
-            raise ModelError(f"{caller or model} does not use {op}" if op else f"{caller} makes no call for {model}: leave out --caller")
+            raise ModelError(
+                f"--op is {op}, which {caller or model} does not use" if op else f"{caller} makes no call for {model}. Leave out --caller."
+            )
 
         found = {pair: cache.has(*pair) for pair in work}
         words = reporting.describe(work, found, callers if model or everything else ())
@@ -148,7 +150,7 @@ def refuse_unwritable(cache: Cache) -> None:
             return
         except FileError as e:
             reason = str(e)
-    raise FileError(f"the cache takes no kernels: {reason}. Nothing was compiled. Set SSMGEN_CACHE_DIR, or give --out.")
+    raise FileError(f"the cache cannot be written: {reason}. Nothing was compiled. Set SSMGEN_CACHE_DIR, or pass --out.")
 
 
 def prepared(out: Path) -> Path:
@@ -175,7 +177,7 @@ def _interrupted(kept: int | None, count: int, cache: Cache) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         where = f" in {cache.writable.root}" if cache.writable else ""
         what = "what was compiled is" if kept is None else f"{kept} of {count} variants are"
-        click.echo(f"\ninterrupted: {what} kept{where}. The same command goes on: it finds them.", err=True)
+        click.echo(f"\ninterrupted: {what} kept{where}. Run the same command again to continue.", err=True)
         sys.stdout.flush()
     finally:
         os._exit(EXIT_INTERRUPTED)
@@ -227,6 +229,6 @@ def generate(check: bool, any_compiler: bool, root: Path) -> None:
     from ..variants import generate as generated
 
     if any_compiler and not check:
-        raise click.UsageError("--any-compiler goes with --check")
+        raise click.UsageError("--any-compiler is given without --check; expected both")
     count, note = generated.check(root, any_compiler) if check else generated.write(root)
-    click.echo((f"{count} variants are as generated" if check else f"{count} variants written to {root}") + (f"; {note}" if note else ""))
+    click.echo((f"{count} variants are up to date" if check else f"{count} variants written to {root}") + (f"; {note}" if note else ""))

@@ -71,7 +71,7 @@ def _verify_remote() -> NoReturn:
     for path, reason in wrong:
         click.echo(_shown(f"{store.remote.url}/{path}: {reason}"))
     for name in exchange.foreign(store):
-        click.echo(_shown(f"{store.remote.url}: what {name} sent is not trusted and was not looked at"))
+        click.echo(_shown(f"{store.remote.url}: entries from {name} are not trusted and were not checked"))
     click.echo(f"{sound} sound, {len(wrong)} damaged", err=True)
     sys.exit(EXIT_FAILURE if wrong else 0)
 
@@ -86,7 +86,7 @@ def cache_push(layer: Path | None, again: bool) -> None:
     """
     store = _store()
     if layer and not layer.is_dir():
-        raise CacheError(layer, "is no directory")
+        raise CacheError(layer, "is not a directory")
     pushed = exchange.push(store, [Layer(layer)] if layer else shared_cache().layers, again)
     click.echo(
         f"{pushed.sent} entries sent, {pushed.sent_bytes / 2**20:.1f} MiB; {pushed.there} were there; "
@@ -102,7 +102,7 @@ def cache_pull(archs: list[Arch] | None, out: Path | None) -> None:
     store = _store()
     into = Layer(prepared(out)) if out else shared_cache().writable
     if into is None:
-        raise CacheError("the cache", "has no directory that this user may write; nothing was copied")
+        raise CacheError("the cache", "has no directory that this user may write. Nothing was copied. Pass --out.")
     written, there, wrong = exchange.pull(store, into, map(str, archs or ()))
     for path, reason in wrong:
         click.echo(_shown(f"{store.remote.url}/{path}: {reason}"))
@@ -119,7 +119,7 @@ def cache_key(file: Path) -> None:
 
 def _store() -> SharedStore:
     if (remote := settings.remote()) is None:
-        raise click.UsageError("there is no shared store; name its URL in SSMGEN_CACHE_REMOTE")
+        raise click.UsageError("there is no shared store. Name its URL in SSMGEN_CACHE_REMOTE.")
     return SharedStore(remote)
 
 
@@ -148,7 +148,7 @@ def cache_clear() -> None:
 def _remove(max_bytes: float, stale_seconds: float) -> None:
     layer = shared_cache().writable
     if layer is None:
-        raise CacheError("the cache", "has no directory that this user may write; nothing was removed")
+        raise CacheError("the cache", "has no directory that this user may write. Nothing was removed. Set SSMGEN_CACHE_DIR.")
     locks = sweep()
     kernels, emulated = (collect_garbage(place, max_bytes, stale_seconds) for place in (layer, objects(layer.root)))
     removed, freed = kernels[0] + emulated[0], kernels[1] + emulated[1]

@@ -54,10 +54,10 @@ class ArchType(click.ParamType):
         try:
             arch = Arch.parse(text.strip())
         except SsmgenError:
-            self.fail(f"{text!r} is no architecture (sm_80, sm_90a, sm_100a, sm_120, …) and no card of {', '.join(CARDS)}")
+            self.fail(f"{text!r} is unknown; expected an architecture (sm_80, sm_90a, sm_100a, sm_120, …) or a card: {', '.join(CARDS)}")
         there = Arch.of_capability(*divmod(arch.number, 10))
         if self.looked_up and arch != there:
-            click.echo(f"{arch} becomes {there}: GPUs of compute capability {arch.number / 10} look for kernels of {there}.", err=True)
+            click.echo(f"{arch} becomes {there}: GPUs of compute capability {arch.number / 10} load kernels of {there}.", err=True)
             return there
         return arch
 
@@ -70,11 +70,11 @@ class Folder(click.Path):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not str(value).strip():
-            self.fail("an empty name is no directory", param, ctx)
+            self.fail("the name is empty; expected a directory", param, ctx)
         try:
             return super().convert(Path(value).expanduser(), param, ctx)
         except (OSError, RuntimeError, ValueError) as e:  # a name too long, no such user, a null character
-            self.fail(f"{str(value)!r} is no directory: {getattr(e, 'strerror', None) or e}", param, ctx)
+            self.fail(f"{str(value)!r} is not a directory: {getattr(e, 'strerror', None) or e}", param, ctx)
 
 
 def _names(*enums: type[Enum]) -> click.Choice:
@@ -137,7 +137,7 @@ def refuse_others(name: str, given: Mapping[str, Any]) -> None:
 def wanted_of(states: Any, io: str, indices: Any, pools: Any, no_update: bool, **more: Any) -> tuple[Wanted, set[str]]:
     """What the options of `with_model` say, and the fields among it that somebody gave. Raises click.UsageError."""
     if more["window"] and not more["replay"]:
-        raise click.UsageError("--window goes with --replay")
+        raise click.UsageError("--window is given without --replay; expected both")
     enums = {name: enum(more[name]) for name, enum in (("layout", Layout), ("ring", Ring)) if more[name]}
     repeated = {"states": tuple(map(stored_type, states)), "indices": tuple(map(Index, indices)), "pools": tuple(map(PoolMode, pools))}
     said = {name: value for name, value in (more | enums | repeated).items() if value}
@@ -162,7 +162,7 @@ def _by_callers(wanted: Wanted, given: set[str], callers: Sequence[Client | None
     if len(callers) == 1 and (only := callers[0]) is not None:
         if refused := sorted(given & {"indices", "layout"}):
             flags = " and ".join(f"--{_FLAGS.get(option, option)}" for option in refused)
-            raise click.UsageError(f"--caller {only.value} says which slots and which layout there are: leave out {flags}")
+            raise click.UsageError(f"--caller {only.value} fixes slots and layout. Leave out {flags}.")
         return [wanted.of(only)]
     found = [wanted] if None in callers else []
     for caller in filter(None, callers):
@@ -180,14 +180,14 @@ def problems_of(name: str, operator: str | None, tp: int, callers: Sequence[Clie
     wanted, given = wanted_of(**options)
     ask = asks().get(operator or model.operator)
     if operator and ask and not ask.serves(wanted) and ask.switch:
-        raise click.UsageError(f"--{ask.switch} says how many tokens a step of {operator} has")
+        raise click.UsageError(f"--tokens does not apply to {operator}. Use --{ask.switch} for the tokens of a step.")
     if ask is None or not ask.used_by(model):
         return []
     if refused := given & OPTIONS - set(ask.takes(model)):
         flags = sorted(_FLAGS.get(option, option) for option in refused)
         raise click.UsageError(f"{operator or model.function} of {name} does not take {', '.join(f'--{flag}' for flag in flags)}")
     if operator and not ask.narrow and any(isinstance(state, Narrow) for state in wanted.states):
-        raise click.UsageError(f"{operator} has no states in fewer bits; --state takes {', '.join(t.value for t in DType)} of it")
+        raise click.UsageError(f"{operator} has no states in fewer bits; expected --state {', '.join(t.value for t in DType)}")
     found: dict[Problem, None] = {}
     for one in _by_callers(wanted, given, callers):
         if not operator:

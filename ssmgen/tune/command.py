@@ -40,7 +40,7 @@ class Duration(click.ParamType):
             return float(value)
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value)
         if not match:
-            self.fail(f"{value!r} is not a time such as 60s, 10m or 1h", param, ctx)
+            self.fail(f"{value!r} is not a time; expected one such as 60s, 10m or 1h", param, ctx)
         return float(match[1]) * UNITS[match[2]]
 
 
@@ -75,7 +75,7 @@ def tune(
     bench = Bench.here()
     path = out or table.overlay_path(bench.gpu)
     if path is None:
-        raise SsmgenError("there is no cache directory to keep a table in: give --out, or set SSMGEN_CACHE_DIR")
+        raise SsmgenError("there is no cache directory to keep a table in. Pass --out, or set SSMGEN_CACHE_DIR.")
     start, hidden = time.monotonic(), here is not None or not sys.stderr.isatty()
     bar = click.progressbar(length=int(budget), label="tuning", file=sys.stderr, hidden=hidden)
 

@@ -275,7 +275,7 @@ def test_failed_write_names_the_file_and_the_reason(tmp_path, monkeypatch):
 
 def test_entry_too_large_to_be_read_again_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[Layer.__module__], "MAX_BYTES", 1000)
-    with pytest.raises(SsmgenError, match="1000 at most are read"):
+    with pytest.raises(SsmgenError, match="bytes; expected at most"):
         Layer(tmp_path).write(entry(1))
     assert not list(tmp_path.iterdir())
 

@@ -45,7 +45,7 @@ def test_models_of_one_shape_share_a_cell():
     names = {tuple(cell.names) for cell in work}
     assert names == {("mamba2-780m", "granite-4.0-h-tiny"), ("qwen3.8-27b", "qwen3.5-27b"), ("falcon-h1-1.5b",)}
     assert len(work) == 3 * len(COLUMNS)
-    with pytest.raises(ModelError, match="no model 'mamba-4'"):
+    with pytest.raises(ModelError, match="'mamba-4' is not a known model"):
         models.cells(("mamba-4",))
 
 

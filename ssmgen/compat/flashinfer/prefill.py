@@ -72,9 +72,9 @@ def chunk_gated_delta_rule(
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     problems = _prompts.objections(v, {"state_indices": state_indices}, {"initial_state": initial_state})
     if state_indices is not None and output_final_state and output_state is None:
-        problems.append("state_indices need an explicit output_state pool, to which the final states go: output_state is None")
+        problems.append("output_state is None with state_indices; expected the pool that receives the final states. Pass output_state.")
     if not isinstance(use_cp, bool) and use_cp != "auto":
-        problems.append(f"use_cp is {use_cp!r}, not 'auto', True or False")
+        problems.append(f"use_cp is {use_cp!r}; expected 'auto', True or False")
     tokens, kept = checkpoint_every_n_tokens, state_checkpoints
     positions = _prompts.places(name, v, tokens, cu_seqlens, kept, checkpoint_cu_starts, problems)
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
@@ -98,9 +98,9 @@ def chunk_gated_delta_rule(
 
 def _check_served(name: str, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
     """Raises UnsupportedError for calls that only FlashInfer has kernels for."""
-    reasons = [] if backend in ("auto", "flashinfer") else [f"backend={backend!r} names kernels of others; 'auto' and 'flashinfer' do not"]
+    reasons = [] if backend in ("auto", "flashinfer") else [f"backend is {backend!r}; expected 'auto' or 'flashinfer'"]
     heads = q.shape[1], k.shape[1], v.shape[1]
     if heads[0] > heads[2] and (heads[1] != heads[2] or not heads[2] or heads[0] % heads[2]):
-        reasons.append(f"q, k and v have {heads[0]}, {heads[1]} and {heads[2]} heads: if q has more, a multiple of both others")
+        reasons.append(f"q, k and v have {heads[0]}, {heads[1]} and {heads[2]} heads; expected multiples of both others where q has more")
     if reasons:
         raise UnsupportedError(name, reasons)

@@ -73,16 +73,16 @@ def checkpointing_ssu(
     history may have a separate dtype; states of all types but f32 are rounded stochastically too.
     Raises what ssmgen.checkpoint_selective_state_update does.
     """
-    problems = ["out is None; it is needed, as there"] if out is None else []
+    problems = ["out is None; expected a tensor, as in FlashInfer"] if out is None else []
     if algorithm not in ("auto", "monolith", "two-kernel"):
-        problems.append(f"algorithm is {algorithm!r}, not 'auto', 'monolith' or 'two-kernel'")
+        problems.append(f"algorithm is {algorithm!r}; expected 'auto', 'monolith' or 'two-kernel'")
     if (cu_seqlens is None) != (max_seqlen is None):
-        problems.append("cu_seqlens and max_seqlen go together")
+        problems.append("one of cu_seqlens and max_seqlen is None; expected both or neither")
     given, result = (x, dt, B, C, z, out), out
     if cu_seqlens is not None:
         for name, t in zip(("x", "dt", "B", "C", "z", "out"), given, strict=True):
             if isinstance(t, Tensor) and (t.dim() != 4 or t.shape[0] != 1):
-                problems.append(f"{name} is {list(t.shape)}; with cu_seqlens it has 4 axes, the first of size 1")
+                problems.append(f"{name} is {list(t.shape)}; expected 4 axes with cu_seqlens, the first of size 1")
     if problems:
         raise ArgumentError(NAME, problems)
     if cu_seqlens is not None:

@@ -42,8 +42,8 @@ def asked(segments: int | None, heads: int, head_v: int, longest: int, fewest: i
 def why_not(head_v: int, heads: int, fewest: int = FEWEST) -> str:
     """Why a call's sequences are not split."""
     if by_rule(heads, head_v, fewest) == 1:
-        return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than {fewest} segments: sequences are not cut"
-    return f"not asked for, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: none is cut"
+        return f"{heads} heads of {head_v} rows fill {SMS} SMs with fewer than {fewest} segments: sequences are not cut"
+    return f"the call asks for one segment, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: no sequence is cut"
 
 
 class Join(ChunkKernel, Divided):
@@ -88,8 +88,8 @@ class Join(ChunkKernel, Divided):
 
     def violations(self, arch: Arch) -> list[str]:
         return self.faults() or [
-            *must(self.head_v % self.rows == 0, f"V {self.head_v} is not a multiple of {self.rows}"),
-            *must(self.divided, "a sequence of one segment has nothing to join"),
+            *must(self.head_v % self.rows == 0, f"V is {self.head_v}; expected a multiple of {self.rows}"),
+            *must(self.divided, f"segments is {self.segments}; expected 2 or more for the kernel that joins them"),
             *self.common_violations(arch, self.shared_bytes),
         ]
 

@@ -103,7 +103,7 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
 
 
 def mistakes(tokens: Sequence[int], tree: bool = False, **others: Any) -> list[str]:
-    return [*must(not tree or min(tokens, default=1) > 1, "--tree needs --tokens of more than 1")]
+    return [*must(not tree or min(tokens, default=1) > 1, "--tree is given for one token; expected --tokens of 2 or more")]
 
 
 def words(row: Mapping[str, Any]) -> str:

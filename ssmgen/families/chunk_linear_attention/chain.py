@@ -103,7 +103,7 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
             return found
         return found + must(
             self.tile != 2 * ROWS or self.head_k == 64 or not self.rule.weighs or self.sums,
-            "64 rows of a chunk that read 128 columns, with 128 rows of a block, leave too few registers",
+            f"tile is {self.tile} with K = {self.head_k} and rule={self.rule.value}; expected {ROWS}, for enough registers",
         )
 
     def constants(self) -> dict[str, Any]:

@@ -69,8 +69,12 @@ def fits(tokens: int, accepted: int, window: int, writing: float) -> str:
     if accepted > window:
         return f"{accepted} accepted tokens in a window of {window}"
     if tokens > window and writing < 1:
-        return f"{tokens} tokens do not fit into a window of {window}"
-    return "" if writing == 1 or accepted + tokens <= window else f"{accepted} + {tokens} tokens always outgrow a window of {window}"
+        return f"--tokens is {tokens} with a window of {window}; expected at most {window}"
+    return (
+        ""
+        if writing == 1 or accepted + tokens <= window
+        else f"--accepted {accepted} and --tokens {tokens} exceed a window of {window}; expected at most {window} together"
+    )
 
 
 def settle(at: At) -> Iterator[At]:
@@ -210,10 +214,12 @@ def mistakes(
 ) -> list[str]:  # fmt: skip
     found = [fits(*case) for case in product(tokens or [TOKENS], accepted or [ACCEPTED], windows or (0,), writing or (0.0,))]
     H, *_, G = shape
-    found += [f"{H} heads are not a multiple of {G} groups"] if H % G else []
-    found += ["--writing is of a ring: give --window"] if writing and not any(windows or WINDOWS) else []
-    found += ["--internal-pdl is of two kernels"] if internal_pdl and two_kernels is False else []
-    found += ["an f32 state is not rounded"] if rounding and DType.F32 in states else []
+    found += [f"--shape has {H} heads; expected a multiple of its {G} groups"] if H % G else []
+    found += (
+        ["--writing is given for a history of one step; expected a ring. Pass --window."] if writing and not any(windows or WINDOWS) else []
+    )
+    found += ["--internal-pdl is given for one kernel; expected --two-kernels"] if internal_pdl and two_kernels is False else []
+    found += ["--rounding is given with --state f32; expected a shorter state"] if rounding and DType.F32 in states else []
     return list(dict.fromkeys(filter(None, found)))
 
 

@@ -125,7 +125,7 @@ def test_a_copy_of_a_mapping_has_the_same_functions(stand_ins):
 
 def test_a_model_gets_the_functions_of_its_files(stand_ins):
     assert set(kernels.mapping(built("lfm2"))) == {"causal_conv1d_update", "causal_conv1d_fn"}
-    with pytest.raises(PatchError, match="no function was found"):
+    with pytest.raises(PatchError, match="`kernels` can replace no function of these models"):
         kernels.mapping(torch.nn.Linear(2, 2))
 
 

@@ -52,17 +52,21 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     checks.check_types(OPERANDS, named, "state", problems)
     state, x = named["state"], named["x"]
     if state.dim() != 2 or x.dim() != 2:
-        problems.append(f"state is {list(state.shape)} and x is {list(x.shape)}, not [slots, dim] and [batch, dim]")
+        problems.append(f"state is {list(state.shape)} and x is {list(x.shape)}; expected [slots, dim] and [batch, dim]")
         return {}
     (slots, dim), batch = state.shape, x.shape[0]
     fits = checks.check_shapes(OPERANDS, named, {"slot": slots, "batch": batch, "dim": dim}, problems)
     for name in ("state", "x", "out", "mix"):
         if named[name].dim() and named[name].stride(-1) != 1 and dim > 1:
-            problems.append(f"{name} has strides {list(named[name].stride())}; its channels must be contiguous")
-    problems += [f"{n} is {named[n].dtype}, x is {x.dtype}".replace("torch.", "") for n in ("state", "out") if named[n].dtype != x.dtype]
+            problems.append(f"{name} has strides {list(named[name].stride())}; expected contiguous channels")
+    problems += [
+        f"{n} is {named[n].dtype}; expected {x.dtype}, the dtype of x".replace("torch.", "")
+        for n in ("state", "out")
+        if named[n].dtype != x.dtype
+    ]
     problems += [f"{n} has rows that share memory" for n in OPERANDS.written if checks.overlaps_itself(named[n])]
     if "state_indices" not in named and slots < batch:
-        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+        problems.append(f"state has {slots} slots; expected {batch} or more. Pass a larger state, or state_indices.")
     return dict(named) if fits else {}
 
 
