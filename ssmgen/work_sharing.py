@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.25
 ATTEMPTS = 3  # processes that may die with an item; then it is given up, so that it does not kill all of them
 CONNECT_SECONDS = 60.0  # longest wait for the store to start
 REQUEST_SECONDS = 60.0  # longest wait for an answer of the store
-LEASE_HELP = "Of several processes: how many seconds of silence count as death."
+LEASE_HELP = "With several processes: seconds without a sign of life after which one counts as dead."
 
 
 class CrewError(SsmgenError):

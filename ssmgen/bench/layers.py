@@ -80,16 +80,18 @@ def layer_bench(op: str, method: str, models: Sequence[str], kind: type[Layer], 
         op=op,
         method=f"{METHOD} {method}",
         axes=(
-            axes.several("--model", "names", str, models, "May repeat. Default: two of those that have such layers."),
+            axes.several("--model", "names", str, models, "Model with such layers; may repeat. Default: two of them."),
             axes.states((DType.BF16, DType.F32), "bf16, f32"),
             *more,
             axes.batches(1, 2, 4, 8, 16, 32, 64, 256),
-            axes.several("--tokens", "tokens", click.IntRange(1), (1,), "Per sequence; may repeat. Default: 1.", later=True),
+            axes.several("--tokens", "tokens", click.IntRange(1), (1,), "Tokens per sequence; may repeat. Default: 1.", later=True),
             axes.switch(
-                "--intermediates/--no-intermediates", "intermediates", (None,), "Keep every token's. Default: if there are several.",
+                "--intermediates/--no-intermediates", "intermediates", (None,), "Keep the state after each token. "
+                    "Default: with several tokens.",
                 later=True,
             ),
-            axes.switch("--slot-per-token", "by_slot", (False,), "Several tokens: each one's state in a slot of the pool.", later=True),
+            axes.switch("--slot-per-token", "by_slot", (False,), "With several tokens: keep each token's state in a "
+                "slot of the pool.", later=True),
             axes.TP,
         ),
         inputs=partial(kind, op=op),

@@ -15,9 +15,7 @@ from .case import Call, Launch, cuts_of, sets_of
 PROMPT = 2048  # tokens of a model's prompts
 HOST_TOKENS = 2048  # host times are of cases up to this
 HEADS = 4  # that are held against float64
-PACKED = axes.switch(
-    "--packed", "packed", (False,), "The sequences lie end to end, as cu_seqlens says: of equal lengths, from zeros.", later=True
-)
+PACKED = axes.switch("--packed", "packed", (False,), "Pack the sequences with cu_seqlens: equal lengths, zero initial states.", later=True)
 
 
 def sequences_of(quick: bool) -> tuple[int, ...]:

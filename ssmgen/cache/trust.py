@@ -24,9 +24,9 @@ _LINK = "is a symbolic link, which ssmgen does not follow below the root of a ca
 def doubt(info: os.stat_result) -> str | None:
     """Why a file or directory with this owner and mode is not trusted, or None."""
     if info.st_uid not in (0, os.geteuid()):
-        return f"belongs to user {info.st_uid}; expected root or the current user"
+        return f"belongs to user {info.st_uid}"
     if info.st_mode & stat.S_IWOTH:
-        return "is writable by everyone; expected no write permission for others"
+        return "is writable by everyone"
     return None
 
 

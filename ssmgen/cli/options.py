@@ -87,11 +87,19 @@ device_arch_option = click.option("--arch", "archs", type=ArchType(looked_up=Tru
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 model_options = [
     click.option("--model", help="A model of `ssmgen models`, or a checkpoint of it on Hugging Face (org/Name)."),
-    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
+    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor-parallel ranks."),
     click.option("--state", "states", type=_names(DType, Narrow), multiple=True, help="State dtype; may repeat. Default: the model's."),
-    click.option("--io", type=_names(DType), default="bf16", show_default=True, help="Dtype of activations: not of state and f32 weights."),
+    click.option(
+        "--io", type=_names(DType), default="bf16", show_default=True, help="Dtype of activations; the state and f32 weights keep theirs."
+    ),
     click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
-    click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
+    click.option(
+        "--pool",
+        "pools",
+        type=_names(PoolMode),
+        multiple=True,
+        help="Pool of states: in place (single) or to other slots (split); may repeat. Default: single.",
+    ),
     click.option(
         "--pdl",
         type=click.Choice(("on", "off", "both")),
@@ -99,20 +107,26 @@ model_options = [
         flag_value="on",
         default="on",
         show_default=True,
-        help="Programmatic dependent launch, where the card has it.",
+        help="Programmatic dependent launch, from sm_90 on.",
     ),
     click.option("--no-pdl", is_flag=True, help="The same as --pdl off."),
-    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call; not of Mamba-1. Default: 1."),
+    click.option("--tokens", type=click.IntRange(1), help="Tokens per sequence and call; not for Mamba-1. Default: 1."),
     click.option("--intermediates", is_flag=True, help="Keep the state after each token."),
-    click.option("--no-update", is_flag=True, help="Leave the pool's state as it is."),
-    click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. This to --layers: not of Mamba. Default: vk."),
-    click.option("--ring", type=_names(Ring), help="store: keep the tokens' inputs; commit: replay them. Default: none."),
-    click.option("--layers", is_flag=True, help="A commit of several layers at once."),
+    click.option("--no-update", is_flag=True, help="Do not write the pool's states."),
+    click.option("--layout", type=_names(Layout), help="Order of the state's last two axes; not for Mamba. Default: vk."),
     click.option(
-        "--replay", type=click.IntRange(1, SWITCHES["replay"].most), help="Of Mamba-2, also steps of so many tokens that are replayed."
+        "--ring",
+        type=_names(Ring),
+        help="Ring of draft tokens: store keeps their inputs, commit replays them; not for Mamba. Default: none.",
+    ),
+    click.option("--layers", is_flag=True, help="Commit several layers at once; not for Mamba."),
+    click.option(
+        "--replay", type=click.IntRange(1, SWITCHES["replay"].most), help="Mamba-2: also the replay kernels, for steps of this many tokens."
     ),
     click.option(
-        "--window", type=click.IntRange(1, SWITCHES["replay"].most), help="With --replay: a ring for so many tokens. Default: of one step."
+        "--window",
+        type=click.IntRange(1, SWITCHES["replay"].most),
+        help="With --replay: use a ring of this many tokens. Default: the history of one step.",
     ),
 ]
 

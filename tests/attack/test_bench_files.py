@@ -118,7 +118,7 @@ def test_the_field_is_named(path, value, tmp_path):
     content = changed(path, value)
     for option in ([], ["--csv"], ["--json"], [f"--html={tmp_path / 'page.html'}"]):
         code, said = render(saved(content, tmp_path), *option)
-        assert code == 1 and said.startswith("BenchFileError: not what `ssmgen bench … --json` writes:\n  - "), said
+        assert code == 1 and said.startswith("BenchFileError: these files are not what `ssmgen bench … --json` writes:\n  - "), said
         assert said.count("\n") == 2 and f": {words_of(path)} is " in said and len(said) < 600, said
     assert not (tmp_path / "page.html").exists()
 

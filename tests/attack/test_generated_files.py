@@ -98,7 +98,7 @@ def dangling_link(root: Path) -> None:
 def test_what_is_not_generated_is_named(add, named, root):
     add(root)
     code, said = command("--check", "--dir", str(root))
-    assert code == 3 and f"{named} is not generated" in said, said
+    assert code == 3 and f"{named} is not a generated file" in said, said
 
 
 def test_a_text_that_is_missing_changed_or_no_file(root):

@@ -195,7 +195,7 @@ def test_files_are_checked(tmp_path):
     for wrong, said in (
         ({"rows": 3}, "rows is 3"),
         ({"peers": []}, "peers is"),
-        ({"rows": [BAD["rows"][0] | {"column": "x"}]}, "no column"),
+        ({"rows": [BAD["rows"][0] | {"column": "x"}]}, "does not exist"),
     ):
         path.write_bytes(gzip.compress(json.dumps(BAD | wrong).encode()))
         with pytest.raises(BenchFileError, match=said):

@@ -304,7 +304,7 @@ def test_flashinfer_mtp_does_not_update_unless_told():
     pool, kept = states(SLOTS), torch.zeros(B, 3, HV, V, K)
     want_o, want, each = recurrence(pool[READ.long()])
     before = pool.clone()
-    with pytest.warns(FutureWarning, match="disable_state_update=False"):
+    with pytest.warns(FutureWarning, match="disable_state_update is None"):
         out, returned = flashinfer_call("mtp", pool, READ, intermediate_states_buffer=kept, output_state_indices=READ + 1)
     assert returned is pool and torch.equal(pool, before) and close(out, want_o) and close(kept, each)
     flashinfer_call("mtp", pool, READ, disable_state_update=False)

@@ -130,7 +130,7 @@ def test_an_item_that_ends_processes_is_given_up():
         assert list(members[0].take(lambda: range(1))) == []
         told = {}
         members[0].finish(lambda said: told.update(said) or 0)
-        assert f"{crew.ATTEMPTS} processes have ended" in told[0]["lost"]
+        assert f"{crew.ATTEMPTS} processes ended" in told[0]["lost"]
         members[0].seat = Seat(0, 6, 0, 6, "127.0.0.1", 1)
         text = members[0].account(told, 1.0, "things")
         assert "1 given up" in text and "rank 5, which has not come: 0 things" in text

@@ -117,9 +117,9 @@ BENCH = Bench(
     method=__doc__,
     axes=(
         axes.several(
-            "--state-layout", "layouts", axes.Choice(Innermost), Innermost, "What is contiguous; may repeat. Default: both.", "layout"
+            "--state-layout", "layouts", axes.Choice(Innermost), Innermost, "Layout of the windows; may repeat. Default: both.", "layout"
         ),
-        axes.tokens("Per sequence; may repeat. Several: the window rolls. Default: 1."),
+        axes.tokens("Tokens per sequence; with several the window rolls; may repeat. Default: 1."),
         axes.batches(1, 4, 8, 16, 32, 64, 128, 256),
         axes.one("--dim", click.IntRange(1), 12288, head=True),
         WIDTH,

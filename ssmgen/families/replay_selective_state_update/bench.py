@@ -240,7 +240,9 @@ BENCH = Bench(
     method=__doc__,
     axes=(
         axes.states((DType.BF16,), "bf16", Narrow),
-        axes.several("--window", "windows", UP_TO_MAX, WINDOWS, "Of a ring; 0: one step's history. May repeat. Default: 0, 16."),
+        axes.several(
+            "--window", "windows", UP_TO_MAX, WINDOWS, "Tokens of the ring; 0: the history of one step; may repeat. Default: 0, 16."
+        ),
         axes.several(
             "--writing",
             "writing",
@@ -249,25 +251,25 @@ BENCH = Bench(
             "Share of steps on a ring that write; may repeat. Default: 0.",
             later=True,
         ),
-        axes.several("--tokens", "tokens", click.IntRange(1, MAX_TOKENS), (TOKENS,), "Per sequence; may repeat. Default: 6."),
-        axes.several("--accepted", "accepted", UP_TO_MAX, (ACCEPTED,), "Tokens of the history that count; may repeat. Default: 3."),
+        axes.several("--tokens", "tokens", click.IntRange(1, MAX_TOKENS), (TOKENS,), "Tokens per sequence; may repeat. Default: 6."),
+        axes.several("--accepted", "accepted", UP_TO_MAX, (ACCEPTED,), "Accepted tokens of the history; may repeat. Default: 3."),
         axes.batches(1, 8, 64, 256),
         axes.one("--shape", axes.Shape("H,P,N,G", "16,64,128,1"), SHAPE, head=True),
         axes.switch("--rounding", "rounding", (False,), "Round the state stochastically.", head=True),
-        axes.one("--precision", click.Choice([*PRECISION_GATE]), "f32", "Of our products.", head=True),
+        axes.one("--precision", click.Choice([*PRECISION_GATE]), "f32", "Precision of ssmgen's products.", head=True),
         axes.switch(
-            "--with-conv1d", "with_conv1d", (False,), "Behind the update of the convolution of x, B and C, in one graph.", head=True
+            "--with-conv1d", "with_conv1d", (False,), "Time it after the convolution's update of x, B and C, in one graph.", head=True
         ),
-        axes.switch("--two-kernels/--one-kernel", "two_kernels", (None,), "Default: both.", hidden=True),
+        axes.switch("--two-kernels/--one-kernel", "two_kernels", (None,), "Number of kernels. Default: both.", hidden=True),
         axes.switch(
             "--external-pdl/--no-external-pdl",
             "external_pdl",
             (None,),
-            "Of the first kernel, and the convolution. Default: both.",
+            "PDL of the first kernel and of the convolution. Default: both.",
             hidden=True,
         ),
         axes.switch(
-            "--internal-pdl/--no-internal-pdl", "internal_pdl", (None,), "Of the second of two kernels. Default: both.", hidden=True
+            "--internal-pdl/--no-internal-pdl", "internal_pdl", (None,), "PDL of the second of two kernels. Default: both.", hidden=True
         ),
     ),
     inputs=inputs,

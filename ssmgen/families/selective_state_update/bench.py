@@ -160,7 +160,9 @@ BENCH = Bench(
     op="selective_state_update",
     method=__doc__,
     axes=(
-        axes.several("--model", "names", str, tuple(map(Unnamed, DEFAULTS)), "May repeat. Default: those of docs/performance.md."),
+        axes.several(
+            "--model", "names", str, tuple(map(Unnamed, DEFAULTS)), "Model; may repeat. Default: the models of docs/performance.md."
+        ),
         axes.states(states_of, "the model's or operator's", Narrow),
         axes.tokens(),
         axes.batches(1, 2, 4, 8, 16, 32, 64, 128, 256),

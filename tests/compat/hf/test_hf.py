@@ -256,7 +256,7 @@ def test_an_activation_that_we_do_not_have():
 def test_a_dtype_that_we_do_not_have():
     model = built("qwen3_5").double()
     want = generate(model, TOKENS)
-    with hf.patch(model) as patch, pytest.warns(RuntimeWarning, match="float64, not float32"):
+    with hf.patch(model) as patch, pytest.warns(RuntimeWarning, match="float64; expected float32"):
         got = generate(model, TOKENS)
     assert torch.equal(got.sequences, want.sequences)
     assert patch.calls()["qwen3_5.causal_conv1d_fn"].ssmgen == 0
