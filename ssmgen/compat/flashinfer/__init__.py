@@ -6,7 +6,7 @@ place. Each returns (output, state or pool), output of shape [B, T, HV, V] and o
 Deliberate differences:
 - A sequence that reads from a negative slot, or from none of the pool's, gets a zero output and touches nothing; a state that would go to
   such a slot is not written. FlashInfer takes slot 0, leaves the output as it was, or reads beyond the pool. Slot 0 is like any other;
-  null_slot=0 makes it nobody's, as a negative one is, and zero_padding=False leaves such a sequence's output, which must be given.
+  null_slot=0 makes slot 0 padding, like a negative slot. zero_padding=False keeps the output of padding; pass `output`.
 - Operands and states are f32, f16 or bf16, each its own: f16 is not rounded to bf16 on the way.
 - K and V are not tied to 128, nor T to one or several: a buffer or disable_state_update goes with T = 1 too.
 - A state whose last two axes are not dense is refused, not copied there and back.
@@ -95,7 +95,7 @@ def gated_delta_rule_decode_pretranspose(
     """state: [B, HV, V, K]; or None, and a pool initial_state [slots, HV, V, K] with initial_state_indices [B].
 
     output_state_indices: [B], slots to write, None for those read   intermediate_states_buffer: [B or more, T or more, HV, V, K]
-    null_slot, zero_padding: not FlashInfer's: whose slot is null_slot is padding; zero_padding=False leaves the output of what is
+    null_slot, zero_padding: ssmgen's own: a sequence in slot null_slot is padding; zero_padding=False keeps the output of padding
     """
     _check_backend(backend)
     if initial_state is not None and initial_state.dim() == 5:
@@ -227,8 +227,9 @@ def _with_last(each: Tensor, last: Tensor, slots: int, null_slot: int) -> tuple[
 
 
 def _copy_slots(pool: Tensor, source: Tensor, target: Tensor, there: Tensor, null_slot: int) -> None:
-    """Copies states from slot to slot [B], where both are the pool's and a sequence is there. The device decides: what is not to be copied
-    repeats the first that is, or, if none is, writes slot 0 over itself."""
+    """Copies states from slots to slots [B], for sequences that exist and whose two slots are in the pool.
+
+    The device decides: any other sequence repeats the first copy. If there is no copy, slot 0 is written over itself."""
     there = there & _is_slot(source, pool.shape[0], null_slot) & _is_slot(target, pool.shape[0], null_slot)
     row = torch.where(there, torch.arange(len(there), device=there.device), there.int().argmax())
     source, target = (torch.where(there.any(), index[row], 0) for index in (source, target))

@@ -34,8 +34,8 @@ def token_shift(
     state: [slots, dim] of x's dtype, in place          x, out: [batch, dim] f32, f16 or bf16; mix: [dim]
     Rows may have any distance; their channels are contiguous.
     state_indices: [batch] int32 or int64, slot of each row; None for slot = row. Slots must be distinct, else rows race
-    pad_slot_id: a row whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can
+    pad_slot_id: a row whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can
 
     Returns out. CPU tensors run the reference implementation.
     Raises ArgumentError, UnsupportedError, CaptureError, NotBuiltError, CompileError, LoadError, LaunchError.
