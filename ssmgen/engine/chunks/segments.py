@@ -1,7 +1,7 @@
 """Segments: if there are few heads and a long prompt, its segments are processed concurrently.
 
-A segment of whole chunks takes the state S to S M + N, V x K, rows first. N [V, K] is the final state of zeros, M [K, K] of rows of the
-identity with v = 0. One kernel scans the first segment and writes its outputs. A second kernel concurrently computes N and M of all other
+A segment of whole chunks takes the state S [V, K] to S M + N. N [V, K] is the final state from zeros; M [K, K] is the final state from the
+identity, with v = 0. One kernel scans the first segment and writes its outputs. A second kernel concurrently computes N and M of all other
 segments except the last. A third kernel joins them, S <- S M + N in f32, one segment after the other. Finally the chain scans all segments
 except the first at once, each from its own state, and writes outputs.
 
