@@ -141,11 +141,11 @@ def test_drift_is_found(tmp_path, monkeypatch):
     (tmp_path / generate.LOCK).write_text(json.dumps(lock, indent=1, sort_keys=True) + "\n")
     with pytest.raises(DriftError) as e:
         generate.check(tmp_path)
-    assert "differs from what the template renders" in str(e.value) and "resources were" in str(e.value) and len(e.value.problems) == 2
+    assert "differs from what the template renders" in str(e.value) and "resources are" in str(e.value) and len(e.value.problems) == 2
     lock["compilers"][major] = f"CL-0 V{major}.0.0"
     (tmp_path / generate.LOCK).write_text(json.dumps(lock))
     generate_again = CliRunner().invoke(main, ["generate", "--check", "--dir", str(tmp_path)])
-    assert generate_again.exit_code == 3 and "resources were" not in generate_again.output
+    assert generate_again.exit_code == 3 and "resources are" not in generate_again.output
 
 
 # The command line.
