@@ -59,7 +59,10 @@ def _over_ranks(name: str) -> Callable[..., Any]:
         args, kwargs = function.scalars.checked(args, kwargs)
         given = dict(zip(function.names, args, strict=False)) | kwargs
         if sharded.is_sharded(given.values()):
-            raise ArgumentError(f"distributed.{name}", [f"it takes this rank's tensors; ssmgen.{name} itself takes DTensors"])
+            raise ArgumentError(
+                f"distributed.{name}",
+                [f"an argument is a DTensor; expected this rank's tensors. Pass DTensor.to_local(), or call ssmgen.{name}."],
+            )
         return context.run(function, rule, given, group)
 
     return run

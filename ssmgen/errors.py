@@ -58,7 +58,7 @@ class UnknownArchError(SsmgenError, ValueError):
     """The limits of an architecture's multiprocessors are not in the table of `occupancy`."""
 
     def __init__(self, arch: str, known: Sequence[str]):
-        super().__init__(f"what a multiprocessor of {arch} holds is not known, so its occupancy is not; known are {', '.join(known)}")
+        super().__init__(f"cannot compute occupancy: no SM limits are known for {arch}; expected one of {', '.join(known)}")
 
 
 class CompilerMissingError(SsmgenError):
@@ -96,7 +96,7 @@ class NotBuiltError(SsmgenError):
 
     def __init__(self, spec: str, arch: str, model: str = ""):
         """model: options of `ssmgen build` that build all kernels of a known model with this shape."""
-        whole = f"\nBuild all that a model of this shape calls with: ssmgen build {model}" if model else ""
+        whole = f"\nBuild all kernels of a model with this shape with: ssmgen build {model}" if model else ""
         super().__init__(
             f"{spec} is not built for {arch}, and SSMGEN_COMPILE=deny forbids compiling.\n"
             f"Build it with: ssmgen build --spec '{spec}' --arch {arch}{whole}"

@@ -14,15 +14,17 @@ ANYONE = "anyone-who-can-write-there"
 VARIABLES = {
     "SSMGEN_CACHE_DIR": "directory that compiled kernels are read from and written to (default: $XDG_CACHE_HOME/ssmgen or ~/.cache/ssmgen)",
     "SSMGEN_CACHE_PATH": "read-only cache directories that are searched first, separated by ':'",
-    "SSMGEN_CACHE_REMOTE": "URL of a store that machines share (s3://, gs://, file://, any that fsspec knows), asked after the directories",
+    "SSMGEN_CACHE_REMOTE": "URL of a store that machines share (s3://, gs://, file://, any protocol of fsspec), searched after "
+    "the directories",
     "SSMGEN_CACHE_REMOTE_KEYS": "ed25519 public keys whose signed entries of that store are loaded: 64 hex digits each, separated by ','",
     "SSMGEN_CACHE_REMOTE_SECONDS": "longest wait for one request to that store (default: 10)",
-    "SSMGEN_CACHE_REMOTE_SIGN": "file with the ed25519 private key (PEM) that signs what is sent there; its public key is trusted, too",
-    "SSMGEN_CACHE_REMOTE_TRUST": f"signed (default), or {ANYONE}: then nothing there needs a signature",
-    "SSMGEN_CACHE_REMOTE_WRITE": "deny (default) or allow: with allow, what this process compiles is sent there",
+    "SSMGEN_CACHE_REMOTE_SIGN": "file with the ed25519 private key (PEM) that signs entries sent to that store; "
+    "its public key is trusted too",
+    "SSMGEN_CACHE_REMOTE_TRUST": f"signed (default), or {ANYONE}: then entries of that store need no signature",
+    "SSMGEN_CACHE_REMOTE_WRITE": "deny (default) or allow: with allow, kernels compiled by this process are sent to that store",
     "SSMGEN_COMPILE": "allow (default) or deny: with deny, a kernel that is in no cache is an error",
-    "SSMGEN_NATIVE": "allow (default) or deny: with deny, calls do without ssmgen-native where it is installed",
-    "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins leave as they are, separated by ',', or all (default: none)",
+    "SSMGEN_NATIVE": "allow (default) or deny: with deny, calls do not use ssmgen-native even if it is installed",
+    "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins do not replace, separated by ',', or all (default: none)",
 }
 
 
@@ -50,7 +52,7 @@ def _directory(variable: str, text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise ConfigError(variable, text, "names a home directory that does not exist") from None
+        raise ConfigError(variable, text, "names a home directory that does not exist; expected a directory") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +73,29 @@ def remote() -> Remote | None:
     if not url:
         return None
     if "://" not in url:
-        raise ConfigError("SSMGEN_CACHE_REMOTE", url, "is no URL; a directory is file:///its/path")
+        raise ConfigError(
+            "SSMGEN_CACHE_REMOTE", url, "is not a URL; expected one such as s3://bucket/path, or file:///path for a directory"
+        )
     trust = os.environ.get("SSMGEN_CACHE_REMOTE_TRUST") or "signed"
     if trust not in ("signed", ANYONE):
-        raise ConfigError("SSMGEN_CACHE_REMOTE_TRUST", trust, f"is neither signed nor {ANYONE}")
+        raise ConfigError("SSMGEN_CACHE_REMOTE_TRUST", trust, f"is unknown; expected signed or {ANYONE}")
     file = os.environ.get("SSMGEN_CACHE_REMOTE_SIGN", "")
     signing_key = _directory("SSMGEN_CACHE_REMOTE_SIGN", file) if file else None
     trusted, writes = _public_keys(), _allowed("SSMGEN_CACHE_REMOTE_WRITE", "deny")
     if trust == "signed" and not signing_key:
         if writes:
-            raise ConfigError("SSMGEN_CACHE_REMOTE_WRITE", "allow", "needs a key to sign with: name its file in SSMGEN_CACHE_REMOTE_SIGN")
+            raise ConfigError(
+                "SSMGEN_CACHE_REMOTE_WRITE",
+                "allow",
+                "is set and there is no key to sign with; expected the file of a private key in SSMGEN_CACHE_REMOTE_SIGN",
+            )
         if not trusted:
-            raise ConfigError("SSMGEN_CACHE_REMOTE", url, "has nothing that is trusted; SSMGEN_CACHE_REMOTE_KEYS and _SIGN name keys")
+            raise ConfigError(
+                "SSMGEN_CACHE_REMOTE",
+                url,
+                "is set and no key is trusted; expected public keys in SSMGEN_CACHE_REMOTE_KEYS, or a private key in "
+                "SSMGEN_CACHE_REMOTE_SIGN",
+            )
     return Remote(url, trusted, trust == ANYONE, signing_key, writes, _seconds("SSMGEN_CACHE_REMOTE_SECONDS", 10.0))
 
 
@@ -90,7 +103,7 @@ def _public_keys() -> tuple[str, ...]:
     given = os.environ.get("SSMGEN_CACHE_REMOTE_KEYS", "")
     keys = [key.lower() for word in given.split(",") if (key := word.strip())]
     if wrong := [key for key in keys if not re.fullmatch(r"[0-9a-f]{64}", key)]:
-        raise ConfigError("SSMGEN_CACHE_REMOTE_KEYS", given, f"has what are no public keys of 64 hex digits: {', '.join(wrong)}")
+        raise ConfigError("SSMGEN_CACHE_REMOTE_KEYS", given, f"has invalid keys, {', '.join(wrong)}; expected public keys of 64 hex digits")
     return tuple(dict.fromkeys(keys))
 
 
@@ -101,14 +114,14 @@ def _seconds(variable: str, default: float) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 3600:
-        raise ConfigError(variable, text, "is no number of seconds above 0, 3600 at most")
+        raise ConfigError(variable, text, "is not a number of seconds; expected above 0 and at most 3600")
     return value
 
 
 def _allowed(variable: str, default: str) -> bool:
     value = os.environ.get(variable, default)
     if value not in ("allow", "deny"):
-        raise ConfigError(variable, value, "is neither allow nor deny")
+        raise ConfigError(variable, value, "is unknown; expected allow or deny")
     return value == "allow"
 
 

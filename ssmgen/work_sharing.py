@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.25
 ATTEMPTS = 3  # processes that may die with an item; then it is given up, so that it does not kill all of them
 CONNECT_SECONDS = 60.0  # longest wait for the store to start
 REQUEST_SECONDS = 60.0  # longest wait for an answer of the store
-LEASE_HELP = "Of several processes: how many seconds of silence count as death."
+LEASE_HELP = "With several processes: seconds without a sign of life after which one counts as dead."
 
 
 class CrewError(SsmgenError):
@@ -67,11 +67,11 @@ def seat() -> Seat | None:
     if world == 1:
         return None
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        problem = f"says that others share this work, and {', '.join(missing)} not where they are: torchrun sets all of them"
+        problem = f"is set without {', '.join(missing)}; expected all of them, as torchrun sets them"
         raise ConfigError("WORLD_SIZE", str(world), problem)
     rank = _number("RANK", 0, 0)
     if rank >= world:
-        raise ConfigError("RANK", str(rank), f"is none of {world} ranks")
+        raise ConfigError("RANK", str(rank), f"is out of range; expected a rank below WORLD_SIZE {world}")
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Seat(
         rank, world, _number("LOCAL_RANK", 0, 0), _number("LOCAL_WORLD_SIZE", 1, 1), os.environ["MASTER_ADDR"],
@@ -82,7 +82,7 @@ def seat() -> Seat | None:
 def _number(variable: str, default: int, least: int) -> int:
     text = os.environ.get(variable) or str(max(default, least))
     if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise ConfigError(variable, text, f"is no whole number from {least}")
+        raise ConfigError(variable, text, f"is not a whole number; expected {least} or more")
     return int(text)
 
 
@@ -110,7 +110,10 @@ class Crew:
             if (task := self.first("task", self.task)) == self.task:
                 break
             if not self._ask("check", ["result"]):
-                raise CrewError(f"rank {self.seat.rank} was started for other work:\n  {self.task}\nthan another one:\n  {task}")
+                raise CrewError(
+                    f"rank {self.seat.rank} was started with another task than the first rank:\n  {self.task}\nexpected:\n  {task}\nStart "
+                    "all ranks with the same command."
+                )
         self._ask("add", f"beat/{self.me}", 1)
         self._ask("set", f"name/{self.seat.rank}", self.name)
         self._ask("set", f"member/{self.seat.rank}", self.me)
@@ -127,7 +130,10 @@ class Crew:
         try:
             from torch.distributed import TCPStore
         except ImportError as e:
-            raise CrewError(f"processes share work through the store of torch.distributed, which cannot be imported: {e}") from e
+            raise CrewError(
+                f"the store of torch.distributed, through which processes share work, cannot be imported: {e}. "
+                "Start one process without WORLD_SIZE."
+            ) from e
         wait = datetime.timedelta(seconds=CONNECT_SECONDS)
         store = TCPStore(self.seat.host, self.seat.port, None, server, wait, wait_for_workers=False)
         store.set_timeout(datetime.timedelta(seconds=REQUEST_SECONDS))
@@ -142,7 +148,8 @@ class Crew:
             whose = "torchrun, or the process that hosts it, has ended" if self.seat.hosted else "rank 0, which hosts it, has ended"
             raise CrewError(
                 f"rank {self.seat.rank} cannot reach the store at {self.seat.host}:{self.seat.port}: {str(e).splitlines()[0]}\n"
-                f"Perhaps {whose}. What was done is kept: the same command finds it and goes on. Without WORLD_SIZE, it works alone."
+                f"Perhaps {whose}. Finished work is kept: run the same command again to continue. "
+                "Without WORLD_SIZE, one process works alone."
             ) from e
 
     def _ask(self, request: str, *words: Any) -> Any:
@@ -219,7 +226,7 @@ class Crew:
         if self._ask("compare_set", key, held, mine) != mine.encode() or self._ask("check", [f"done/{number}"]):
             return False
         if int(times or 0) >= ATTEMPTS:
-            self.done(number, {"lost": f"{times} processes have ended while they were at it; nobody else has tried"})
+            self.done(number, {"lost": f"{times} processes ended while they worked on it; no other process will try"})
             return False
         return True
 

@@ -77,7 +77,7 @@ def test_generated_files_are_what_the_templates_give():
     """In a process of its own: rendering all variants holds 0.9 GiB. CI runs the same under a compiler that the lock holds."""
     command = [sys.executable, "-m", "ssmgen", "generate", "--check", "--any-compiler"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.startswith(f"{len(generate.default_variants())} variants are as generated"), done.stdout + done.stderr
+    assert done.stdout.startswith(f"{len(generate.default_variants())} variants are up to date"), done.stdout + done.stderr
 
 
 def test_default_variants_show_every_form_of_all_operators():
@@ -141,11 +141,11 @@ def test_drift_is_found(tmp_path, monkeypatch):
     (tmp_path / generate.LOCK).write_text(json.dumps(lock, indent=1, sort_keys=True) + "\n")
     with pytest.raises(DriftError) as e:
         generate.check(tmp_path)
-    assert "differs from what the template renders" in str(e.value) and "resources were" in str(e.value) and len(e.value.problems) == 2
+    assert "differs from what the template renders" in str(e.value) and "resources are" in str(e.value) and len(e.value.problems) == 2
     lock["compilers"][major] = f"CL-0 V{major}.0.0"
     (tmp_path / generate.LOCK).write_text(json.dumps(lock))
     generate_again = CliRunner().invoke(main, ["generate", "--check", "--dir", str(tmp_path)])
-    assert generate_again.exit_code == 3 and "resources were" not in generate_again.output
+    assert generate_again.exit_code == 3 and "resources are" not in generate_again.output
 
 
 # The command line.
@@ -221,7 +221,7 @@ def test_wrong_command_lines_exit_with_2(args):
 
 
 def test_unknown_model_exits_with_1():
-    assert "no model 'x'" in ssmgen_command("build", "--model", "x", code=1)
+    assert "'x' is not a known model" in ssmgen_command("build", "--model", "x", code=1)
 
 
 def test_list_show_diff_and_stats(own_cache):
@@ -245,7 +245,7 @@ def test_list_show_diff_and_stats(own_cache):
 
 def test_explain_and_models():
     text = ssmgen_command("explain", "selective_state_update", "--model", "nemotron-h-8b", "--batch", "256", "--index", "i32")
-    assert "-> bandwidth" in text and "MiB of state traffic is above" in text
+    assert "-> bandwidth" in text and "MiB; the rule is for at most" in text
     rows = json.loads(ssmgen_command("explain", "selective_state_update", "--model", "mamba-130m", "--arch", "sm_80,sm_90a", "--json"))
     assert {r["arch"] for r in rows} == {"sm_80", "sm_90a"}
     listed = {m["name"]: m for m in json.loads(ssmgen_command("models", "--json"))}
@@ -286,7 +286,7 @@ def test_cache_commands(own_cache):
     assert ssmgen_command("cache", "verify") == "0 damaged\n"
     path = Path(row["path"])
     path.write_bytes(path.read_bytes()[:-5])
-    assert "digest mismatch" in ssmgen_command("cache", "verify", code=1)
+    assert "has another digest than it records: truncated or altered" in ssmgen_command("cache", "verify", code=1)
     assert "removed 1 files" in ssmgen_command("cache", "gc")
     ssmgen_command("build", "--spec", "slot_copy:slot_bytes=8192")
     assert "removed 1 files" in ssmgen_command("cache", "clear")
@@ -300,4 +300,4 @@ def test_env():
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()")
 def test_bench_without_a_gpu_says_so():
-    assert "bench needs a CUDA device" in ssmgen_command("bench", "selective_state_update", code=1)
+    assert "torch finds no CUDA device; bench needs one" in ssmgen_command("bench", "selective_state_update", code=1)

@@ -1,6 +1,6 @@
 """CI's steps: `python -m tools.ci [STEP …]`, or all but ON_REQUEST in their order. `.ci/run` makes an environment and runs all.
 
-A step is a function of STEPS; its docstring is what holds when it passes. It runs in the checkout with this Python's packages, which are
+A step is a function of STEPS; its docstring states the condition for passing. It runs in the checkout with this Python's packages,
 `.[cu12,test,docs]`, and needs no GPU. `tests`, `matrix` and `build` are the README's own commands and use `.venv`, as these say.
 """
 
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 # Tests that must have passed, of either command: raise them with the suite.
 AT_LEAST = {"tests": 8600, "matrix": 2430}
 NEW = "channel_mix"  # a family's name, of none that there is
-# Test files of what a new family cannot change: kernels of others, who calls them, and what knows of no family. The suite takes a fourth of
-# its time without them, and without the longest tests of such kind in other files.
+# Test files that a new family cannot affect: kernels of other families, their callers, and code that knows no family. Without them, and
+# without the longest such tests in other files, the suite takes a fourth of its time.
 OTHERS = (
     "accelerate", "bench_combine", "bench_conv", "bench_layers", "bench_norm", "bench_replay", "bench_trees", "build_out", "cache*",
     "causal_*", "chunk_*", "combine_*", "compat*", "constraints", "context", "copies", "crew", "delta_*", "demo*", "emulator*", "engine_*",
@@ -61,7 +61,7 @@ def types() -> None:
 
 
 def generated() -> None:
-    """generated/ is what the templates give, and the lock what the compilers make of it."""
+    """generated/ equals the rendered templates, and the lock equals the compilers' results."""
     _python("ssmgen", "generate", "--check")
 
 
@@ -77,7 +77,7 @@ def docs() -> None:
 
 
 def family() -> None:
-    """A family that tools.new_family puts into a copy of the checkout passes lints, tests but those of OTHERS, and its commands."""
+    """In a copy of the checkout, a family made by tools.new_family passes lints, all tests except OTHERS, and its commands."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         shutil.copytree(

@@ -51,7 +51,11 @@ class Shape(click.ParamType):
         except ValueError:
             sizes = ()
         if len(sizes) != self.count or min(sizes) < 1:
-            self.fail(f"{value!r} is not {('two', 'three', 'four')[self.count - 2]} positive numbers such as {self.example}", param, ctx)
+            self.fail(
+                f"{value!r} is wrong; expected {('two', 'three', 'four')[self.count - 2]} positive numbers such as {self.example}",
+                param,
+                ctx,
+            )
         return sizes
 
 
@@ -119,15 +123,15 @@ def switch(flag: str, name: str, default: Any, help: str, **how: Any) -> Axis:
 
 def batches(*default: int) -> Axis:
     words = "1 … 256" if len(default) > 4 else ", ".join(map(str, default))
-    return several("--batch", "batches", click.IntRange(1), default, f"May repeat. Default: {words}.")
+    return several("--batch", "batches", click.IntRange(1), default, f"Batch size; may repeat. Default: {words}.")
 
 
-def tokens(help: str = "Per sequence; may repeat. Default: 1.") -> Axis:
+def tokens(help: str = "Tokens per sequence; may repeat. Default: 1.") -> Axis:
     return several("--tokens", "tokens", click.IntRange(1), (1,), help)
 
 
 def forms(kind: type[Enum], default: Iterable[Enum | None], words: str) -> Axis:
-    return several("--form", "forms", Choice(kind), default, f"May repeat. Default: {words}.")
+    return several("--form", "forms", Choice(kind), default, f"Form of the operator; may repeat. Default: {words}.")
 
 
 def states(default: Any, words: str, *narrow: type[Enum]) -> Axis:
@@ -135,11 +139,11 @@ def states(default: Any, words: str, *narrow: type[Enum]) -> Axis:
 
 
 def intermediates(default: Any) -> Axis:
-    return switch("--intermediates/--no-intermediates", "intermediates", default, "Keep each token's state. Default: if they are several.")
+    return switch(
+        "--intermediates/--no-intermediates", "intermediates", default, "Keep the state after each token. Default: with several tokens."
+    )
 
 
-HOT = switch("--hot/--cold", "hot", (True, False), "Whether what is read is in the L2 cache. Default: both, where it fits.")
-TREE = switch(
-    "--tree", "tree", (False,), "A draft tree, in which each token has two children, beside the same without it.", head=True, later=True
-)
+HOT = switch("--hot/--cold", "hot", (True, False), "Inputs in the L2 cache (hot) or not (cold). Default: both, if they fit.")
+TREE = switch("--tree", "tree", (False,), "Also time a draft tree in which each token has two children.", head=True, later=True)
 TP = one("--tp", click.IntRange(1), 1, "Tensor-parallel ranks.", hidden=True)

@@ -32,19 +32,20 @@ class Benches(click.Group):
 
 @click.group(cls=Benches)
 def bench() -> None:
-    """Time an operator against a copy of as many bytes and against every peer that can be imported. Needs a GPU.
+    """Time operators beside a copy and every installed peer.
 
-    `ssmgen bench OPERATOR --help` shows what can be varied; `all` times all of them, `models` every model's shapes; `render` makes tables
-    and pages of saved results, without a GPU. A case whose result is wrong is not timed: the others are, it is named at the end, and the
-    exit code is 1.
+    Needs a GPU. The copy moves as many bytes as the operator.
+
+    `ssmgen bench OPERATOR --help` lists an operator's options. `all` times all operators, `models` the shapes of every model. `render`
+    shows saved results, without a GPU. A case with a wrong result is not timed: it is named at the end, and the exit code is 1.
     """
 
 
 NO_PEERS = click.option("--no-peers", is_flag=True, help="Do not time other packages.")
 OUTPUTS = (
-    click.option("--json", "as_json", is_flag=True, help="Print all that was measured, for `ssmgen bench render` and for scripts."),
-    click.option("--csv", "as_csv", is_flag=True, help="Print a flat row per case."),
-    click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page of tables and plots here."),
+    click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON, for `ssmgen bench render` and scripts."),
+    click.option("--csv", "as_csv", is_flag=True, help="Print one CSV row per case."),
+    click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page of tables and plots to this file."),
 )
 
 
@@ -63,9 +64,9 @@ def _form(as_json: bool, as_csv: bool, page: Path | None) -> str:
     """The form of output that is asked for."""
     chosen = [name for name, given in (("json", as_json), ("csv", as_csv), ("html", page)) if given]
     if len(chosen) > 1:
-        raise click.UsageError(f"give one of {', '.join(f'--{name}' for name in chosen)}")
+        raise click.UsageError(f"expected only one of {', '.join(f'--{name}' for name in chosen)}")
     if page and not page.parent.is_dir():
-        raise click.UsageError(f"--html: there is no directory {page.parent}")
+        raise click.UsageError(f"--html is in {page.parent}, which does not exist; expected a directory")
     return chosen[0] if chosen else "table"
 
 
@@ -88,23 +89,23 @@ def _command(name: str) -> click.Command:
         show(suite, form, alone=True, page=page)
         check(suite)
 
-    rounds = click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
+    rounds = click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of measurements.")
     return click.command(name, help=f"Time {name}.")(
         with_options(command, *(axis.option for axis in benchmark.axes), rounds, NO_PEERS, *OUTPUTS)
     )
 
 
 @bench.command("all")
-@click.option("--quick", is_flag=True, help="Few batches and shapes, and three rounds.")
-@click.option("--model", help="Only what a model of `ssmgen models` uses, in its shapes.")
-@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks, with --model.")
-@click.option("--rounds", type=click.IntRange(1), help="Default: 7, or 3 with --quick.")
+@click.option("--quick", is_flag=True, help="Time few batches and shapes, in three rounds.")
+@click.option("--model", help="Time only the operators of this model of `ssmgen models`, in its shapes.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor-parallel ranks, with --model.")
+@click.option("--rounds", type=click.IntRange(1), help="Rounds of measurements. Default: 7, or 3 with --quick.")
 @NO_PEERS
 @with_outputs
 def every(
     quick: bool, model: str | None, tp: int, rounds: int | None, no_peers: bool, as_json: bool, as_csv: bool, page: Path | None
 ) -> None:
-    """Time every operator, in its benchmark's default cases.
+    """Time every operator in its default cases.
 
     An operator whose benchmark fails does not stop the others. It is named at the end, and the exit code is 1.
     """
@@ -114,7 +115,7 @@ def every(
 
     form = _form(as_json, as_csv, page)
     if tp > 1 and not model:
-        raise click.UsageError("--tp goes with --model")
+        raise click.UsageError("--tp is given without --model; expected both")
     work = suites.tasks(quick, model, tp)
     with watching() as watch:
         suite = suites.run(work, rounds or (suites.QUICK_ROUNDS if quick else 7), not no_peers, watch)
@@ -123,18 +124,30 @@ def every(
 
 
 @bench.command("models")
-@click.option("--model", "names", multiple=True, help="Only this model of `ssmgen models`; may repeat.")
-@click.option("--column", "columns", multiple=True, type=click.Choice(["step_1", "step_64", "prompt", "packed"]), help="Only these cases.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--jobs", type=click.IntRange(0), default=8, show_default=True, help="Processes that compile peers' kernels ahead.")
-@click.option("--saved", type=click.Path(path_type=Path), help="Show what --json printed into this file, plain or .json.gz. Needs no GPU.")
+@click.option("--model", "names", multiple=True, help="Time only this model of `ssmgen models`; may repeat.")
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    type=click.Choice(["step_1", "step_64", "prompt", "packed"]),
+    help="Time only this case; may repeat.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds of measurements.")
+@click.option(
+    "--jobs", type=click.IntRange(0), default=8, show_default=True, help="Number of processes that compile the peers' kernels in advance."
+)
+@click.option(
+    "--saved", type=click.Path(path_type=Path), help="Show the results in this file, saved with --json, plain or .json.gz. Needs no GPU."
+)
 @NO_PEERS
 @with_outputs
 def models(
     names: tuple[str, ...], columns: tuple[str, ...], rounds: int, jobs: int, saved: Path | None, no_peers: bool, as_json: bool,
     as_csv: bool, page: Path | None,
 ) -> None:  # fmt: skip
-    """Time every model's decode step and prompt beside its peers; the worst ratio comes first.
+    """Time every model beside its peers.
+
+    Times decode steps and prompts. The worst ratio comes first.
 
     Decode steps of 1 and of 64 sequences, a prompt of 4096 tokens, and 16 packed prompts of 256. Models of one shape are timed once.
     Ctrl-C ends the run and shows the results so far.
@@ -145,7 +158,7 @@ def models(
 
     form = _form(as_json, as_csv, page)
     if saved and (names or columns or no_peers):
-        raise click.UsageError("--saved measures nothing: give it without --model, --column and --no-peers")
+        raise click.UsageError("--saved measures nothing. Leave out --model, --column and --no-peers.")
     if saved:
         report = models_page.load(saved)
     else:
@@ -163,7 +176,9 @@ def models(
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @with_outputs
 def render(files: tuple[Path, ...], as_json: bool, as_csv: bool, page: Path | None) -> None:
-    """Show results that --json printed into FILES, plain or .json.gz: as a table, or as the options say. Needs no GPU."""
+    """Show results saved with --json.
+
+    FILES are plain or .json.gz. Prints a table, or the form of the options. Needs no GPU."""
     from .formats import load, show
 
     form = _form(as_json, as_csv, page)

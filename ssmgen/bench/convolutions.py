@@ -9,4 +9,4 @@ from ..spec.kernel import DType
 from . import axes
 
 WIDTH = axes.one("--width", click.IntRange(2, MAX_WIDTH), 4, head=True)
-DTYPE = axes.one("--dtype", axes.Choice(DType), DType.BF16, "Of x, and of all else.", head=True)
+DTYPE = axes.one("--dtype", axes.Choice(DType), DType.BF16, "Dtype of all operands.", head=True)

@@ -42,7 +42,7 @@ def load(paths: Sequence[Path]) -> Suite:
     if unreadable:
         raise BenchFileError(f"these files cannot be read:\n{bullets(unreadable + wrong)}")
     if wrong:
-        raise BenchFileError(f"not what `ssmgen bench … --json` writes:\n{bullets(wrong)}")
+        raise BenchFileError(f"these files are not what `ssmgen bench … --json` writes:\n{bullets(wrong)}")
     return stitched(found)
 
 

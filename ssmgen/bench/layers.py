@@ -43,11 +43,14 @@ def mistakes(
 ) -> list[str]:
     wrong, most = [name for name in names if find_model(name).layer_function != op], max(tokens, default=1)
     return [
-        *must(not wrong, f"{', '.join(wrong)}: without layers that {op} is for"),
-        *must(not intermediates or most > 1, "--intermediates needs --tokens of more than 1"),
-        *must(not by_slot or min(tokens, default=1) > 1, "--slot-per-token needs --tokens of more than 1"),
-        *must(not (by_slot and intermediates), "--slot-per-token keeps every token's state in the pool, and --intermediates beside it"),
-        *must(most <= MAX_TOKENS, f"a layer takes up to {MAX_TOKENS} tokens of a sequence, not {most}"),
+        *must(not wrong, f"--model is {', '.join(wrong)}; expected models with layers that {op} computes"),
+        *must(not intermediates or most > 1, "--intermediates is given for one token; expected --tokens of 2 or more"),
+        *must(not by_slot or min(tokens, default=1) > 1, "--slot-per-token is given for one token; expected --tokens of 2 or more"),
+        *must(
+            not (by_slot and intermediates),
+            "--slot-per-token and --intermediates are both given; expected one: each keeps every token's state",
+        ),
+        *must(most <= MAX_TOKENS, f"--tokens is {most}; expected at most {MAX_TOKENS} for a layer"),
     ]
 
 
@@ -55,7 +58,7 @@ def settle(at: At, op: str) -> Iterator[At]:
     """The case with its model's share. Raises SsmgenError where a layer takes no such call."""
     model = share_of(at)
     if model.layer_function != op:
-        raise SsmgenError(f"{model.name}: without layers that {op} is for")
+        raise SsmgenError(f"{model.name} has no layer that {op} computes")
     if wrong := mistakes(op, (), (at.tokens,), at.intermediates and at.tokens > 1, at.by_slot):
         raise SsmgenError("; ".join(wrong))
     kept = at.tokens > 1 and at.intermediates is not False and not at.by_slot
@@ -77,16 +80,18 @@ def layer_bench(op: str, method: str, models: Sequence[str], kind: type[Layer], 
         op=op,
         method=f"{METHOD} {method}",
         axes=(
-            axes.several("--model", "names", str, models, "May repeat. Default: two of those that have such layers."),
+            axes.several("--model", "names", str, models, "Model with such layers; may repeat. Default: two of them."),
             axes.states((DType.BF16, DType.F32), "bf16, f32"),
             *more,
             axes.batches(1, 2, 4, 8, 16, 32, 64, 256),
-            axes.several("--tokens", "tokens", click.IntRange(1), (1,), "Per sequence; may repeat. Default: 1.", later=True),
+            axes.several("--tokens", "tokens", click.IntRange(1), (1,), "Tokens per sequence; may repeat. Default: 1.", later=True),
             axes.switch(
-                "--intermediates/--no-intermediates", "intermediates", (None,), "Keep every token's. Default: if there are several.",
+                "--intermediates/--no-intermediates", "intermediates", (None,), "Keep the state after each token. "
+                    "Default: with several tokens.",
                 later=True,
             ),
-            axes.switch("--slot-per-token", "by_slot", (False,), "Several tokens: each one's state in a slot of the pool.", later=True),
+            axes.switch("--slot-per-token", "by_slot", (False,), "With several tokens: keep each token's state in a "
+                "slot of the pool.", later=True),
             axes.TP,
         ),
         inputs=partial(kind, op=op),

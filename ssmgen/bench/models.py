@@ -230,7 +230,7 @@ def faults_of(value: Any) -> Iterator[str]:
     yield from _REPORT.faults("", value) if isinstance(value, dict) else ["it is not an object"]
     if isinstance(value, dict) and isinstance(value.get("rows"), list):
         columns = [row.get("column") for row in value["rows"] if isinstance(row, dict)]
-        yield from (f"there is no column {json.dumps(name)}" for name in dict.fromkeys(columns) if name not in COLUMNS)
+        yield from (f"column {json.dumps(name)} does not exist" for name in dict.fromkeys(columns) if name not in COLUMNS)
 
 
 class Result(NamedTuple):

@@ -15,9 +15,7 @@ from .case import Call, Launch, cuts_of, sets_of
 PROMPT = 2048  # tokens of a model's prompts
 HOST_TOKENS = 2048  # host times are of cases up to this
 HEADS = 4  # that are held against float64
-PACKED = axes.switch(
-    "--packed", "packed", (False,), "The sequences lie end to end, as cu_seqlens says: of equal lengths, from zeros.", later=True
-)
+PACKED = axes.switch("--packed", "packed", (False,), "Pack the sequences with cu_seqlens: equal lengths, zero initial states.", later=True)
 
 
 def sequences_of(quick: bool) -> tuple[int, ...]:
@@ -59,7 +57,9 @@ def packed_words(row: Mapping[str, Any]) -> str:
 def pool_mistakes(forms: Sequence[Any] = (), packed: bool = False, **others: Any) -> list[str]:
     """Options that do not go together, of a benchmark with the form `pool`."""
     pooled = any(getattr(form, "value", form) == "pool" for form in forms)
-    return must(not (packed and pooled), "--packed is of the other forms: --form pool packs sequences of different lengths")
+    return must(
+        not (packed and pooled), "--packed is given with --form pool, which packs sequences of different lengths; expected another form"
+    )
 
 
 def some_heads(call: Call, heads: int, groups: int, by_head: Sequence[str], by_group: Sequence[str], packed: bool) -> dict[str, Any]:

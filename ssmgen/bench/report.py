@@ -26,7 +26,7 @@ from .rows import point_of
 def need_device() -> None:
     """Raises SsmgenError without a GPU."""
     if not torch.cuda.is_available():
-        raise SsmgenError("bench needs a CUDA device, and torch sees none")
+        raise SsmgenError("torch finds no CUDA device; bench needs one")
 
 
 def begin(method: str = "") -> dict[str, Any]:

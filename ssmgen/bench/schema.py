@@ -23,7 +23,7 @@ Fields = Mapping[str, Kind]  # by name; one that ends with "?" may be missing
 def _kind(words: str, holds: Callable[[Any], bool]) -> Kind:
     def faults(where: str, value: Any) -> Iterator[str]:
         if not holds(value):
-            yield f"{where} is {reprlib.repr(value)}, not {words}"
+            yield f"{where} is {reprlib.repr(value)}; expected {words}"
 
     return Kind(faults)
 
@@ -41,7 +41,7 @@ def list_of(kind: Kind, length: int | None = None) -> Kind:
 
     def faults(where: str, value: Any) -> Iterator[str]:
         if not isinstance(value, list) or (length is not None and len(value) != length):
-            yield f"{where} is {reprlib.repr(value)}, not a list" + (f" of {length}" if length is not None else "")
+            yield f"{where} is {reprlib.repr(value)}; expected a list" + (f" of {length}" if length is not None else "")
             return
         for i, item in enumerate(value):
             yield from kind.faults(f"{where}[{i}]", item)
@@ -52,7 +52,7 @@ def list_of(kind: Kind, length: int | None = None) -> Kind:
 def by_name(kind: Kind, *needed: str) -> Kind:
     def faults(where: str, value: Any) -> Iterator[str]:
         if not isinstance(value, dict):
-            yield f"{where} is {reprlib.repr(value)}, not an object"
+            yield f"{where} is {reprlib.repr(value)}; expected an object"
             return
         yield from (f"{where}.{name} is missing" for name in needed if name not in value)
         for name, item in value.items():
@@ -66,7 +66,7 @@ def object_of(fields: Fields, others: bool = True) -> Kind:
 
     def faults(where: str, value: Any) -> Iterator[str]:
         if not isinstance(value, dict):
-            yield f"{where} is {reprlib.repr(value)}, not an object"
+            yield f"{where} is {reprlib.repr(value)}; expected an object"
             return
         for name, kind in fields.items():
             if (plain := name.rstrip("?")) in value:
@@ -74,7 +74,9 @@ def object_of(fields: Fields, others: bool = True) -> Kind:
             elif plain == name:
                 yield f"{where}.{name} is missing".lstrip(".")
         if not others:
-            yield from (f"{where}: {reprlib.repr(name)} is none of {', '.join(fields)}" for name in value if name not in fields)
+            yield from (
+                f"{where}: {reprlib.repr(name)} is unknown; expected one of {', '.join(fields)}" for name in value if name not in fields
+            )
 
     return Kind(faults)
 
@@ -125,7 +127,7 @@ HEAD: Fields = {
 def faults_of(value: Any) -> Iterator[str]:
     """The faults of a file's value: of one report, or of several with the operators that failed."""
     if not isinstance(value, dict):
-        yield f"it is {reprlib.repr(value)}, not an object"
+        yield f"it is {reprlib.repr(value)}; expected an object"
     elif is_suite(value):
         yield from list_of(Kind(_of_report)).faults("reports", value["reports"])
         yield from list_of(object_of(FAILED)).faults("failed", value["failed"])
@@ -140,11 +142,11 @@ def is_suite(value: Mapping[str, Any]) -> bool:
 
 def _of_report(where: str, report: Any) -> Iterator[str]:
     if not isinstance(report, dict):
-        yield f"{where} is {reprlib.repr(report)}, not an object"
+        yield f"{where} is {reprlib.repr(report)}; expected an object"
         return
     op, dot = op_of(report), f"{where}." if where else ""
     if not isinstance(op, str) or op not in benchmarks():
-        yield f"{dot}op is {reprlib.repr(op)}, which is none of {', '.join(benchmarks())}"
+        yield f"{dot}op is {reprlib.repr(op)}; expected one of {', '.join(benchmarks())}"
         return
     form = bench_of(op).form
     of_fields = object_of({**form.case, **ROW, **form.row, "us": by_name(TIME, *form.times)})
@@ -162,8 +164,8 @@ def _between(where: str, row: Mapping[str, Any], form: Report) -> Iterator[str]:
     us = row["us"]
     if "spec" not in row and not row.get("specs"):
         yield f"{where} has neither spec nor specs"
-    yield from (f"{where}.us.{name} is missing, and peer_ratio names it" for name in row["peer_ratio"] if name not in us)
+    yield from (f"{where}.us.{name} is missing; peer_ratio needs it" for name in row["peer_ratio"] if name not in us)
     if form.copied and "mul" in us:
-        yield f"{where}.us.mul is no contender of this operator"
+        yield f"{where}.us.mul is not a contender of this operator"
     if form.copied and row["copy_ratio"] is not None and not {"copy", "copy_pdl"} & us.keys():
-        yield f"{where}.us has no copy, and copy_ratio is of one"
+        yield f"{where}.us has no copy; copy_ratio needs it"

@@ -47,23 +47,23 @@ class Entry:
     def from_bytes(cls, data: bytes) -> Entry:
         """Raises ValueError, in words, for any bytes except a whole entry that `to_bytes` wrote under its own key."""
         if len(data) < len(MAGIC) + 36 or data[: len(MAGIC)] != MAGIC:
-            raise ValueError("not an ssmgen cache entry")
+            raise ValueError("is not an ssmgen cache entry")
         body, digest = data[:-32], data[-32:]
         if hashlib.sha256(body).digest() != digest:
-            raise ValueError("digest mismatch: truncated or altered")
+            raise ValueError("has another digest than it records: truncated or altered")
         start = len(MAGIC) + 4
         end = start + int.from_bytes(data[len(MAGIC) : start], "big")
         if end > min(len(body), start + MAX_HEADER_BYTES):
-            raise ValueError("its header is too long")
+            raise ValueError("has a header that is too long")
         header = _checked(_parsed(data[start:end]))
         source_end = end + header.pop("source_bytes")
         if source_end + header.pop("cubin_bytes") != len(body):
-            raise ValueError("lengths do not add up")
+            raise ValueError("has another length than its header records")
         header["resources"] = Resources(**header["resources"])
         header["options"] = tuple(header["options"])
         entry = cls(**header, source=body[end:source_end].decode(), cubin=body[source_end:])
         if entry.key != cache_key(entry.source, entry.options, Arch.parse(entry.arch), entry.compiler):
-            raise ValueError("its key is not the hash of its contents")
+            raise ValueError("has a key that is not the hash of its contents")
         return entry
 
 
@@ -71,17 +71,17 @@ def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
+        raise ValueError("has a header that is nested too deeply") from None
 
 
 def _checked(header: Any) -> dict[str, Any]:
     """A header with all fields, of the types and ranges that `to_bytes` writes. Raises ValueError."""
     names = {f.name for f in fields(Entry)} - {"source", "cubin"} | {"source_bytes", "cubin_bytes"}
     if not isinstance(header, dict) or header.keys() != names:
-        raise ValueError("its header does not have an entry's fields")
+        raise ValueError("has a header without the fields of an entry")
     resources, options, seconds = header["resources"], header["options"], header["seconds"]
     if not isinstance(resources, dict) or resources.keys() != {f.name for f in fields(Resources)} or not isinstance(options, list):
-        raise ValueError("its resources or options are not an entry's")
+        raise ValueError("has resources or options in another form than an entry")
     texts = [*(header[name] for name in ("key", "spec", "symbol", "arch", "compiler")), *options]
     numbers = [header["source_bytes"], header["cubin_bytes"], *resources.values()]
     if not (
@@ -90,7 +90,7 @@ def _checked(header: Any) -> dict[str, Any]:
         and type(seconds) in (int, float)
         and 0 <= seconds < float("inf")
     ):
-        raise ValueError("a field of its header has a wrong type or range")
+        raise ValueError("has a header with a field of wrong type or range")
     return header
 
 

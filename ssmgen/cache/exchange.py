@@ -107,7 +107,9 @@ def _list(store: SharedStore, sender: str, arch: str, folded: dict[str, Listed],
         if _own(store, sender, arch, ALL) == wanted:
             return len(wanted)
     place = f"{store.transport.url}/{index_path(sender, arch, ALL)}"
-    raise RemoteError(place, "is not as it was just written: another sender writes it with the same key")
+    raise RemoteError(
+        place, "differs from what was just written: another sender writes it with the same key. Give each sender its own key."
+    )
 
 
 def listed(store: SharedStore, archs: Iterable[str] = ()) -> Iterator[Found]:
@@ -197,10 +199,10 @@ def _loaded(store: SharedStore, wanted: Iterable[Found]) -> Iterator[tuple[Found
         try:
             entry = store.load(found.listed)
         except FileNotFoundError:
-            return "is listed and not there"
+            return "is listed and missing"
         except ValueError as e:
             return str(e)
-        return entry if (entry.key, entry.arch) == (found.key, found.arch) else "is an entry of another name"
+        return entry if (entry.key, entry.arch) == (found.key, found.arch) else "has the contents of an entry with another name"
 
     left = iter(wanted)
     with ThreadPoolExecutor(PARALLEL) as pool:

@@ -36,14 +36,14 @@ def read_json(path: Path, regular: bool = True) -> Any:
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
     except ValueError as e:
-        raise ValueError(f"it is no JSON ({e})") from e
+        raise ValueError(f"it is not JSON ({e})") from e
 
 
 def _read(path: Path, regular: bool) -> bytes:
     extra = os.O_NONBLOCK if regular else 0  # so that a pipe without a writer is refused instead of waited for
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra)) as file:
         if regular and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         return _at_most(file)
 
 
@@ -51,13 +51,13 @@ def _unpacked(data: bytes) -> bytes:
     try:
         return _at_most(gzip.GzipFile(fileobj=io.BytesIO(data)))
     except (OSError, EOFError, zlib.error) as e:
-        raise ValueError(f"it is no whole gzip file ({e})") from e
+        raise ValueError(f"it is not a complete gzip file ({e})") from e
 
 
 def _at_most(file: Any) -> bytes:
     data: bytes = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
+        raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB, the most that is read")
     return data
 
 

@@ -59,7 +59,7 @@ class Layer:
         """
         entry = Entry.from_bytes(self.read_file(path, MAX_BYTES))
         if self.path(entry.key, entry.arch) != path:
-            raise ValueError("is an entry of another name")
+            raise ValueError("has the contents of an entry with another name")
         return entry
 
     def read_file(self, path: Path, limit: int) -> bytes:
@@ -79,7 +79,7 @@ class Layer:
     def publish(self, path: Path, data: bytes, durable: bool = True) -> None:
         """Writes one of this layer's files atomically. Raises CacheError as `write` does. durable: as in `trust.publish`."""
         if len(data) > MAX_BYTES:
-            raise CacheError(path, f"cannot be written: it would have {len(data)} bytes, and {MAX_BYTES} at most are read")
+            raise CacheError(path, f"cannot be written: it has {len(data)} bytes; expected at most {MAX_BYTES}")
         with self.opened(path.parent, make=True) as directory:
             try:
                 publish(path.name, directory, data, TEMPORARY, durable)

@@ -53,7 +53,7 @@ def keep(text: str, symbol: str, flags: tuple[str, ...], library: bytes, seconds
 
 @functools.cache
 def _warn(root: Path, reason: str) -> None:
-    warnings.warn(f"ssmgen keeps no compiled kernels of the emulator in {root}: {reason}", stacklevel=2)
+    warnings.warn(f"ssmgen does not keep compiled kernels of the emulator, since {root} cannot be used: {reason}", stacklevel=2)
 
 
 def _layer() -> Layer | None:

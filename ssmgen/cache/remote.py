@@ -78,7 +78,7 @@ class SharedStore:
         finally:
             took, limit = time.monotonic() - start, self.remote.seconds / SLOW
             if self._begun and took > limit:
-                self._failed("read", RemoteError(self.remote.url, f"took {took:.1f} s for one kernel, more than {limit:g}"))
+                self._failed("read", RemoteError(self.remote.url, f"took {took:.1f} s for one kernel; expected at most {limit:g}"))
             self._begun = True  # the first request also starts the client
 
     def _places(self, key: str) -> Iterator[tuple[str, str]]:
@@ -96,7 +96,7 @@ class SharedStore:
             entry = self.load(listed)
             if (entry.key, entry.arch, entry.symbol) == (key, str(arch), symbol):
                 return entry
-            raise ValueError("is an entry of another name")
+            raise ValueError("has the contents of an entry with another name")
         except FileNotFoundError:
             return None
         except ValueError as e:
@@ -107,7 +107,7 @@ class SharedStore:
         """The entry that an index lists. Raises FileNotFoundError; ValueError, in words, for invalid bytes; RemoteError."""
         data = self.transport.get(object_path(listed.digest), listed.size)
         if len(data) != listed.size or hashlib.sha256(data).hexdigest() != listed.digest:
-            raise ValueError("is not what the index says: truncated or altered")
+            raise ValueError("differs from its index entry: truncated or altered")
         return Entry.from_bytes(data)
 
     def index(self, signer: str, arch: Arch | str, name: str) -> Index:
@@ -209,7 +209,9 @@ class SharedStore:
             return signer.public
         if self.remote.anyone:
             return UNSIGNED
-        raise RemoteError(self.remote.url, "takes what is signed; name the file of a private key in SSMGEN_CACHE_REMOTE_SIGN")
+        raise RemoteError(
+            self.remote.url, "takes signed entries only, and there is no key. Name the file of a private key in SSMGEN_CACHE_REMOTE_SIGN."
+        )
 
     def _claim(self, key: str) -> bool:
         try:
@@ -233,7 +235,10 @@ class SharedStore:
                 return entry
             if time.monotonic() >= deadline:
                 self._waits = False
-                self._warn("claims", f"waited {CLAIM_SECONDS:g} s for a kernel that another process was to send to {self.remote.url}")
+                self._warn(
+                    "claims",
+                    f"waited {CLAIM_SECONDS:g} s in vain for a kernel from another process in {self.remote.url}, and now compiles it",
+                )
                 break
             time.sleep(pause * random.uniform(0.75, 1.25))
             pause = min(1.5 * pause, 1.0)
@@ -247,7 +252,7 @@ class SharedStore:
 
     def _failed(self, what: str, error: RemoteError) -> None:
         self._resting[what] = time.monotonic()
-        self._warn(what, f"goes on without {'sending to ' if what == 'write' else ''}the shared store: {error}")
+        self._warn(what, f"continues without {'sending to ' if what == 'write' else ''}the shared store: {error}")
 
     def _warn(self, kind: str, text: str) -> None:
         with self._mutex:

@@ -56,7 +56,7 @@ class Index:
         """
         head, newline, body = data.partition(b"\n")
         if not newline or not head.startswith(_MAGIC):
-            raise ValueError("is no index of ssmgen")
+            raise ValueError("is not an index of ssmgen")
         if public is not None:
             _verify(public, head.removeprefix(_MAGIC), _SENTENCE + body)
         with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError, KeyError):
@@ -64,7 +64,7 @@ class Index:
             entries = {key: Listed(*of) for key, of in told["entries"].items()}
             if told["arch"] == arch and all(_sound(key, listed) for key, listed in entries.items()):
                 return cls(arch, entries)
-        raise ValueError(f"does not list digests of entries for {arch}")
+        raise ValueError(f"does not list the digests of entries for {arch}")
 
 
 def _sound(key: Any, listed: Listed) -> bool:
@@ -99,11 +99,11 @@ class Signer:
         except OSError as e:
             raise ConfigError(name, str(path), f"cannot be read: {e.strerror or e}") from e
         except (ValueError, TypeError) as e:  # TypeError: it has a password
-            raise ConfigError(name, str(path), "is no PEM file of a private key without a password") from e
+            raise ConfigError(name, str(path), "is not a PEM file of a private key; expected one without a password") from e
         except Exception as e:  # such as UnsupportedAlgorithm, which is not one of these
             raise ConfigError(name, str(path), f"cannot be used: {e}") from e
         if not isinstance(key, ed25519.Ed25519PrivateKey):
-            raise ConfigError(name, str(path), "is a private key of another kind than ed25519")
+            raise ConfigError(name, str(path), "is a private key of another kind; expected ed25519")
         return cls(key)
 
     @classmethod
@@ -131,5 +131,5 @@ def _cryptography() -> tuple[Any, Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as e:
-        raise RemoteError("cryptography", f"is not installed, and signatures of a shared store need it: {INSTALL}") from e
+        raise RemoteError("cryptography", f"is not installed; signatures of a shared store need it. Install it with: {INSTALL}.") from e
     return InvalidSignature, ed25519, serialization

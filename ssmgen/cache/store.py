@@ -38,7 +38,7 @@ class Cache:
         self.writable = None if writable is None else Layer(writable)
         self.read_only = [layer for layer in map(Layer, read_only) if self._usable(layer)]
         if self.writable is None:
-            self._warn(None, "there is no home directory; set SSMGEN_CACHE_DIR")
+            self._warn(None, "there is no home directory. Set SSMGEN_CACHE_DIR.")
         elif not self._usable(self.writable, missing=True):
             self.writable = None
 
@@ -62,7 +62,7 @@ class Cache:
         except FileNotFoundError:
             if missing:
                 return True
-            self._warn(layer, "it does not exist")
+            self._warn(layer, "the directory does not exist")
         except CacheError as e:
             self._warn(layer, e)
         return False

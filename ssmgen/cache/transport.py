@@ -144,7 +144,9 @@ class Fsspec:
                     options = {"auto_mkdir": True} if self.local else {"use_listings_cache": False}
                     system, root = fsspec.core.url_to_fs(self.url, **options)
                 except ImportError as e:
-                    raise RemoteError(self.url, f"needs a package that is not installed ({_first_line(e)}): {INSTALL}") from e
+                    raise RemoteError(
+                        self.url, f"needs a package that is not installed ({_first_line(e)}). Install it with: {INSTALL}."
+                    ) from e
                 except Exception as e:  # of any library: unknown protocols, credentials, regions
                     raise RemoteError(self.url, f"cannot be opened: {type(e).__name__}: {_first_line(e)}") from e
                 self._made = os.getpid(), system, root.rstrip("/")

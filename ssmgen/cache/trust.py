@@ -18,7 +18,7 @@ from ..errors import CacheError
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not wait for its writer
-_LINK = "is a link, and below the root of a cache none is followed"
+_LINK = "is a symbolic link, which ssmgen does not follow below the root of a cache"
 
 
 def doubt(info: os.stat_result) -> str | None:
@@ -111,7 +111,7 @@ def read_file(name: str, directory: int, limit: int) -> bytes:
         if reason := doubt(info):
             raise ValueError(reason)
         if info.st_size > limit:
-            raise ValueError(f"has {info.st_size} bytes, and {limit} at most are read")
+            raise ValueError(f"has {info.st_size} bytes; expected at most {limit}")
         with open(fd, "rb", closefd=False) as file:
             return file.read(info.st_size)
     finally:

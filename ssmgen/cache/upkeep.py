@@ -56,5 +56,5 @@ def collect_garbage(layer: Layer, max_bytes: float, stale_seconds: float = STALE
             left.append(str(e))
     removed += layer.sweep(stale_seconds)
     if left:
-        raise CacheError(layer.root, f"has {len(left)} files that stay ({removed} were removed):\n{bullets(left)}")
+        raise CacheError(layer.root, f"has {len(left)} files that could not be removed ({removed} were):\n{bullets(left)}")
     return removed, freed

@@ -26,7 +26,7 @@ FUNCTIONS = tuple(family.part(place) for family in records() for place in family
 def _checked(operator: Any) -> Operator:
     if not any(operator is f for f in FUNCTIONS):
         known = ", ".join(f"ssmgen.{f.__name__}" for f in FUNCTIONS)
-        raise ArgumentError("ssmgen", [f"{getattr(operator, '__name__', shown(operator))} is not an operator of ssmgen; known: {known}"])
+        raise ArgumentError("ssmgen", [f"operator is {getattr(operator, '__name__', shown(operator))}; expected one of {known}"])
     found: Operator = operator
     return found
 
@@ -66,7 +66,9 @@ def supported(operator: Callable[..., Any], *args: Any, arch: str | None = None,
 def _target(device: torch.device, arch: str | None, pdl: bool | None) -> tuple[Arch, bool, str | None]:
     """(architecture, whether to use programmatic dependent launch, the GPU if it is of that architecture)"""
     if arch is None and device.type != "cuda":
-        raise ArgumentError("ssmgen", [f"the tensors are on {device}: name an architecture, for example arch='sm_90a'"])
+        raise ArgumentError(
+            "ssmgen", [f"the tensors are on {device}, which has no CUDA architecture; expected arch. Pass one, for example arch='sm_90a'."]
+        )
     target = runtime.device_arch(device.index) if arch is None else _arch(arch)
     here = device.type == "cuda" and target == runtime.device_arch(device.index)
     return target, target >= SM90 if pdl is None else pdl, runtime.device_name(device.index) if here else None
@@ -76,7 +78,7 @@ def _arch(name: str) -> Arch:
     try:
         return Arch.parse(name)
     except (SpecError, TypeError):
-        raise ArgumentError("ssmgen", [f"arch is {shown(name)}, not sm_80, sm_90a, sm_100a, sm_120 or the like"]) from None
+        raise ArgumentError("ssmgen", [f"arch is {shown(name)}; expected one such as sm_80, sm_90a, sm_100a or sm_120"]) from None
 
 
 _SIZE = integer("", 0)
@@ -86,7 +88,7 @@ def _sizes(batches: Any) -> list[int]:
     """The further batch sizes as a list. Raises ArgumentError if `batches` is not an iterable of sizes."""
     sizes = list(batches) if isinstance(batches, Iterable) else [batches, None]
     if not all(map(_SIZE.holds, sizes)):
-        raise ArgumentError("ssmgen", [f"batches is {shown(batches)}, not batch sizes such as (1, 8, 64)"])
+        raise ArgumentError("ssmgen", [f"batches is {shown(batches)}; expected batch sizes such as (1, 8, 64)"])
     return sizes
 
 
@@ -96,7 +98,7 @@ def _specs(operator: Callable[..., Any], batches: Iterable[int], args: Any, kwar
     call = _call(operator, args, kwargs)
     problem, batch, device, pdl = call.problem()
     if device.type != "cuda":
-        raise ArgumentError("ssmgen", [f"the tensors are on {device}, and kernels are loaded on CUDA devices"])
+        raise ArgumentError("ssmgen", [f"the tensors are on {device}; expected a CUDA device, where kernels are loaded"])
     sizes = [n for n in (batch, *batches) if n > 0]
     specs = [registry.select(OPERATOR_OF[type(problem)], problem, n, *_target(device, None, pdl)) for n in sizes]
     for spec in specs[: batch > 0]:
@@ -148,6 +150,6 @@ def bind(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> BoundCall:
     """
     _checked(operator)
     if sharded.is_sharded((*args, *kwargs.values())):
-        raise ArgumentError(operator.__name__, ["bind takes no DTensors: give it this rank's tensors, DTensor.to_local()"])
+        raise ArgumentError(operator.__name__, ["an argument is a DTensor; expected this rank's tensors. Pass DTensor.to_local()."])
     call = _call(operator, args, kwargs)
     return BoundCall(call.plan(), call.result, call)

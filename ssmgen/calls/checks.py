@@ -38,13 +38,13 @@ def describe(t: Tensor) -> str:
 def oddity(t: Tensor) -> str | None:
     """Why address, shape and strides do not describe a tensor's elements, in words; None if they do."""
     if t.is_nested:  # first: it has no sizes
-        return "nested: give a tensor of equal rows, or packed ones"
+        return "nested; expected a strided tensor. Pass rows of equal length, or packed rows."
     if t.layout is not torch.strided:
-        return f"of layout {str(t.layout).removeprefix('torch.')}: give its to_dense()"
+        return f"of layout {str(t.layout).removeprefix('torch.')}; expected strided. Pass its to_dense()."
     if t.is_quantized:
-        return f"quantised, {str(t.dtype).removeprefix('torch.')}: give its dequantize()"
+        return f"quantised, {str(t.dtype).removeprefix('torch.')}; expected plain elements. Pass its dequantize()."
     if t.is_neg() or t.is_conj():
-        return "a view whose elements differ from those in memory: give its resolve_neg().resolve_conj()"
+        return "a lazy view (negated or conjugated); expected its elements in memory. Pass its resolve_neg().resolve_conj()."
     return None
 
 
@@ -53,7 +53,7 @@ def check_tensors(tensors: Mapping[str, object], problems: list[str]) -> bool:
     before = len(problems)
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
-            problems.append(f"{name} is a {type(t).__name__}, not a tensor")
+            problems.append(f"{name} is a {type(t).__name__}; expected a tensor")
         elif not is_compiling() and (odd := oddity(t)) is not None:  # tracers know shapes and dtypes only
             problems.append(f"{name} is {odd}")
     return len(problems) == before
@@ -92,7 +92,7 @@ def check_shape(name: str, t: Tensor, allowed: Shapes, problems: list[str]) -> b
     if tuple(t.shape) in allowed.values():
         return True
     shapes = " or ".join(f"{words} = {list(sizes)}" for words, sizes in allowed.items())
-    problems.append(f"{name} is {list(t.shape)}, not {shapes}")
+    problems.append(f"{name} is {list(t.shape)}; expected {shapes}")
     return False
 
 
@@ -115,12 +115,16 @@ def check_pdl(pdl: bool | None, views: Mapping[str, Tensor], problems: list[str]
     if pdl and views and (device := next(iter(views.values())).device).type == "cuda":
         arch = runtime.device_arch(device.index)
         if arch < SM90:
-            problems.append(f"pdl needs sm_90 or later; {device} is {arch}")
+            problems.append(f"pdl is True on {device}, {arch}; expected sm_90 or later. Pass pdl=False or None.")
 
 
 def padding_objections(zero_padding: bool, out: object) -> tuple[str, ...]:
     """The objection to zero_padding=False without `out`: rows of padding then keep the content of `out`, so `out` must be given."""
-    return () if zero_padding or out is not None else ("zero_padding=False leaves the output of padded rows as it is: give it, as out",)
+    return (
+        ()
+        if zero_padding or out is not None
+        else ("zero_padding is False and out is None; expected out: it keeps its rows that are padding. Pass out.",)
+    )
 
 
 def overlaps_itself(t: Tensor) -> bool:
@@ -139,14 +143,18 @@ def check_overlap(written: Mapping[str, tuple[int, int]], read: Mapping[str, tup
     for i, name in enumerate(names):
         start, end = written[name]
         others = {n: written[n] for n in names[i + 1 :]} | dict(read)
-        problems += [f"{name} overlaps {other} in memory" for other, (a, b) in others.items() if start < b and a < end]
+        problems += [
+            f"{name} overlaps {other} in memory; expected separate memory, since {name} is written"
+            for other, (a, b) in others.items()
+            if start < b and a < end
+        ]
 
 
 def check_strides_fit(name: str, t: Tensor, first: int, problems: list[str]) -> None:
     """Strides are 32-bit in the kernels, and so are offsets over the axes from `first` on."""
     reach = sum((n - 1) * s for n, s in zip(t.shape[first:], t.stride()[first:], strict=True))
     if reach >= 2**31 or any(s >= 2**31 for s in t.stride()):
-        problems.append(f"{name} has strides {list(t.stride())}; kernels take strides, and offsets within a row, below 2^31 elements")
+        problems.append(f"{name} has strides {list(t.stride())}; expected strides, and offsets within a row, below 2^31 elements")
 
 
 # Checks of operand tables.
@@ -175,14 +183,22 @@ def check_types(
             problems.append(f"{name} is on {t.device}, {anchor} is on {device}")
         if scaled and row.scales and t.dtype in NARROW:
             if row.scales not in tensors:
-                problems.append(f"{name} is {t.dtype} without {row.scales}, a float32 scale for each of its rows".replace("torch.", ""))
+                problems.append(
+                    f"{name} is {t.dtype} and {row.scales} is None; expected a float32 scale for each row. Pass {row.scales}.".replace(
+                        "torch.", ""
+                    )
+                )
         elif t.dtype not in _TYPES[row.types]:
             wanted, exact = Types.FLOAT if row.types is Types.STATE else row.types, len(_TYPES[row.types]) == 1
-            problems.append(f"{name} is {str(t.dtype).removeprefix('torch.') if exact else t.dtype}, not {wanted.value}")
+            problems.append(f"{name} is {str(t.dtype).removeprefix('torch.') if exact else t.dtype}; expected {wanted.value}")
         if row.scales and row.scales in tensors and t.dtype not in NARROW:
-            problems.append(f"{row.scales} is given, and {name} is {t.dtype}, not int16, int8 or float8_e4m3fn".replace("torch.", ""))
+            problems.append(
+                f"{row.scales} is given and {name} is {t.dtype}; expected int16, int8 or float8_e4m3fn. Leave out {row.scales}.".replace(
+                    "torch.", ""
+                )
+            )
         if t.requires_grad and torch.is_grad_enabled():
-            problems.append(f"{name} requires grad, and {what} has no backward: call it under torch.no_grad()")
+            problems.append(f"{name} requires grad; expected no gradients, since {what} has no backward. Call it under torch.no_grad().")
 
 
 def check_shapes(

@@ -103,7 +103,7 @@ def _checked(function: Any, rule: Context, given: Arguments) -> Tensor:
     """The tensor that the call writes its output to, given or new. Raises ArgumentError listing everything that is wrong with the call."""
     call = function.build(**given)
     refused = [
-        f"{name} is given, which belongs to one device: states go in by initial_states, and come out by return_final_states"
+        f"{name} is given; expected None, since a pool is on one device. Use initial_states and return_final_states."
         for name in rule.refused
         if given.get(name) is not None and given[name] is not False
     ]
@@ -220,11 +220,14 @@ class Ranks:
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
-            why = "there is no process group: call torch.distributed.init_process_group on every process first"
+            why = "there is no process group; expected one. Call torch.distributed.init_process_group on every process first."
             raise ArgumentError(f"distributed.{function}", [why])
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise ArgumentError(f"distributed.{function}", ["this process is no rank of the group: do not call it here"])
+            raise ArgumentError(
+                f"distributed.{function}",
+                ["this process is not a rank of the group; expected a rank. Call it on the ranks of the group only."],
+            )
         self.on_host = dist.get_backend(group) == "gloo"  # gloo lacks some collectives for devices
 
     def gathered(self, t: Tensor) -> Tensor:

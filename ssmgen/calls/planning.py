@@ -75,7 +75,7 @@ def grid_of(family: Family, name: str, spec: KernelSpec, views: Views) -> int:
     """The number of blocks of a variant's launch. Raises ArgumentError if a launch cannot have that many."""
     grid = family.grid_of(spec, views)
     if grid >= 2**31:
-        raise ArgumentError(name, [f"this call needs {grid} blocks; a launch has fewer than 2^31"])
+        raise ArgumentError(name, [f"this call needs {grid} blocks; expected fewer than 2^31. Split the batch."])
     return grid
 
 

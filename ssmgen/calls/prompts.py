@@ -79,7 +79,10 @@ class States(NamedTuple):
     @property
     def objections(self) -> tuple[str, ...]:
         if self.return_checkpoints and self.checkpoint_positions is None:
-            return ("return_checkpoints asks for states after tokens, and checkpoint_positions, which names those, is not given",)
+            return (
+                "return_checkpoints is True and checkpoint_positions is None; expected the positions of the checkpoints. "
+                "Pass checkpoint_positions.",
+            )
         return ()
 
 
@@ -99,17 +102,27 @@ def states_go_together(views: Views, sequences: int, problems: list[str]) -> Non
     """Checks that the given combination of states, slots, flags and positions is valid."""
     if "state" in views:
         if "final_states" in views:
-            problems.append("final_states is given together with state, which takes its place")
+            problems.append(
+                "final_states is given with state, which receives the final states; expected one of them. Leave out final_states."
+            )
         if "initial_states" in views and "has_initial_state" in views:
-            problems.append("initial_states and has_initial_state are both given: each says what a sequence starts from")
+            problems.append(
+                "initial_states and has_initial_state are both given; expected one: each says where a sequence starts. Leave out one."
+            )
         if "state_indices" not in views and views["state"].dim() and len(views["state"]) < sequences:
-            problems.append(f"state has {len(views['state'])} slots for {sequences} sequences, and there are no state_indices")
+            problems.append(
+                f"state has {len(views['state'])} slots; expected {sequences}, one per sequence. Pass a larger state, or state_indices."
+            )
     else:
-        problems += [f"{name} is given without state" for name in ("state_indices", "has_initial_state") if name in views]
+        problems += [
+            f"{name} is given without state; expected both. Pass state, or leave out {name}."
+            for name in ("state_indices", "has_initial_state")
+            if name in views
+        ]
     if "checkpoints" in views and "checkpoint_positions" not in views:
-        problems.append("checkpoints_out is given without checkpoint_positions")
+        problems.append("checkpoints_out is given without checkpoint_positions; expected both. Pass checkpoint_positions.")
     if "checkpoint_positions" in views and "checkpoints" not in views:
-        problems.append("checkpoint_positions is given, but neither checkpoints_out nor return_checkpoints")
+        problems.append("checkpoint_positions is given without a result; expected checkpoints_out or return_checkpoints=True with it")
 
 
 def check_strides(table: Table, views: Views, like: str, problems: list[str]) -> None:
@@ -120,15 +133,19 @@ def check_strides(table: Table, views: Views, like: str, problems: list[str]) ->
     for name, t in views.items():
         strides, taken = f"{name} has strides {list(t.stride())}", table.strided(name)
         if taken and not t[(slice(1),) * min(taken, t.dim())].is_contiguous():
-            rest = "its rows must be contiguous" if t.dim() - taken == 1 else "the state of each head must be dense"
+            rest = (
+                "expected contiguous rows. Pass a contiguous tensor."
+                if t.dim() - taken == 1
+                else "expected a dense state for each head. Pass a contiguous tensor."
+            )
             problems.append(f"{strides}; {rest}")
         if name in table.written and checks.overlaps_itself(t):
-            problems.append(f"{strides}: two of its elements share memory")
+            problems.append(f"{strides}, and two of its elements share memory; expected one address per element. Pass a contiguous tensor.")
         wide = table[name].strides.partition(" ")[0].partition("?")[0].endswith(":64")
         if any(s >= 2**32 for s in t.stride()[wide:]):
-            problems.append(f"{strides}; kernels take strides below 2^32 elements")
+            problems.append(f"{strides}; expected strides below 2^32 elements")
     problems += [
-        f"{name} is {list(views[name].shape)}; kernels take axes below 2^31"
+        f"{name} is {list(views[name].shape)}; expected axes below 2^31"
         for name in (like, "checkpoints")
         if name in views and max(views[name].shape) >= 2**31
     ]
@@ -137,7 +154,7 @@ def check_strides(table: Table, views: Views, like: str, problems: list[str]) ->
 def unlike(views: Views, first: str, others: Sequence[str]) -> list[str]:
     """Errors for the operands whose dtype differs from the first one's."""
     return [
-        f"{n} is {views[n].dtype}, {first} is {views[first].dtype}".replace("torch.", "")
+        f"{n} is {views[n].dtype}; expected {views[first].dtype}, the dtype of {first}".replace("torch.", "")
         for n in others
         if views[n].dtype != views[first].dtype
     ]

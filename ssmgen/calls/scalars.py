@@ -33,7 +33,7 @@ def number(words: str = "a number", least: float = -MOST) -> Scalar:
             return False
         return least <= value <= MOST and (isinstance(value, float) or -I64 <= value < I64)
 
-    return Scalar(f"{words} that float32 or int64 holds", holds, float)
+    return Scalar(f"{words} in the range of float32 or int64", holds, float)
 
 
 def integer(words: str, least: int = -I64, most: int = I64 - 1) -> Scalar:
@@ -67,7 +67,7 @@ def _is_limit(value: Any) -> bool:
 
 
 SWITCH = one_of("True or False", True, False)
-NOT_NEGATIVE = number("a number from 0 on", 0.0)
+NOT_NEGATIVE = number("a number of 0 or more", 0.0)
 POSITIVE = number("a positive number", 2.0**-149)
 _NUMBER = number()
 
@@ -75,7 +75,7 @@ _NUMBER = number()
 COMMON = {
     "scale": _NUMBER,
     "lower_bound": _NUMBER,
-    "pad_slot_id": integer("an integer of 64 bits"),
+    "pad_slot_id": integer("a 64-bit integer"),
     "state_layout": one_of("'vk' or 'kv'", "vk", "kv"),
     "dt_limit": Scalar("a tuple (low, high)", _is_limit, lambda value: (float(value[0]), float(value[1]))),
     "philox_rounds": integer("0 … 32", 0, 32),
@@ -99,7 +99,7 @@ class Scalars:
                 continue
             rule = own.get(name) or (SWITCH if isinstance(parameter.default, bool) else COMMON.get(name))
             if rule is None:
-                raise TypeError(f"{self.function} does not say what its parameter {name} may be")
+                raise TypeError(f"{self.function} has no rule for its parameter {name}; expected one in its scalars")
             if "None" in kind and not rule.holds(None):
                 rule = or_none(rule)
             self.rules[name], self.defaults[name] = rule, parameter.default
@@ -133,7 +133,7 @@ class Scalars:
         rule = self.rules[name]
         if rule.holds(value):
             return value if value is None or rule.kept is None else rule.kept(value)
-        problems.append(f"{name} is {shown(value)}, not {rule.words}")
+        problems.append(f"{name} is {shown(value)}; expected {rule.words}")
         return self.defaults[name]
 
 

@@ -56,7 +56,7 @@ def _rule_of(function: str) -> Rule:
     from .sharding_rules import RULES  # imports all families: calls without DTensors need not wait for that
 
     if function not in RULES:
-        raise ArgumentError(function, ["it takes no DTensors: give it this rank's tensors, DTensor.to_local()"])
+        raise ArgumentError(function, ["an argument is a DTensor; expected this rank's tensors. Pass DTensor.to_local()."])
     return RULES[function]
 
 
@@ -134,12 +134,12 @@ class Sharding:
         for name, t in tensors.items():
             if (found := self.distributed.get(name)) is not None:
                 if found.device_mesh != mesh:
-                    problems.append(f"{name} is on {found.device_mesh}, and others are on {mesh}")
+                    problems.append(f"{name} is on {found.device_mesh}; expected {mesh}, the mesh of the other operands")
             elif t.is_floating_point():
-                how = "make it one (distribute_tensor, DTensor.from_local), or give shards of all of them"
-                problems.append(f"{name} is no DTensor, and others are: {how}")
+                how = "Use distribute_tensor or DTensor.from_local, or pass shards of all operands"
+                problems.append(f"{name} is a plain tensor; expected a DTensor, like the other operands. {how}")
         if not any(n in tensors for n in self.rule.anchors):
-            problems.append(f"{self.rule.anchors[-1]} is no tensor")
+            problems.append(f"{self.rule.anchors[-1]} is not given; expected a tensor")
         if problems:
             raise ArgumentError(self.function, problems)
 
@@ -157,7 +157,7 @@ class Sharding:
         if self.anchor in self.rule.written:  # else it is gathered
             legal = ", ".join([f"Shard({words.index(w)}) ({w.value})" for w in _UPDATED if w in words])
             where = f"{self.anchor} is {placement} on axis {axis} of the mesh"
-            problems.append(f"{where} and is updated in place: it must be {legal} or Replicate()")
+            problems.append(f"{where}; expected {legal} or Replicate(), since it is updated in place")
         return None
 
     def _has_tokens(self, axis: int) -> bool:
@@ -179,26 +179,26 @@ class Sharding:
         """Checks conditions that involve several operands."""
         count = self._size(self.anchor, Kind.HEAD)
         if count % self.heads:
-            problems.append(f"{self.anchor} has {count} heads (or channels), which do not divide into {self.heads} equal parts")
+            problems.append(f"{self.anchor} has {count} heads (or channels); expected a multiple of the {self.heads} parts")
         for name, heads in self.together.items():
             if self.heads > 1 and count // self.heads % heads:
-                problems.append(
-                    f"{name} is given: {heads} of the {count} heads go together, and would lie on several of {self.heads} ranks"
-                )
+                problems.append(f"{name} groups {heads} of the {count} heads; expected whole groups on each of {self.heads} ranks")
         if noise and "rand_seed" in self.axes and (Kind.HEAD in self.kinds or Kind.BATCH in self.kinds):
-            problems.append("rand_seed is given: its noise goes by an element's place in the pool, which a shard does not know")
+            problems.append("rand_seed is given with sharded states; expected None: noise depends on an element's index in the whole pool")
         if self.kinds.count(Kind.TOKEN) > 1:
-            problems.append(f"{self.of_tokens}'s tokens are sharded over several axes of the mesh; they may be over one")
+            problems.append(f"the tokens of {self.of_tokens} are sharded over several axes of the mesh; expected one axis")
         if Kind.BATCH not in self.kinds:
             return
         if not self.rule.by_sequence:
-            problems.append(f"{self.anchor} is sharded over its first axis; it may be over its heads")
+            problems.append(f"{self.anchor} is sharded over its first axis; expected its heads")
         for name in self.axes:
             if name.endswith("indices") or name in ("cu_seqlens", "query_start_loc", "checkpoint_positions"):
-                problems.append(f"{self.anchor} is sharded over its first axis, all of which {name} numbers: shard the heads")
+                problems.append(
+                    f"{self.anchor} is sharded over its first axis, into which {name} points; expected a whole axis. Shard the heads."
+                )
         counts = {n: self._size(n, Kind.BATCH) for n in self.axes if Kind.BATCH in self.axes[n]}
         if len(set(counts.values())) > 1:
-            problems.append(f"{self.anchor} is sharded over its first axis, so there must be as many slots as sequences, not {counts}")
+            problems.append(f"{self.anchor} is sharded over its first axis with {counts}; expected as many slots as sequences")
 
     def _wanted(self, name: str, problems: list[str]) -> tuple[Any, ...]:
         """The placements that an operand must have; Replicate() if several parts of the heads share its groups."""
@@ -212,15 +212,19 @@ class Sharding:
         if KINDS in words and Kind.HEAD in self.kinds:
             here = [self.placements[name][axis].is_shard(words.index(KINDS)) for axis, kind in enumerate(self.kinds) if kind is Kind.HEAD]
             if any(here) and not all(here):
-                problems.append(f"{name} is {_words(self.placements[name])}: its channels are sharded as the heads are, or not at all")
+                problems.append(f"{name} is {_words(self.placements[name])}; expected its channels sharded like the heads, or not at all")
         if shared and self.heads % groups:
-            problems.append(f"{name} has {groups} groups (or key heads), which {self.heads} parts of the heads neither divide nor share")
+            problems.append(
+                f"{name} has {groups} groups (or key heads) for {self.heads} parts of the heads; expected a multiple or a divisor"
+            )
         if name in self.rule.written and name != self.anchor:
             have, want = _words(self.placements[name]), _words(placements)
             if have != want:
-                problems.append(f"{name} is {have} and is written: it must be {want}, as {self.anchor} is")
+                problems.append(f"{name} is {have} and is written; expected {want}, as {self.anchor} is sharded")
             elif shared and groups > 1:
-                problems.append(f"{name} is written, and {self.heads} parts of the heads share its {groups} groups: give each its own")
+                problems.append(
+                    f"{name} is written, and {self.heads} parts of the heads share its {groups} groups; expected a group for each part"
+                )
         return tuple(placements)
 
     def local(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +232,9 @@ class Sharding:
         mesh = self._mesh(given)
         here = mesh.get_coordinate()
         if here is None:
-            raise ArgumentError(self.function, [f"this process is no rank of {mesh}: do not call it here"])
+            raise ArgumentError(
+                self.function, [f"this process is not a rank of {mesh}; expected a rank. Call it on the ranks of the mesh only."]
+            )
         local = {n: self._local(n, v, here) if n in self.wanted else v for n, v in given.items()}
         for name, fields in self.rule.tuples.items():
             if f"{name}.{fields[0]}" in local:

@@ -31,13 +31,13 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """`ssmgen`, whose commands' errors are turned as well."""
+    """`ssmgen`, which turns the errors of its commands too."""
 
 
-@click.group(cls=Group, epilog="Exit codes: 0 done, 1 failed, 2 wrong command line, 3 generated files have drifted.")
+@click.group(cls=Group, epilog="Exit codes: 0 done, 1 failed, 2 wrong command line, 3 generated files are out of date.")
 @click.version_option(__version__)
 def main() -> None:
-    """Specialised CUDA decode kernels for state-space and linear-attention models."""
+    """CUDA kernels for state-space and linear-attention models: prompts and decode steps."""
 
 
 COMMANDS = (

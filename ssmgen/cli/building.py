@@ -42,16 +42,22 @@ from .options import (
 
 @click.command()
 @with_model
-@click.option("--all", "everything", is_flag=True, help="Every model of `ssmgen models`, undivided.")
-@click.option("--op", type=click.Choice(BUILT), help="Only this operator's variants. Default: all that the model uses.")
-@click.option("--spec", "specs", multiple=True, help="A variant by its text or name; may repeat.")
+@click.option("--all", "everything", is_flag=True, help="Build every model of `ssmgen models`, without tensor parallelism.")
+@click.option("--op", type=click.Choice(BUILT), help="Build only this operator's variants. Default: all that the model uses.")
+@click.option("--spec", "specs", multiple=True, help="Build this variant, given by its text or name; may repeat.")
 @device_arch_option
-@click.option("--caller", type=click.Choice([c.value for c in Client]), help="Only what this one calls. Default: what any of them calls.")
-@click.option("--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build what batches up to this use.")
-@click.option("--max-spill", type=click.IntRange(0), default=0, show_default=True, help="Spilled bytes to accept per variant.")
+@click.option(
+    "--caller",
+    type=click.Choice([c.value for c in Client]),
+    help="Build only the kernels that this library calls. Default: those of all three.",
+)
+@click.option(
+    "--max-batch", type=click.IntRange(1), default=1024, show_default=True, help="Build the kernels of all batches up to this size."
+)
+@click.option("--max-spill", type=click.IntRange(0), default=0, show_default=True, help="Bytes of spilled registers to accept per variant.")
 @click.option("--jobs", type=click.IntRange(1), help="Parallel compilations. Default: one per processor.")
 @click.option("--out", type=Folder(), help="Write a cache layer here instead of to the user's cache.")
-@click.option("--dry-run", is_flag=True, help="Say what would be built; compile nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be built; compile nothing.")
 @click.option("--lease", type=click.FloatRange(1), default=LEASE, show_default=True, help=LEASE_HELP)
 @json_option
 def build(
@@ -59,9 +65,9 @@ def build(
     caller: str | None, max_batch: int, max_spill: int, jobs: int | None, out: Path | None, dry_run: bool, lease: float, as_json: bool,
     **call: Any,
 ) -> None:  # fmt: skip
-    """Compile kernels ahead of time. Needs no GPU.
+    """Compile a model's kernels ahead of time, without a GPU.
 
-    The directory written by --out can be shipped, and named in SSMGEN_CACHE_PATH. Processes that torchrun started share the work.
+    Ship the directory that --out writes, and name it in SSMGEN_CACHE_PATH. Processes started by torchrun share the work.
     """
     from ..select.model_variants import specs_for
     from ..select.models import models
@@ -69,9 +75,9 @@ def build(
     from ..variants.inspect import resolve
 
     if sum(map(bool, (model, everything, specs))) != 1:
-        raise click.UsageError("give one of --model, --all and --spec")
+        raise click.UsageError("expected exactly one of --model, --all and --spec")
     if (op or caller) and specs:
-        raise click.UsageError(f"--{'op' if op else 'caller'} goes with --model and --all")
+        raise click.UsageError(f"--{'op' if op else 'caller'} is given without --model or --all; expected one of them")
     if model:
         refuse_others(model, call)
     cache = Cache(prepared(out)) if out and not dry_run else shared_cache() if not out else Cache(out)
@@ -88,7 +94,9 @@ def build(
                     for spec in specs_for(problems, arch, pdl_choices(pdl, no_pdl), max_batch, (None, *table.gpus(arch))):
                         work.setdefault((spec, arch), operator)
         if not work:
-            raise ModelError(f"{caller or model} does not use {op}" if op else f"{caller} makes no call for {model}: leave out --caller")
+            raise ModelError(
+                f"--op is {op}, which {caller or model} does not use" if op else f"{caller} makes no call for {model}. Leave out --caller."
+            )
 
         found = {pair: cache.has(*pair) for pair in work}
         words = reporting.describe(work, found, callers if model or everything else ())
@@ -148,7 +156,7 @@ def refuse_unwritable(cache: Cache) -> None:
             return
         except FileError as e:
             reason = str(e)
-    raise FileError(f"the cache takes no kernels: {reason}. Nothing was compiled. Set SSMGEN_CACHE_DIR, or give --out.")
+    raise FileError(f"the cache cannot be written: {reason}. Nothing was compiled. Set SSMGEN_CACHE_DIR, or pass --out.")
 
 
 def prepared(out: Path) -> Path:
@@ -175,7 +183,7 @@ def _interrupted(kept: int | None, count: int, cache: Cache) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         where = f" in {cache.writable.root}" if cache.writable else ""
         what = "what was compiled is" if kept is None else f"{kept} of {count} variants are"
-        click.echo(f"\ninterrupted: {what} kept{where}. The same command goes on: it finds them.", err=True)
+        click.echo(f"\ninterrupted: {what} kept{where}. Run the same command again to continue.", err=True)
         sys.stdout.flush()
     finally:
         os._exit(EXIT_INTERRUPTED)
@@ -184,7 +192,7 @@ def _interrupted(kept: int | None, count: int, cache: Cache) -> NoReturn:
 @click.command()
 @json_option
 def models(as_json: bool) -> None:
-    """List the models whose shapes are known."""
+    """List the known models and the shapes of their layers."""
     from ..select.models import models as known
 
     if as_json:
@@ -206,7 +214,7 @@ def models(as_json: bool) -> None:
 @click.command()
 @json_option
 def env(as_json: bool) -> None:
-    """Print what matters for a bug report."""
+    """Print versions, devices and settings for a bug report."""
     from .bug_report import describe
 
     facts = describe()
@@ -214,19 +222,17 @@ def env(as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Change nothing; exit with 3 when a file would change.")
-@click.option(
-    "--any-compiler", is_flag=True, help="With --check: where the lock is of other compilers, or lacks one's, leave resources out."
-)
+@click.option("--check", is_flag=True, help="Change nothing; exit with 3 if a file would change.")
+@click.option("--any-compiler", is_flag=True, help="With --check: skip resources if the lock has none of this compiler.")
 @click.option("--dir", "root", type=Folder(), default="generated", show_default=True)
 def generate(check: bool, any_compiler: bool, root: Path) -> None:
-    """Write generated/: the default variants as text, with ssmgen.lock. Run in a checkout.
+    """Write the default variants and ssmgen.lock to generated/.
 
-    The lock has resources under one NVRTC 12 and one NVRTC 13: where sources changed, run it under both.
+    Run it in a checkout. The lock records resources under one NVRTC 12 and one NVRTC 13: if sources changed, run it under both.
     """
     from ..variants import generate as generated
 
     if any_compiler and not check:
-        raise click.UsageError("--any-compiler goes with --check")
+        raise click.UsageError("--any-compiler is given without --check; expected both")
     count, note = generated.check(root, any_compiler) if check else generated.write(root)
-    click.echo((f"{count} variants are as generated" if check else f"{count} variants written to {root}") + (f"; {note}" if note else ""))
+    click.echo((f"{count} variants are up to date" if check else f"{count} variants written to {root}") + (f"; {note}" if note else ""))

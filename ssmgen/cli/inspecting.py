@@ -20,7 +20,7 @@ from .options import EXIT_FAILURE, arch_option, device_arch_option, json_option,
 @click.command("list")
 @json_option
 def list_variants(as_json: bool) -> None:
-    """List the default variants and those in the cache."""
+    """List the default variants and the cached ones."""
     from ..variants.generate import default_variants
 
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -41,12 +41,16 @@ def list_variants(as_json: bool) -> None:
 @click.argument("spec")
 @click.option("--cu", "form", flag_value="cu", default=True, help="CUDA source (the default).")
 @click.option("--ptx", "form", flag_value="ptx")
-@click.option("--sass", "form", flag_value="sass", help="Needs nvdisasm.")
-@click.option("--stats", "form", flag_value="stats", help="Registers, memory, spills, occupancy; with nvdisasm, what the SASS does.")
+@click.option("--sass", "form", flag_value="sass", help="SASS; needs nvdisasm.")
+@click.option(
+    "--stats", "form", flag_value="stats", help="Registers, memory, spills, occupancy; with nvdisasm, instruction counts of the SASS."
+)
 @arch_option
 @json_option
 def show(spec: str, form: str, archs: list[Arch], as_json: bool) -> None:
-    """Print a variant, given by its text, its name or a part of it."""
+    """Print a variant as CUDA, PTX, SASS or statistics.
+
+    SPEC is the variant's text, its name or a part of its name."""
     from ..variants import inspect
 
     cache = shared_cache()
@@ -80,7 +84,7 @@ def _print_code(text: str, form: str) -> None:
 @click.option("--cu", "form", flag_value="cu", default=True)
 @arch_option
 def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
-    """Compare two variants. Exits with 1 when they differ."""
+    """Compare two variants; exits with 1 if they differ."""
     from ..variants import inspect
 
     cache = shared_cache()
@@ -97,7 +101,9 @@ def diff(a: str, b: str, form: str, archs: list[Arch]) -> None:
 @click.option("--batch", type=click.IntRange(1), default=3, show_default=True)
 @arch_option
 def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
-    """Run variants on this CPU, in the emulator, against the float64 reference. Needs g++ and no GPU."""
+    """Check variants in the CPU emulator against the reference.
+
+    Compares with float64 results. Needs g++ and no GPU."""
     from ..emulator.check import check as run
     from ..variants.inspect import resolve
 
@@ -118,13 +124,15 @@ def check(specs: tuple[str, ...], batch: int, archs: list[Arch]) -> None:
 @click.argument("op", type=click.Choice(list(benchmarks())))
 @with_model
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--gpu", help="Whose measured choices to look at, such as 'NVIDIA H200'. Default: this machine's, if it is of --arch.")
+@click.option("--gpu", help="Use the tuned table of this GPU, such as 'NVIDIA H200'. Default: this machine's GPU, if it is of --arch.")
 @device_arch_option
 @json_option
 def explain(
     op: str, model: str, tp: int, pdl: str, no_pdl: bool, batch: int, gpu: str | None, archs: list[Arch], as_json: bool, **call: Any
 ) -> None:
-    """Say which variant serves a model at a batch size, by which rule, and why the others do not.
+    """Print which variant serves a model, and why.
+
+    Names the rule that chose it, and the reason why each other rule did not apply.
 
     For an operator over prompts, --tokens is their length: 2048 if it is not given.
     """

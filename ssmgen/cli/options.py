@@ -54,10 +54,10 @@ class ArchType(click.ParamType):
         try:
             arch = Arch.parse(text.strip())
         except SsmgenError:
-            self.fail(f"{text!r} is no architecture (sm_80, sm_90a, sm_100a, sm_120, …) and no card of {', '.join(CARDS)}")
+            self.fail(f"{text!r} is unknown; expected an architecture (sm_80, sm_90a, sm_100a, sm_120, …) or a card: {', '.join(CARDS)}")
         there = Arch.of_capability(*divmod(arch.number, 10))
         if self.looked_up and arch != there:
-            click.echo(f"{arch} becomes {there}: GPUs of compute capability {arch.number / 10} look for kernels of {there}.", err=True)
+            click.echo(f"{arch} becomes {there}: GPUs of compute capability {arch.number / 10} load kernels of {there}.", err=True)
             return there
         return arch
 
@@ -70,11 +70,11 @@ class Folder(click.Path):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not str(value).strip():
-            self.fail("an empty name is no directory", param, ctx)
+            self.fail("the name is empty; expected a directory", param, ctx)
         try:
             return super().convert(Path(value).expanduser(), param, ctx)
         except (OSError, RuntimeError, ValueError) as e:  # a name too long, no such user, a null character
-            self.fail(f"{str(value)!r} is no directory: {getattr(e, 'strerror', None) or e}", param, ctx)
+            self.fail(f"{str(value)!r} is not a directory: {getattr(e, 'strerror', None) or e}", param, ctx)
 
 
 def _names(*enums: type[Enum]) -> click.Choice:
@@ -87,11 +87,19 @@ device_arch_option = click.option("--arch", "archs", type=ArchType(looked_up=Tru
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 model_options = [
     click.option("--model", help="A model of `ssmgen models`, or a checkpoint of it on Hugging Face (org/Name)."),
-    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
+    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor-parallel ranks."),
     click.option("--state", "states", type=_names(DType, Narrow), multiple=True, help="State dtype; may repeat. Default: the model's."),
-    click.option("--io", type=_names(DType), default="bf16", show_default=True, help="Dtype of activations: not of state and f32 weights."),
+    click.option(
+        "--io", type=_names(DType), default="bf16", show_default=True, help="Dtype of activations; the state and f32 weights keep theirs."
+    ),
     click.option("--index", "indices", type=_names(Index), multiple=True, help="Slot index type; may repeat. Default: none and i32."),
-    click.option("--pool", "pools", type=_names(PoolMode), multiple=True, help="May repeat. Default: single."),
+    click.option(
+        "--pool",
+        "pools",
+        type=_names(PoolMode),
+        multiple=True,
+        help="Pool of states: in place (single) or to other slots (split); may repeat. Default: single.",
+    ),
     click.option(
         "--pdl",
         type=click.Choice(("on", "off", "both")),
@@ -99,20 +107,26 @@ model_options = [
         flag_value="on",
         default="on",
         show_default=True,
-        help="Programmatic dependent launch, where the card has it.",
+        help="Programmatic dependent launch, from sm_90 on.",
     ),
     click.option("--no-pdl", is_flag=True, help="The same as --pdl off."),
-    click.option("--tokens", type=click.IntRange(1), help="Per sequence and call; not of Mamba-1. Default: 1."),
+    click.option("--tokens", type=click.IntRange(1), help="Tokens per sequence and call; not for Mamba-1. Default: 1."),
     click.option("--intermediates", is_flag=True, help="Keep the state after each token."),
-    click.option("--no-update", is_flag=True, help="Leave the pool's state as it is."),
-    click.option("--layout", type=_names(Layout), help="Order of the state's last two axes. This to --layers: not of Mamba. Default: vk."),
-    click.option("--ring", type=_names(Ring), help="store: keep the tokens' inputs; commit: replay them. Default: none."),
-    click.option("--layers", is_flag=True, help="A commit of several layers at once."),
+    click.option("--no-update", is_flag=True, help="Do not write the pool's states."),
+    click.option("--layout", type=_names(Layout), help="Order of the state's last two axes; not for Mamba. Default: vk."),
     click.option(
-        "--replay", type=click.IntRange(1, SWITCHES["replay"].most), help="Of Mamba-2, also steps of so many tokens that are replayed."
+        "--ring",
+        type=_names(Ring),
+        help="Ring of draft tokens: store keeps their inputs, commit replays them; not for Mamba. Default: none.",
+    ),
+    click.option("--layers", is_flag=True, help="Commit several layers at once; not for Mamba."),
+    click.option(
+        "--replay", type=click.IntRange(1, SWITCHES["replay"].most), help="Mamba-2: also the replay kernels, for steps of this many tokens."
     ),
     click.option(
-        "--window", type=click.IntRange(1, SWITCHES["replay"].most), help="With --replay: a ring for so many tokens. Default: of one step."
+        "--window",
+        type=click.IntRange(1, SWITCHES["replay"].most),
+        help="With --replay: use a ring of this many tokens. Default: the history of one step.",
     ),
 ]
 
@@ -137,7 +151,7 @@ def refuse_others(name: str, given: Mapping[str, Any]) -> None:
 def wanted_of(states: Any, io: str, indices: Any, pools: Any, no_update: bool, **more: Any) -> tuple[Wanted, set[str]]:
     """What the options of `with_model` say, and the fields among it that somebody gave. Raises click.UsageError."""
     if more["window"] and not more["replay"]:
-        raise click.UsageError("--window goes with --replay")
+        raise click.UsageError("--window is given without --replay; expected both")
     enums = {name: enum(more[name]) for name, enum in (("layout", Layout), ("ring", Ring)) if more[name]}
     repeated = {"states": tuple(map(stored_type, states)), "indices": tuple(map(Index, indices)), "pools": tuple(map(PoolMode, pools))}
     said = {name: value for name, value in (more | enums | repeated).items() if value}
@@ -162,7 +176,7 @@ def _by_callers(wanted: Wanted, given: set[str], callers: Sequence[Client | None
     if len(callers) == 1 and (only := callers[0]) is not None:
         if refused := sorted(given & {"indices", "layout"}):
             flags = " and ".join(f"--{_FLAGS.get(option, option)}" for option in refused)
-            raise click.UsageError(f"--caller {only.value} says which slots and which layout there are: leave out {flags}")
+            raise click.UsageError(f"--caller {only.value} fixes slots and layout. Leave out {flags}.")
         return [wanted.of(only)]
     found = [wanted] if None in callers else []
     for caller in filter(None, callers):
@@ -180,14 +194,14 @@ def problems_of(name: str, operator: str | None, tp: int, callers: Sequence[Clie
     wanted, given = wanted_of(**options)
     ask = asks().get(operator or model.operator)
     if operator and ask and not ask.serves(wanted) and ask.switch:
-        raise click.UsageError(f"--{ask.switch} says how many tokens a step of {operator} has")
+        raise click.UsageError(f"--tokens does not apply to {operator}. Use --{ask.switch} for the tokens of a step.")
     if ask is None or not ask.used_by(model):
         return []
     if refused := given & OPTIONS - set(ask.takes(model)):
         flags = sorted(_FLAGS.get(option, option) for option in refused)
         raise click.UsageError(f"{operator or model.function} of {name} does not take {', '.join(f'--{flag}' for flag in flags)}")
     if operator and not ask.narrow and any(isinstance(state, Narrow) for state in wanted.states):
-        raise click.UsageError(f"{operator} has no states in fewer bits; --state takes {', '.join(t.value for t in DType)} of it")
+        raise click.UsageError(f"{operator} has no states in fewer bits; expected --state {', '.join(t.value for t in DType)}")
     found: dict[Problem, None] = {}
     for one in _by_callers(wanted, given, callers):
         if not operator:

@@ -19,7 +19,7 @@ from .shared.operands import takes as _takes
 
 def _check_activation(activation: str | None) -> None:
     if activation not in (None, "silu", "swish"):
-        raise NotImplementedError(f"activation is {activation!r}, not None, 'silu' or 'swish'")
+        raise NotImplementedError(f"activation is {activation!r}; expected None, 'silu' or 'swish'")
 
 
 @_takes("return_final_states")
@@ -76,11 +76,13 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     if problems:  # which have no sizes
         raise ArgumentError("causal_conv1d_varlen_states", problems)
     if x.dim() != 2 or cu_seqlens.dim() != 1 or not cu_seqlens.numel():
-        problems.append(f"x is {list(x.shape)}, not [total, dim]; cu_seqlens is {list(cu_seqlens.shape)}, not [batch + 1]")
+        problems.append(f"x is {list(x.shape)} and cu_seqlens {list(cu_seqlens.shape)}; expected [total, dim] and [batch + 1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device != x.device:
-        problems.append(f"cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}, not int32 or int64 on {x.device}".replace("torch.", ""))
+        problems.append(
+            f"cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}; expected int32 or int64 on {x.device}".replace("torch.", "")
+        )
     if not isinstance(state_len, int) or not 0 <= state_len < 2**31:
-        problems.append(f"state_len is {state_len!r}, not a length")
+        problems.append(f"state_len is {state_len!r}; expected a length of 0 or more")
     if problems:
         raise ArgumentError("causal_conv1d_varlen_states", problems)
     if len(x) == 0:  # nothing to index

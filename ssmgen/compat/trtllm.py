@@ -33,7 +33,7 @@ PACKED = ("intermediate_update_inputs",)
 WINDOWED = ("n_writes", "replay_work_items", "state_scales", "write_checkpoint", "rectangle", "rectangle_for_nowrite", "mode")
 FLAGS = 19  # the place of launch_with_pdl before there was a seed, and of the seed since
 
-USE_A_RING = "call ssmgen.checkpoint_selective_state_update, whose history is one ring; a copy of the valid entries moves a history there"
+USE_A_RING = "Call ssmgen.checkpoint_selective_state_update, whose history is one ring. Copy the valid entries to move a history there."
 
 
 def _either_generation(function: Callable[..., None]) -> Callable[..., None]:
@@ -42,12 +42,12 @@ def _either_generation(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> None:
         if packed := [name for name in PACKED if name in kwargs]:
-            reason = f"{', '.join(packed)}: x, dt and B packed in one tensor, which ssmgen keeps in old_x, old_B and old_dt"
+            reason = f"{', '.join(packed)} is given, with x, dt and B in one tensor; expected old_x, old_B and old_dt"
             raise UnsupportedError(NAME, [reason])
         if windowed := [name for name in WINDOWED if kwargs.get(name) is not None]:
-            raise UnsupportedError(NAME, [f"{', '.join(windowed)}: states that are not written in every step; {USE_A_RING}"])
+            raise UnsupportedError(NAME, [f"{', '.join(windowed)} is given; expected a state written in every step. {USE_A_RING}"])
         if twice := [f"{old} and {new}" for old, new in RENAMED.items() if old in kwargs and new in kwargs]:
-            raise ArgumentError(NAME, [f"{pair} are the same argument" for pair in twice])
+            raise ArgumentError(NAME, [f"{pair} are both given; expected one: they are the same argument" for pair in twice])
         if len(args) > FLAGS and isinstance(args[FLAGS], bool):
             args = (*args[:FLAGS], None, 10, *args[FLAGS:])
         return function(*args, **{RENAMED.get(name, name): value for name, value in kwargs.items() if name not in WINDOWED})
@@ -113,11 +113,14 @@ def replay_selective_state_update(
     x, dt, B, C, z, out = (_axes(t, 4, 1) for t in (x, dt, B, C, z, out))
     D, dt_bias = (_axes(t, 2, 0) for t in (D, dt_bias))
     if out is None:
-        raise ArgumentError(NAME, ["out is None, and nothing is returned"])
+        raise ArgumentError(NAME, ["out is None; expected a tensor, since nothing is returned. Pass out."])
     if isinstance(old_x, Tensor) and old_x.dim() == 5:
-        raise UnsupportedError(NAME, [f"old_x is {list(old_x.shape)}, of two buffers; {USE_A_RING}"])
+        raise UnsupportedError(NAME, [f"old_x is {list(old_x.shape)}, of two buffers; expected one. {USE_A_RING}"])
     if isinstance(old_x, Tensor) and isinstance(x, Tensor) and old_x.dim() == x.dim() == 4 and old_x.shape[1] != x.shape[1]:
-        reason = f"x has {x.shape[1]} tokens, and the history has room for {old_x.shape[1]}: not every step writes the state; {USE_A_RING}"
+        reason = (
+            f"x has {x.shape[1]} tokens and the history room for {old_x.shape[1]}; "
+            f"expected equal numbers, with a state written in every step. {USE_A_RING}"
+        )
         raise UnsupportedError(NAME, [reason])
     _native(
         state, old_x, old_B, old_dt, old_dA_cumsum, cache_buf_idx, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
@@ -166,7 +169,7 @@ def mamba_chunk_scan_combined(
     """
     name = "tensorrt_llm's mamba_chunk_scan_combined"
     if state_dtype is not None and mamba_ssm_cache_dtype is not None:
-        raise ArgumentError(name, ["state_dtype and mamba_ssm_cache_dtype are the same argument"])
+        raise ArgumentError(name, ["state_dtype and mamba_ssm_cache_dtype are both given; expected one: they are the same argument"])
     dtype = mamba_ssm_cache_dtype if state_dtype is None else state_dtype
     wanted = _prompts.Wanted(False, return_final_states, return_varlen_states)
     written = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out

@@ -85,7 +85,7 @@ def build_id() -> str:
     build = re.search(r"Compiler Build ID: (\S+)", ptx)
     tools = re.search(r"\b(V\d+\.\d+\.\d+)", ptx)
     if not build or not tools:
-        raise CompilerMissingError("NVRTC does not state its build in its PTX")
+        raise CompilerMissingError("NVRTC does not state its build in its PTX; expected a line 'Compiler Build ID'")
     return f"{build[1]} {tools[1]}"
 
 
@@ -121,7 +121,7 @@ def parse_resources(log: str) -> Resources:
         if match:
             return int(match[1])
         if default is None:
-            raise ValueError(f"no {pattern!r} in the compiler's log:\n{log}")
+            raise ValueError(f"the compiler's log has no {pattern!r}; expected the lines of ptxas -v:\n{log}")
         return default
 
     return Resources(

@@ -21,7 +21,7 @@ void tell(u32 thread, std::vector<u32>& gathered) {
 }
 
 Barrier& barrier_of(SharedArray* array, long long i) {
-  shared_load(array, i);  // it has been prepared, and a barrier lies between
+  shared_load(array, i);  // fails unless it was prepared and a barrier lies between
   for (auto& b : machine->barriers)
     if (b->array == array && b->rank == machine->rank && b->i == i) return *b;
   machine->fail(element(*array, i) + " in shared memory is used as a barrier, and was not prepared as one");
@@ -206,13 +206,13 @@ void Machine::share(u32 first, u32 count, u32 mask) {
     if (takes_part(i)) threads[first + i].seen = all;
 }
 
-// This thread arrives at a barrier of the cluster, or has waited for it: it passes on the accesses it has seen to the threads that wait for
-// it.
+// This thread arrives at a barrier of the cluster: it passes on the accesses that it has seen.
 void Machine::gather(u32 number) {
   if (barriers.empty()) return;
   if (gathered.size() <= number) gathered.resize(number + 1);
   tell(current, gathered[number]);
 }
+// This thread has waited for that barrier: it sees the accesses that arrived threads have seen.
 void Machine::spread(u32 number) {
   if (number < gathered.size()) learn(me().seen, gathered[number]);
 }

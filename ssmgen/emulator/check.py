@@ -48,7 +48,7 @@ def check(spec: KernelSpec, arch: Arch, batch: int = 3, seed: int = 0) -> Outcom
     for part in spec.kernels:
         values, grid = trial.launch_of(part)
         if missing := ", ".join(name for name in part.operands() if name not in trial.named):
-            raise TrialError(f"the trial of {part.family} makes no {missing}, which is an operand of {part}. Make it in trial.py.")
+            raise TrialError(f"the trial of {part.family} makes no {missing}; expected all operands of {part}. Make it in trial.py.")
         named = {name: trial.named[name] for name in part.operands()}
         packed = Arguments(part, values).at([t.data_ptr() for t in named.values()])
         run(part, arch, grid, packed, named, trial.written)
@@ -65,7 +65,7 @@ def _words(trial: Trial, name: str, result: Tensor, expected: Tensor, error: flo
     count = int(((found != wanted) & ~(found.isnan() & wanted.isnan())).sum())
     limit = _limit(trial, name)
     allowed = f"at most {limit:.1e} is allowed" if limit else "this trial requires exact equality"
-    elsewhere = "" if error < float("inf") else ", and something was written that must not be"
+    elsewhere = "" if error < float("inf") else ", and elements beside it were overwritten"
     return f"{name} differs from the reference in {count} of {result.numel()} elements (norm error {error:.1e}){elsewhere}; {allowed}"
 
 

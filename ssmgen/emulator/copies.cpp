@@ -50,7 +50,8 @@ void land(const Copy& copy, u32 moment) {
   for (u32 e = 0; e < copy.elements; ++e) to.cells[first + e].when = moment, to.cells[first + e].in_flight = 0;
 }
 
-// Copies that a barrier waits for are visible to its waiters too: they landed when their thread arrived, not when it waits.
+// Lands copies of a thread, up to this number. Copies entrusted to a barrier count as stored when they were issued, before their thread
+// arrived: threads that wait for the barrier therefore see them, whenever they land.
 void land_copies(u32 thread, u64 count) {
   Machine& m = *machine;
   const u32 me = m.current;

@@ -240,7 +240,7 @@ class Machine {
     const Thread& t = me();
     return precedes(moments[moment], Moment{block_index.x, current, epochs[rank], t.warp_epoch, 0, 0}, t.cluster_waited, t.seen);
   }
-  // The same of an earlier moment and a later one, by when its thread had waited for its cluster so often and seen that much.
+  // The same for two moments. cluster_waited and seen: the later one's thread, at that moment.
   bool precedes(const Moment& then, const Moment& later, u32 cluster_waited, const std::vector<u32>& seen) const {
     if (then.block / cluster != later.block / cluster) return false;
     if (then.cluster_arrived < cluster_waited) return true;

@@ -33,11 +33,11 @@ def check_convolution(table: Table, named: Mapping[str, Any], problems: list[str
     checks.check_types(table, named, "x", problems, "the convolution")
     weight = named["weight"]
     if weight.dim() != 2:
-        problems.append(f"weight is {list(weight.shape)}, not [dim, width]")
+        problems.append(f"weight is {list(weight.shape)}; expected [dim, width]")
         return False
     for name in _LIKE_X:
         if name in named and named[name].dtype != named["x"].dtype:
-            problems.append(f"{name} is {named[name].dtype}, x is {named['x'].dtype}".replace("torch.", ""))
+            problems.append(f"{name} is {named[name].dtype}; expected {named['x'].dtype}, the dtype of x".replace("torch.", ""))
     return True
 
 
@@ -45,7 +45,7 @@ def check_strides(name: str, t: Tensor, problems: list[str]) -> None:
     """Kernels take strides below 2^32. Only the stride between slots, the first axis of states, is 64-bit; so are offsets."""
     strides = t.stride()[1:] if "states" in name or name in ("conv_state", "intermediate_conv_window") else t.stride()
     if any(s >= 2**32 for s in strides):
-        problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+        problems.append(f"{name} has strides {list(t.stride())}; expected strides below 2^32 elements")
 
 
 def taps_are_runs(views: Mapping[str, Tensor], pointers: Mapping[str, int], channels: int) -> bool:

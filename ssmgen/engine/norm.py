@@ -30,7 +30,7 @@ class LayerNorm(Part):
     def faults(self, channels: int) -> list[str]:
         """The error if its groups do not divide rows of this number of channels."""
         whole = self.weight is None or (self.size > 0 and channels % self.size == 0)
-        return must(whole, f"groups of {self.size} channels do not make up {channels}")
+        return must(whole, f"norm_size is {self.size}; expected a divisor of the {channels} channels")
 
 
 class LayerNormSpec:

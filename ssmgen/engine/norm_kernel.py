@@ -60,22 +60,29 @@ class NormProblem(Problem):
     def faults(self) -> list[str]:
         """Constraints that no variant can meet."""
         return [
-            *must(1 <= self.size <= MAX_GROUP, f"size {self.size} is not 1 … {MAX_GROUP}"),
-            *must(not self.partial or self.loads is Loads.ELEMENT, f"size {self.size} needs loads by elements"),
-            *must(self.gate is not None or not self.norm_first, "norm_first is of a gate, and there is none"),
-            *must(self.gate is not None or self.activation is Activation.SILU, "the activation is of a gate, and there is none"),
+            *must(1 <= self.size <= MAX_GROUP, f"size is {self.size}; expected 1 … {MAX_GROUP}"),
             *must(
-                self.gate is None or not (self.residual or self.unit_offset or self.rounded), "a gate goes with no residual and no rounding"
+                not self.partial or self.loads is Loads.ELEMENT,
+                f"loads is {self.loads.value} with size {self.size}, no multiple of 4; expected loads=element",
             ),
-            *must((self.residual is None) == (self.sum is None), "a residual and what receives its sum go together"),
+            *must(self.gate is not None or not self.norm_first, "norm_first is yes and gate is none; expected a gate"),
+            *must(
+                self.gate is not None or self.activation is Activation.SILU,
+                f"activation is {self.activation.value} and gate is none; expected a gate",
+            ),
+            *must(
+                self.gate is None or not (self.residual or self.unit_offset or self.rounded),
+                "a gate is set with residual, unit_offset or rounded; expected either",
+            ),
+            *must((self.residual is None) == (self.sum is None), "one of residual and sum is none; expected both or neither"),
             *must(
                 self.weight is not None or not (self.unit_offset or self.rounded),
-                "unit_offset and rounded are of a weight, and there is none",
+                "unit_offset or rounded is yes and weight is none; expected a weight",
             ),
-            *must(self.centred or self.bias is None, "a bias is of a norm that subtracts the mean"),
+            *must(self.centred or self.bias is None, "bias is set and centred is no; expected centred=yes"),
             *must(
                 not self.centred or not (self.residual or self.unit_offset or self.rounded),
-                "a norm that subtracts the mean goes with no residual and no rounding",
+                "centred is yes with residual, unit_offset or rounded; expected none of them",
             ),
         ]
 
@@ -119,25 +126,28 @@ class NormKernel(KernelSpec, NormProblem):
     def violations(self, arch: Arch) -> list[str]:
         warps = self.team % 32 == 0
         if shape := [
-            *must(self.vec in (4, 8), f"vec {self.vec} is not 4 or 8"),
+            *must(self.vec in (4, 8), f"vec is {self.vec}; expected 4 or 8"),
             *must(
                 1 <= self.team <= 1024 and (warps or (self.team < 32 and is_pow2(self.team))),
-                f"team {self.team} is no power of two below a warp, and not 1 … 32 warps",
+                f"team is {self.team}; expected 1, 2, 4, 8 or 16 threads, or 32 … 1024 in steps of 32",
             ),
         ]:
             return [*self.faults(), *shape]
         held, most = self.passes * self.vec, HELD if self.threads <= 512 else HELD // 2
         return [
             *self.faults(),
-            *must(self.partial or self.size % self.vec == 0, f"size {self.size} is not a multiple of vec {self.vec}"),
-            *must(not self.partial or self.vec == 4, f"vec {self.vec} is not 4, which size {self.size} needs"),
-            *must(self.passes == 1 or is_pow2(self.team), f"team {self.team} is no power of two, and has {self.passes} passes to sum"),
-            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
-            *must(self.threads % self.team == 0, f"threads {self.threads} is not a multiple of team {self.team}"),
-            *must(self.team <= 32 or self.threads == self.team, f"a barrier of {self.team} threads needs blocks of as many"),
-            *must(held <= most, f"a thread of {self.threads} would hold {held} elements of its group, above {most}"),
-            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(self.partial or self.size % self.vec == 0, f"size is {self.size}; expected a multiple of vec {self.vec}"),
+            *must(not self.partial or self.vec == 4, f"vec is {self.vec}; expected 4 with size {self.size}, no multiple of 4"),
+            *must(self.passes == 1 or is_pow2(self.team), f"team is {self.team} with {self.passes} passes; expected a power of two"),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads is {self.threads}; expected 32 … 1024 in steps of 32"),
+            *must(self.threads % self.team == 0, f"threads is {self.threads}; expected a multiple of team {self.team}"),
+            *must(
+                self.team <= 32 or self.threads == self.team,
+                f"threads is {self.threads}; expected {self.team}, as many as meet at the team's barrier",
+            ),
+            *must(held <= most, f"a thread holds {held} elements of its group; expected at most {most} with {self.threads} threads"),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
     @property

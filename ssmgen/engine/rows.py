@@ -139,15 +139,19 @@ class RowSpec(KernelSpec, RowProblem):
 
     def violations(self, arch: Arch) -> list[str]:
         shape = [
-            *must(self.row_warps == 0 or is_pow2(self.row_warps), f"row_warps {self.row_warps} is not a power of two, or 0"),
+            *must(self.row_warps == 0 or is_pow2(self.row_warps), f"row_warps is {self.row_warps}; expected 0 or a power of two"),
             *must(
                 is_pow2(self.lanes) and max(1, self.row_warps) <= self.lanes <= 32 * max(1, self.row_warps),
-                f"lanes {self.lanes} is not a power of two up to 32{f' for each of {self.row_warps} warps' if self.row_warps else ''}",
+                f"lanes is {self.lanes}; expected a power of two up to "
+                f"32{f' for each of {self.row_warps} warps' if self.row_warps else ''}",
             ),
-            *must(is_pow2(self.ilp), f"ilp {self.ilp} is not a power of two"),
-            *must(is_pow2(self.vec), f"vec {self.vec} is not a power of two"),
-            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
-            *must(self.min_blocks >= 0 and self.prefetch >= 0, "min_blocks and prefetch are not negative"),
+            *must(is_pow2(self.ilp), f"ilp is {self.ilp}; expected a power of two"),
+            *must(is_pow2(self.vec), f"vec is {self.vec}; expected a power of two"),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads is {self.threads}; expected 32 … 1024 in steps of 32"),
+            *must(
+                self.min_blocks >= 0 and self.prefetch >= 0,
+                f"min_blocks is {self.min_blocks} and prefetch {self.prefetch}; expected 0 or more",
+            ),
         ]
         if shape:
             return self.faults() + shape
@@ -157,47 +161,57 @@ class RowSpec(KernelSpec, RowProblem):
             *self.faults(),
             *must(
                 4 <= vector * self.row_dtype.size <= 16,
-                f"{'ilp' if self.interleaved else 'vec'} {vector} of {self.row_dtype.value} is not 4 to 16 bytes wide",
+                f"{'ilp' if self.interleaved else 'vec'} is {vector} of {self.row_dtype.value}; expected 4 … 16 bytes",
             ),
             *must(
                 not self.interleaved or self.vec == 4 or self.row_warps > 0,
-                f"vec {self.vec} of interleaved rows is not 4, the chain that every variant sums alike",
+                f"vec is {self.vec} with interleaved rows; expected 4, the chain of the canonical sum",
             ),
-            *must(not self.row_warps or self.interleaved, "only interleaved rows have lanes that are not neighbours"),
-            *must(not self.row_warps or self.vec in (4, 8), f"vec {self.vec} of rows across warps is not 4 or 8"),
-            *must(not self.row_warps or self.ilp % 4 == 0, f"ilp {self.ilp} of rows across warps is not a multiple of 4"),
+            *must(not self.row_warps or self.interleaved, f"row_warps is {self.row_warps} with contiguous rows; expected 0"),
+            *must(not self.row_warps or self.vec in (4, 8), f"vec is {self.vec} with row_warps {self.row_warps}; expected 4 or 8"),
+            *must(not self.row_warps or self.ilp % 4 == 0, f"ilp is {self.ilp} with row_warps {self.row_warps}; expected a multiple of 4"),
             *must(
                 not self.row_warps or self.threads % (32 * self.row_warps) == 0,
-                f"{self.threads} threads are not a multiple of {self.row_warps} warps",
+                f"threads is {self.threads}; expected a multiple of 32 x row_warps {self.row_warps}",
             ),
             *must(
                 not self.interleaved or self.guarded or rows % self.ilp == 0,
-                f"{rows} interleaved rows are not a multiple of ilp {self.ilp}",
+                f"ilp is {self.ilp}; expected a divisor of the {rows} interleaved rows",
             ),
-            *must(self.vec >= min(4, n), f"vec {self.vec} is below 4, the chain that every variant sums alike"),
+            *must(self.vec >= min(4, n), f"vec is {self.vec}; expected 4 or more, the chain of the canonical sum"),
             *must(
                 self.row_room == n if not self.guarded else (self.lanes, self.vec) == guarded_lanes(self),
-                f"a row of {n} is not a multiple of lanes {self.lanes} x vec {self.vec}"
+                f"lanes x vec is {self.lanes} x {self.vec}; expected a divisor of the row's {n} elements"
                 if not self.guarded
-                else f"a row of {n}, guarded, has lanes and vec {guarded_lanes(self)}, with which all variants sum alike",
+                else f"lanes and vec are {(self.lanes, self.vec)}; expected {guarded_lanes(self)} for a guarded row of {n}",
             ),
-            *must(not self.guarded or self.row_loads is Loads.ELEMENT, "guarded rows are loaded by elements"),
-            *must(not (self.guarded and self.row_warps), "guarded rows lie in one warp"),
-            *must(self.ilp <= self.lanes, f"ilp {self.ilp} exceeds lanes {self.lanes}: a lane owns the scalars of one row"),
-            *must(self.tile % self.rows_per_step == 0, f"tile {self.tile} is not a multiple of the {self.rows_per_step} rows in flight"),
-            *must(self.tile < rows + self.rows_per_step, f"tile {self.tile} exceeds the {rows} rows of a head"),
-            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
-            *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
+            *must(not self.guarded or self.row_loads is Loads.ELEMENT, "loads of a guarded row are by vectors; expected element"),
+            *must(not (self.guarded and self.row_warps), f"row_warps is {self.row_warps} with guarded rows; expected 0"),
+            *must(
+                self.ilp <= self.lanes, f"ilp is {self.ilp}; expected at most lanes {self.lanes}, since a lane owns the scalars of one row"
+            ),
+            *must(
+                self.tile % self.rows_per_step == 0, f"tile is {self.tile}; expected a multiple of the {self.rows_per_step} rows in flight"
+            ),
+            *must(
+                self.tile < rows + self.rows_per_step,
+                f"tile is {self.tile}; expected at most the {rows} rows of a head, rounded up to {self.rows_per_step}",
+            ),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *must(arch >= SM90 or not self.prefetch, f"arch is {arch}; expected sm_90 or later, or prefetch=0"),
             *must(
                 not self.prefetch or (self.row_loads is Loads.VECTOR and vector * self.row_dtype.size == 16),
-                "the bulk L2 prefetch needs an aligned state in 16-byte vectors",
+                f"prefetch is {self.prefetch} and the state is not loaded as aligned 16-byte vectors; expected 0",
             ),
             *must(
                 not self.prefetch or not self.interleaved or self.row_warps > 0,
-                "the bulk L2 prefetch of interleaved rows goes with lanes that are not neighbours",
+                f"prefetch is {self.prefetch} with interleaved rows and row_warps=0; expected row_warps, or prefetch=0",
             ),
-            *must(not self.prefetch or rows % self.tile == 0, f"the bulk L2 prefetch needs {rows} rows to be whole tiles of {self.tile}"),
+            *must(
+                not self.prefetch or rows % self.tile == 0,
+                f"prefetch is {self.prefetch} with tile {self.tile}; expected a tile that divides {rows} rows, or prefetch=0",
+            ),
         ]
 
     def how(self) -> str:
@@ -342,7 +356,7 @@ def choices(
     taken = False
     for rule in rules:
         if taken or mib > rule.max_mib:
-            reason = "an earlier rule applies" if taken else f"{mib:.1f} MiB of state traffic is above {rule.max_mib:g}"
+            reason = "an earlier rule applies" if taken else f"the state traffic is {mib:.1f} MiB; the rule is for at most {rule.max_mib:g}"
             yield rule.name, None, reason
             continue
         taken = True

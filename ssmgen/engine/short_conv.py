@@ -63,27 +63,29 @@ class ShortConv(Part):
     def faults(self, rolls: bool) -> list[str]:
         """Constraints that no variant can meet. rolls: the window's history begins after the accepted tokens of the last call."""
         return [
-            *must(2 <= self.width <= MAX_WIDTH, f"conv_width {self.width} is not 2 … {MAX_WIDTH}"),
+            *must(2 <= self.width <= MAX_WIDTH, f"conv_width is {self.width}; expected 2 … {MAX_WIDTH}"),
             *(self._faults_of_rolling() if rolls else self._faults_of_length()),
-            *must(0 <= self.tokens <= MAX_TOKENS, f"{self.tokens} tokens are not 1 … {MAX_TOKENS}"),
-            *must(self.tokens > 0 or not self.saves, "windows after each of several tokens, and there are none"),
-            *must(self.saves or self.rows is Index.NONE, "rows of windows that are not kept"),
+            *must(0 <= self.tokens <= MAX_TOKENS, f"conv_tokens is {self.tokens}; expected 0 … {MAX_TOKENS}"),
+            *must(
+                self.tokens > 0 or not self.saves, f"conv_windows is {self.windows.value} and conv_tokens is 0; expected 1 or more tokens"
+            ),
+            *must(self.saves or self.rows is Index.NONE, f"conv_rows is {self.rows.value} and conv_windows is no; expected saved windows"),
         ]
 
     def _faults_of_length(self) -> list[str]:
         width = self.width
         return must(
             self.len in (width - 1, width),
-            f"conv_state holds {self.len} inputs per channel; of a convolution of width {width} it is {width - 1} or {width}",
+            f"conv_state holds {self.len} inputs per channel; expected {width - 1} or {width} for width {width}",
         )
 
     def _faults_of_rolling(self) -> list[str]:
         least = self.rolled_len
         return [
-            *must(self.len >= least, f"conv_state holds {self.len} inputs per channel; with accepted tokens at least {least}"),
+            *must(self.len >= least, f"conv_state holds {self.len} inputs per channel; expected {least} or more with num_accepted_tokens"),
             *must(
                 self.layout is not StateLayout.RUNS or self.len == least,
-                f"runs of {self.len} inputs are not {least}: all of a run is rewritten",
+                f"conv_state holds runs of {self.len} inputs; expected {least}, since a kernel rewrites the whole run",
             ),
         ]
 

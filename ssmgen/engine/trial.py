@@ -71,7 +71,7 @@ def ordered(spec: Any, made: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The operands that the kernel takes, in the kernel's order. Raises TrialError for an operand that was not made."""
     operands = spec.operands()
     if missing := [name for name in operands if name not in made]:
-        raise TrialError(f"the trial of {spec.family} makes no {', '.join(missing)}, which is an operand of {spec}. Make it in trial.py.")
+        raise TrialError(f"the trial of {spec.family} makes no {', '.join(missing)}; expected all operands of {spec}. Make it in trial.py.")
     return {name: t for name in operands if (t := made[name]) is not None}
 
 

@@ -46,5 +46,5 @@ def _look() -> tuple[Native | None, str]:
         return None, f"left out: {e}"
     built, here = (module.ssmgen_version, module.torch_version), (__version__, torch.__version__)
     if built != here:
-        return None, "left out: it was built for ssmgen {} and torch {}, not for {} and {}".format(*built, *here)
+        return None, "left out: it was built for ssmgen {} and torch {}; expected {} and {}. Install it again.".format(*built, *here)
     return module, f"{__version__}, used"

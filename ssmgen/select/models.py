@@ -53,7 +53,8 @@ class Client(Enum):
 
 
 _LEFT = {
-    Client.TRANSFORMERS: "norms between layers (of the hidden size), batches with padding, Mamba-1 prompts of one token or behind a cache",
+    Client.TRANSFORMERS: "norms between layers (of the hidden size), batches with padding, Mamba-1 prompts of one token or after a "
+    "cached prefix",
     Client.ENGINES: (
         "norms between layers (of the hidden size), drafts (--tokens, --replay), caches of prefixes (--intermediates), Mamba-1 of SGLang"
     ),
@@ -141,12 +142,15 @@ class Ask:
         if self.narrow or floats == wanted.states:
             return wanted
         if self.role is Role.STATE:
-            raise ModelError(f"{model.name} is decoded by {model.function}, which has no states in fewer bits")
+            raise ModelError(
+                f"{model.name} is decoded by {model.function}, which has no states in fewer bits; expected f32, f16 or bf16. "
+                "Change --state."
+            )
         return replace(wanted, states=floats) if floats or self.role not in (Role.REPLAY, Role.LAYER) else None
 
     def absent(self, model: Model, asked: str) -> str:
         """Why a model does not use it, in words. asked: the operator, or the option that is for it."""
-        return f"{model.name} has nothing that {asked} is for"
+        return f"{model.name} has no layer that {asked} computes"
 
     def takes(self, model: Model) -> Collection[str]:
         """The options that it takes of a model that uses it."""
@@ -296,7 +300,7 @@ class Model:
 
     def _share(self, whole: int, of: str, tp: int) -> int:
         if tp < 1 or whole % tp:
-            raise ModelError(f"{self.name} has {whole} {of}, which {tp} ranks cannot share")
+            raise ModelError(f"{self.name} has {whole} {of} for {tp} ranks; expected a multiple of the ranks. Change --tp.")
         return whole // tp
 
 
@@ -320,4 +324,6 @@ def find_model(name: str) -> Model:
             return model
     close = difflib.get_close_matches(wanted, models(), n=3, cutoff=0.5)
     close += [m for m in models() if wanted and wanted in m and m not in close][:3]
-    raise ModelError(f"no model {name!r}. " + (f"Did you mean {' or '.join(close)}? " if close else "") + "`ssmgen models` lists them.")
+    raise ModelError(
+        f"{name!r} is not a known model. " + (f"Did you mean {' or '.join(close)}? " if close else "") + "`ssmgen models` lists all."
+    )

@@ -95,7 +95,7 @@ class Arch:
     def parse(cls, text: str) -> Arch:
         match = re.fullmatch(r"sm_(\d{2,3})([af]?)", text)
         if not match:
-            raise SpecError(text, ["an architecture reads sm_80, sm_90a, sm_100a, sm_120, …"])
+            raise SpecError(text, ["this is not an architecture; expected one such as sm_80, sm_90a, sm_100a or sm_120"])
         return cls(int(match[1]), match[2])
 
     @classmethod
@@ -280,7 +280,7 @@ class KernelSpec:
         try:
             problems = self.violations(arch)
         except ArithmeticError as e:  # divisions by fields of 0 happen before those fields are checked
-            problems = [f"its numbers are of no variant: {e}"]
+            problems = [f"a field is 0 where another one is divided by it ({e}); expected 1 or more"]
         if problems:
             raise SpecError(f"{self} for {arch}", problems)
 
@@ -342,7 +342,7 @@ def _value(kind: Any, text: str) -> Any:
 
 def _choices(kind: Any) -> str:
     """The values that `_value` reads, in words."""
-    plain = {bool: "yes, no", int: "the whole numbers", type(None): "none"}
+    plain = {bool: "yes, no", int: "a whole number", type(None): "none"}
     return ", ".join(plain.get(one) or ", ".join(str(member.value) for member in one) for one in get_args(kind) or (kind,))
 
 
@@ -358,7 +358,7 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
     """Reads a canonical text back. Fields with a default may be left out. Raises SpecError naming every unreadable part."""
     family, _, rest = text.partition(":")
     if family not in families:
-        raise SpecError(text, [f"unknown family {family!r}; known: {', '.join(sorted(families))}"])
+        raise SpecError(text, [f"the family is {family!r}; expected one of {', '.join(sorted(families))}"])
     known, named = entries(cls := families[family]), set()
     values: dict[str, Any] = dict(cls.kinds()[family])
     problems = []
@@ -366,14 +366,14 @@ def parse_spec(text: str, families: dict[str, type[KernelSpec]]) -> KernelSpec:
         key, _, value = item.partition("=")
         named.add(key)
         if key not in known:
-            problems.append(f"unknown field {key!r}; known: {', '.join(known)}")
+            problems.append(f"field {key!r} is unknown; expected one of {', '.join(known)}")
             continue
         try:
             values[key] = _value(kind := _kind(cls, known[key]), value)
         except ValueError:
-            problems.append(f"{key}={value!r} is none of {_choices(kind)}")
+            problems.append(f"{key} is {value!r}; expected one of {_choices(kind)}")
     missing = [name for name, entry in known.items() if name not in named and entry.field.default is MISSING]
-    problems += must(not missing, f"missing: {', '.join(missing)}")
+    problems += must(not missing, f"{', '.join(missing)} is missing; expected a value for each field without a default")
     if problems:
         raise SpecError(text, problems)
     return made(cls, values)

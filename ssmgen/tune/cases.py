@@ -41,10 +41,10 @@ def cases(
     not use it."""
     known = parts("tuning")
     if operator not in known:
-        raise SsmgenError(f"{operator} is not tuned; known: {', '.join(known)}")
+        raise SsmgenError(f"{operator} is not tuned; expected one of {', '.join(known)}")
     given = [find_model(name).divided(tp) for name in names]
     if wrong := [m.name for m in given if not _uses(operator, m)]:
-        raise SsmgenError(f"{', '.join(wrong)}: not decoded by {operator}")
+        raise SsmgenError(f"--model is {', '.join(wrong)}; expected models that {operator} decodes")
     yield from known[operator](given, batches or BATCHES, tokens or (1,), device)
 
 

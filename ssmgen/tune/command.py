@@ -40,26 +40,26 @@ class Duration(click.ParamType):
             return float(value)
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value)
         if not match:
-            self.fail(f"{value!r} is not a time such as 60s, 10m or 1h", param, ctx)
+            self.fail(f"{value!r} is not a time; expected one such as 60s, 10m or 1h", param, ctx)
         return float(match[1]) * UNITS[match[2]]
 
 
 @click.command()
 @click.argument("op", type=click.Choice([*TUNED, "all"]))
 @click.option("--model", "models", multiple=True, help="A model of `ssmgen models`; may repeat. Default: all that use the operator.")
-@click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="May repeat. Default: 1, 8, 64, 256.")
-@click.option("--tokens", type=click.IntRange(1), multiple=True, help="Per sequence; may repeat. Default: 1.")
-@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks that share a --model.")
-@click.option("--budget", type=Duration(), default="60s", show_default=True, help="Stop after so long, between two cases.")
-@click.option("--again", is_flag=True, help="Measure what is known already, too.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The table to write. Default: yours of this GPU.")
+@click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="Batch size; may repeat. Default: 1, 8, 64, 256.")
+@click.option("--tokens", type=click.IntRange(1), multiple=True, help="Tokens per sequence; may repeat. Default: 1.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor-parallel ranks that share a --model.")
+@click.option("--budget", type=Duration(), default="60s", show_default=True, help="Stop after this time, between two cases.")
+@click.option("--again", is_flag=True, help="Measure known cases again.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write this table. Default: your table of this GPU.")
 @click.option("--lease", type=click.FloatRange(1), default=LEASE, show_default=True, help=LEASE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def tune(
     op: str, models: tuple[str, ...], batches: tuple[int, ...], tokens: tuple[int, ...], tp: int, budget: float, again: bool,
     out: Path | None, lease: float, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure which variant is the fastest on this GPU, and serve it from now on.
+    """Measure the fastest variants on this GPU, for later calls.
 
     Every legal variant of a call is considered; those that may win are compiled, checked bit for bit against the one that the rules would
     serve, and timed in turn with it. The table grows with each case: stop it whenever you like, and go on with the same command.
@@ -75,7 +75,7 @@ def tune(
     bench = Bench.here()
     path = out or table.overlay_path(bench.gpu)
     if path is None:
-        raise SsmgenError("there is no cache directory to keep a table in: give --out, or set SSMGEN_CACHE_DIR")
+        raise SsmgenError("there is no cache directory to keep a table in. Pass --out, or set SSMGEN_CACHE_DIR.")
     start, hidden = time.monotonic(), here is not None or not sys.stderr.isatty()
     bar = click.progressbar(length=int(budget), label="tuning", file=sys.stderr, hidden=hidden)
 
@@ -155,15 +155,17 @@ def gain(rows: list[table.Row]) -> str:
 
 
 @click.command()
-@click.option("--gpu", help="Its name, as torch has it. Default: all that there are tables for.")
+@click.option("--gpu", help="Name of the GPU in torch. Default: all GPUs with a table.")
 @click.option(
     "--lost",
     type=click.FloatRange(0),
-    help="Only rows on which today's rules lose more than so many percent; exits with 1 if there are any.",
+    help="List only rows on which today's rules lose more than this many percent; exits with 1 if there are any.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def tuned(gpu: str | None, lost: float | None, as_json: bool) -> None:
-    """List the measured choices, what the rules lose to each, and which are no longer believed.
+    """List the tuned variants and the loss of the rules.
+
+    Also says which rows are stale.
 
     With --lost, a row whose variant the rules choose by now counts as one on which they lose nothing, and stale rows are left out.
     """

@@ -57,7 +57,7 @@ class Bench:
     def here(cls) -> Bench:
         """Raises SsmgenError without a GPU."""
         if not torch.cuda.is_available():
-            raise SsmgenError("tune needs a CUDA device, and torch sees none")
+            raise SsmgenError("torch finds no CUDA device; tune needs one")
         device = torch.cuda.current_device()
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         card = model.Card(runtime.device_arch(device), sms, timing.ceilings_tbs()["in_place"])

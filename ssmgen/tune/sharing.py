@@ -21,7 +21,7 @@ def take_card(seat: Seat) -> None:
     """Makes this process's card the current one: the card of its LOCAL_RANK, or the only visible one. Raises CrewError."""
     count = torch.cuda.device_count()
     if count > 1 and seat.local_rank >= count:
-        raise CrewError(f"rank {seat.rank} is the {seat.local_rank + 1}th process of a machine with {count} cards: start one for each card")
+        raise CrewError(f"rank {seat.rank} is process {seat.local_rank + 1} on a machine with {count} cards; expected one process per card")
     if count:
         torch.cuda.set_device(seat.local_rank if count > 1 else 0)
 
@@ -31,7 +31,7 @@ def hold_card(crew: Crew) -> None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     if (holder := crew.holder(f"card {properties.uuid}")) is not None:
         raise CrewError(
-            f"ranks {holder} and {crew.seat.rank} have one card, {properties.name} {properties.uuid}: start a process for each card"
+            f"ranks {holder} and {crew.seat.rank} share one card, {properties.name} {properties.uuid}; expected a card for each process"
         )
 
 

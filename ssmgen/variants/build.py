@@ -23,7 +23,7 @@ class NotKeptError(SsmgenError):
     """A variant was compiled, and is not in any directory of the cache."""
 
     def __init__(self, name: str, arch: str, reason: str):
-        super().__init__(f"{name} for {arch} was compiled and is not kept: {reason}")
+        super().__init__(f"{name} for {arch} was compiled and could not be kept: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _not_kept(entry: Entry, arch: Arch, cache: Cache) -> str:
     if any(layer.read(entry.key, arch) for layer in cache.layers):
         return ""
     if cache.writable is None:
-        return "the cache has no directory that it may write to"
+        return "the cache has no writable directory"
     path = cache.writable.path(entry.key, arch)
     try:
         cache.writable.write(entry)  # retry: the write raises an error if an obstacle is still there

@@ -41,7 +41,7 @@ class OtherCheckoutError(SsmgenError):
     def __init__(self, root: Path, checkout: Path, package: Path):
         super().__init__(
             f"{plain(str(root))} belongs to the checkout {plain(str(checkout))}; this ssmgen runs from {plain(str(package))}. "
-            "Its templates are others. Nothing was compared or written.\n"
+            "Its templates may differ. Nothing was compared or written.\n"
             f"Run: cd {plain(str(checkout))} && PYTHONPATH=. python -m ssmgen generate"
         )
 
@@ -147,7 +147,7 @@ def _foreign(root: Path, texts: Mapping[str, bytes], old: Lock) -> list[str]:
         if path.is_symlink():
             found.append(f"{plain(name)} is a link")
         elif not path.is_file():
-            found.append(f"{plain(name)} is no regular file")
+            found.append(f"{plain(name)} is not a regular file")
         elif path.suffix != ".cu" or texts.get(name) == path.read_bytes():
             continue
         elif locked is None:
@@ -187,7 +187,7 @@ def write(root: Path) -> tuple[int, str]:
 
 def _unasked(lock: Lock) -> list[str]:
     """The variants without resources under a compiler, in words."""
-    words = "have no resources under {build}: run `ssmgen generate` with that NVRTC, too"
+    words = "have no resources under {build}. Run `ssmgen generate` with that NVRTC too."
     return [f"{len(names)} {words.format(build=build)}" for build, names in lock.unasked().items()]
 
 
@@ -209,10 +209,13 @@ def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
     with _folder(root):
         problems = _changed_files(root, texts) + _changed_rows(old, new)
         if not problems and (root / LOCK).read_text() != str(old):
-            problems.append(f"{LOCK} is not as it is written: names twice, or in another order or form")
+            problems.append(f"{LOCK} is not in the form that ssmgen writes: a name occurs twice, or the order or the spacing differs")
     notes = [f"{LOCK}: {words}" for words in _unasked(old)]
     if old.compilers != new.compilers:
-        notes.append(f"resources not compared: the lock is of {' and '.join(old.compilers.values()) or 'none'}, this is {nvrtc.build_id()}")
+        notes.append(
+            f"resources were not compared: the lock is of {' and '.join(old.compilers.values()) or 'no compiler'}, this compiler is "
+            f"{nvrtc.build_id()}"
+        )
     if not any_compiler:
         problems += notes
     if problems:
@@ -222,13 +225,13 @@ def check(root: Path, any_compiler: bool = False) -> tuple[int, str]:
 
 def _changed_files(root: Path, texts: Mapping[str, bytes]) -> list[str]:
     found = _files(root)
-    problems = [f"{plain(name)} is not generated" for name in sorted({*found} - {LOCK, *texts})]
+    problems = [f"{plain(name)} is not a generated file" for name in sorted({*found} - {LOCK, *texts})]
     for name, text in texts.items():
         path = root / name
         if name not in found:
             problems.append(f"{name} is missing")
         elif path.is_symlink() or not path.is_file():
-            problems.append(f"{name} is no regular file")
+            problems.append(f"{name} is not a regular file")
         elif path.read_bytes() != text:
             problems.append(f"{name} differs from what the template renders")
     return problems
@@ -246,5 +249,5 @@ def _changed_rows(old: Lock, new: Lock) -> list[str]:
             problems.append(f"{name}: {LOCK} records another source")
         else:
             pairs = ((locked.resources.get(major), row.resources.get(major)) for major in same)
-            problems += [f"{name}: resources were {was}, are {now}" for was, now in pairs if was and was != now]
+            problems += [f"{name}: resources are {now}; expected {was}" for was, now in pairs if was and was != now]
     return problems

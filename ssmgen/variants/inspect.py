@@ -48,7 +48,11 @@ def resolve(text: str, cache: Cache | None) -> KernelSpec:
     if text in matches:
         return matches[text]
     if len(matches) != 1:
-        problem = f"several variants match: {', '.join(sorted(matches))}" if matches else "no variant of that name; see: ssmgen list"
+        problem = (
+            f"several variants match; expected one. Name one of {', '.join(sorted(matches))}."
+            if matches
+            else "no variant has that name. `ssmgen list` shows all"
+        )
         raise SpecError(text, [problem])
     return next(iter(matches.values()))
 

@@ -29,8 +29,8 @@ class LockError(SsmgenError):
     def __init__(self, path: Path, problems: list[str]):
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         super().__init__(
-            f"{path} is no lock of generated files:\n{bullets(problems[:SHOWN] + more)}\n"
-            "Take it from version control again; or remove it with the generated files beside it, and run: ssmgen generate"
+            f"{path} is not a lock of generated files:\n{bullets(problems[:SHOWN] + more)}\n"
+            "Restore it from version control; or remove it with the generated files beside it, and run: ssmgen generate"
         )
         self.problems = problems
 
@@ -87,7 +87,7 @@ class Lock:
 def major_of(build: str) -> str:
     """The major version in the name of a compiler's build. Raises ValueError for other texts."""
     if not (match := BUILD.fullmatch(build)):
-        raise ValueError(f"{build!r} is no build of NVRTC such as 'CL-36037853 V12.9.86'")
+        raise ValueError(f"{build!r} is not a build of NVRTC; expected one such as 'CL-36037853 V12.9.86'")
     return match[1]
 
 
@@ -103,7 +103,7 @@ def _faults(value: Any) -> list[str]:
     for major, build in compilers.items():
         match = BUILD.fullmatch(build) if isinstance(build, str) else None
         if not match or match[1] != major:
-            wrong.append(f"compilers: {build!r} is no build of NVRTC {major!r} such as 'CL-36037853 V12.9.86'")
+            wrong.append(f"compilers: {build!r} is not a build of NVRTC {major!r}; expected one such as 'CL-36037853 V12.9.86'")
     for name, row in value["variants"].items():
         wrong += _faults_of_variant(name, row, compilers)
     return wrong
@@ -111,16 +111,16 @@ def _faults(value: Any) -> list[str]:
 
 def _faults_of_variant(name: str, row: Any, compilers: Mapping[str, Any]) -> list[str]:
     if not PATH.fullmatch(name):
-        return [f"variants: {name!r} is no path such as 'sm_90a/name.cu'"]
+        return [f"variants: {name!r} is not a path; expected one such as 'sm_90a/name.cu'"]
     if wrong := _unlike(row, {"spec": str, "arch": str, "source_sha256": str, "resources": dict, "shown": bool}, name):
         return wrong
     for major, found in row["resources"].items():
         where = f"{name}: resources: {major!r}"
-        wrong += [] if major in compilers else [f"{where} is of no compiler that the lock names"]
+        wrong += [] if major in compilers else [f"{where} is of a compiler that the lock does not name"]
         if unlike := _unlike(found, {f.name: int for f in fields(Resources)}, where):
             wrong += unlike
         elif min(found.values()) < 0 or Resources(**found).spills:
-            wrong.append(f"{where} has negative numbers, or spills, which are never recorded")
+            wrong.append(f"{where} has negative numbers or spills; expected neither")
     return wrong
 
 
@@ -129,6 +129,6 @@ def _unlike(value: Any, shape: Mapping[str, type], where: str) -> list[str]:
     if not isinstance(value, dict):
         return [f"{where} is not an object with {', '.join(shape)}"]
     wrong = [f"{where}: {name} is missing" for name in shape if name not in value]
-    wrong += [f"{where}: {name!r} is none of {', '.join(shape)}" for name in value if name not in shape]
+    wrong += [f"{where}: {name!r} is unknown; expected one of {', '.join(shape)}" for name in value if name not in shape]
     found = ((name, kind, value[name]) for name, kind in shape.items() if name in value)
-    return wrong + [f"{where}: {name} is no {kind.__name__}" for name, kind, given in found if type(given) is not kind]
+    return wrong + [f"{where}: {name} has a wrong type; expected {kind.__name__}" for name, kind, given in found if type(given) is not kind]

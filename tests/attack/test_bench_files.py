@@ -118,7 +118,7 @@ def test_the_field_is_named(path, value, tmp_path):
     content = changed(path, value)
     for option in ([], ["--csv"], ["--json"], [f"--html={tmp_path / 'page.html'}"]):
         code, said = render(saved(content, tmp_path), *option)
-        assert code == 1 and said.startswith("BenchFileError: not what `ssmgen bench … --json` writes:\n  - "), said
+        assert code == 1 and said.startswith("BenchFileError: these files are not what `ssmgen bench … --json` writes:\n  - "), said
         assert said.count("\n") == 2 and f": {words_of(path)} is " in said and len(said) < 600, said
     assert not (tmp_path / "page.html").exists()
 
@@ -126,13 +126,17 @@ def test_the_field_is_named(path, value, tmp_path):
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ((*ROW, "peer_ratio", "fla"), 0.5, f"{words_of(ROW)}.us.fla is missing, and peer_ratio names it"),
-        ((*ROW, "us"), {"ssmgen": 2.0, "flashinfer": 2.0}, f"{words_of(ROW)}.us has no copy, and copy_ratio is of one"),
-        ((*ROW, "us", "mul"), 2.0, f"{words_of(ROW)}.us.mul is no contender of this operator"),
+        ((*ROW, "peer_ratio", "fla"), 0.5, f"{words_of(ROW)}.us.fla is missing; peer_ratio needs it"),
+        ((*ROW, "us"), {"ssmgen": 2.0, "flashinfer": 2.0}, f"{words_of(ROW)}.us has no copy; copy_ratio needs it"),
+        ((*ROW, "us", "mul"), 2.0, f"{words_of(ROW)}.us.mul is not a contender of this operator"),
         (("reports", 2, "rows", 0, "specs"), [], "reports[2].rows[0] has neither spec nor specs"),
-        (("reports", 0, "ceilings_tbs", "sideways"), 2.0, "reports[0].ceilings_tbs: 'sideways' is none of in_place, out_of_place"),
-        (("reports", 0, "op"), "softmax", "reports[0].op is 'softmax', which is none of causal_conv1d, "),
-        (("reports", 0, "op"), ["kda"], "reports[0].op is ['kda'], which is none of"),
+        (
+            ("reports", 0, "ceilings_tbs", "sideways"),
+            2.0,
+            "reports[0].ceilings_tbs: 'sideways' is unknown; expected one of in_place, out_of_place",
+        ),
+        (("reports", 0, "op"), "softmax", "reports[0].op is 'softmax'; expected one of causal_conv1d, "),
+        (("reports", 0, "op"), ["kda"], "reports[0].op is ['kda']; expected one of"),
     ],
 )
 def test_what_fields_say_of_each_other(path, value, words, tmp_path):
@@ -145,12 +149,12 @@ BYTES = {
     "nested objects": (b'{"reports":' * 200_000, "nested too deeply"),
     "nested a little less": (b'{"failed": [], "reports": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
     "no UTF-8": (b'{"device": "\xff"}', "not UTF-8 from byte 12 on"),
-    "cut": (MEASURED.read_bytes()[:-9], "no JSON"),
-    "cut gzip": (gzip.compress(MEASURED.read_bytes())[:-9], "no whole gzip file"),
-    "damaged gzip": (b"\x1f\x8b\x08\x00" + b"\xff" * 99, "no whole gzip file"),
+    "cut": (MEASURED.read_bytes()[:-9], "not JSON"),
+    "cut gzip": (gzip.compress(MEASURED.read_bytes())[:-9], "it is not a complete gzip file"),
+    "damaged gzip": (b"\x1f\x8b\x08\x00" + b"\xff" * 99, "it is not a complete gzip file"),
     "gzip bomb": (gzip.compress(b" " * (33 * 2**20), 9), "more than 32 MiB"),
     "wide number": (b"[" + b"1" * 5000 + b"]", ""),
-    "null": (b"null", "it is None, not an object"),
+    "null": (b"null", "it is None; expected an object"),
 }
 
 

@@ -152,5 +152,5 @@ def test_clearing_what_may_not_be_written_fails(own_cache):
     own_cache.chmod(0o777)
     with pytest.warns(UserWarning, match="writable by everyone"):
         done = CliRunner().invoke(main, ["cache", "clear"])
-    assert done.exit_code == 1 and "nothing was removed" in done.output
+    assert done.exit_code == 1 and "has no directory that this user may write. Nothing was removed" in done.output
     assert os.listdir(own_cache)

@@ -118,7 +118,7 @@ def test_compile_is_neither(tmp_path, monkeypatch, value):
         return str(e.value)
 
     monkeypatch.setenv("SSMGEN_COMPILE", value)
-    assert f"SSMGEN_COMPILE={value!r} is neither allow nor deny" in in_child(work)
+    assert f"SSMGEN_COMPILE={value!r} is unknown; expected allow or deny" in in_child(work)
     for command in COMMANDS:
         done = CliRunner().invoke(main, command.split())
         assert done.exit_code == 0 and done.exception is None

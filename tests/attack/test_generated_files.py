@@ -98,7 +98,7 @@ def dangling_link(root: Path) -> None:
 def test_what_is_not_generated_is_named(add, named, root):
     add(root)
     code, said = command("--check", "--dir", str(root))
-    assert code == 3 and f"{named} is not generated" in said, said
+    assert code == 3 and f"{named} is not a generated file" in said, said
 
 
 def test_a_text_that_is_missing_changed_or_no_file(root):
@@ -108,8 +108,8 @@ def test_a_text_that_is_missing_changed_or_no_file(root):
         (lambda: first.unlink(), f"{first.name} is missing"),
         (lambda: first.write_bytes(text + b"\n"), f"{first.name} differs"),
         (lambda: first.write_bytes(b"\xff" + text), f"{first.name} differs"),
-        (lambda: (first.unlink(), first.symlink_to(second)), "is no regular file"),
-        (lambda: (first.unlink(), os.mkfifo(first)), "is no regular file"),
+        (lambda: (first.unlink(), first.symlink_to(second)), "is not a regular file"),
+        (lambda: (first.unlink(), os.mkfifo(first)), "is not a regular file"),
         (lambda: (first.unlink(), first.mkdir()), "is missing"),
     ]:
         alter()
@@ -123,7 +123,7 @@ def test_a_text_that_is_missing_changed_or_no_file(root):
 
 def test_a_name_is_shown_without_what_a_terminal_would_act_on(root):
     (root / "sm_90a/\x1b[2J\u202eevil.cu").write_text("")
-    assert "sm_90a/[2Jevil.cu is not generated" in command("--check", "--dir", str(root))[1]
+    assert "sm_90a/[2Jevil.cu is not a generated file" in command("--check", "--dir", str(root))[1]
     assert "\x1b" not in command("--dir", str(root))[1]
 
 
@@ -207,7 +207,7 @@ def name_twice(lock: dict) -> str:
 @pytest.mark.parametrize("form", [one_line, name_twice])
 def test_a_lock_in_another_form_is_found(form, root):
     (root / LOCK).write_text(form(json.loads((root / LOCK).read_text())) + "\n")
-    assert "is not as it is written" in command("--check", "--dir", str(root))[1]
+    assert "is not in the form that ssmgen writes" in command("--check", "--dir", str(root))[1]
 
 
 MALFORMED = {
@@ -234,7 +234,7 @@ def test_a_malformed_lock_is_one_clear_error(data, option, root):
     (root / LOCK).write_bytes(data)
     before = snapshot(root)
     code, said = command(*option, "--dir", str(root))
-    assert code == 1 and said.startswith(f"LockError: {root / LOCK} is no lock of generated files:\n  - "), said
+    assert code == 1 and said.startswith(f"LockError: {root / LOCK} is not a lock of generated files:\n  - "), said
     assert "run: ssmgen generate" in said and len(said) < 2000 and snapshot(root) == before
 
 
@@ -246,7 +246,7 @@ def test_a_lock_that_is_no_file(option, root, tmp_path):
     assert command(*option, "--dir", str(root))[1].startswith("LockError: ")
     lock.rmdir()
     os.mkfifo(lock)
-    assert "no regular file" in command(*option, "--dir", str(root))[1]
+    assert "it is not a regular file" in command(*option, "--dir", str(root))[1]
     lock.unlink()
     with open(lock, "wb") as file:
         file.truncate(files.MAX_BYTES + 1)
@@ -274,7 +274,7 @@ def test_what_another_compiler_said_stays_as_long_as_the_source(root, few, monke
     for name, row in after.variants.items():
         assert set(row.resources) == ({mine} if name == changed else {mine, "99"}), name
         assert name == changed or row.resources["99"] == before.variants[name].resources["99"]
-    assert count == 4 and note == f"1 have no resources under {OTHER}: run `ssmgen generate` with that NVRTC, too"
+    assert count == 4 and note == f"1 have no resources under {OTHER}. Run `ssmgen generate` with that NVRTC too."
     with pytest.raises(DriftError) as e:
         generate.check(root)
     assert e.value.problems == [f"{LOCK}: {note}"]
@@ -285,9 +285,9 @@ def test_what_another_compiler_said_stays_as_long_as_the_source(root, few, monke
 def test_a_later_build_of_the_same_major_takes_the_others_place(root, monkeypatch):
     monkeypatch.setattr(nvrtc, "build_id", lambda: "CL-2 V99.10.0")
     code, said = command("--check", "--dir", str(root))
-    assert code == 3 and "resources not compared: the lock is of" in said and "this is CL-2 V99.10.0" in said
+    assert code == 3 and "resources were not compared: the lock is of" in said and "this compiler is CL-2 V99.10.0" in said
     code, said = command("--check", "--any-compiler", "--dir", str(root))
-    assert code == 0 and "4 variants are as generated; resources not compared" in said
+    assert code == 0 and "4 variants are up to date; resources were not compared" in said
     evil(root)
     assert command("--check", "--any-compiler", "--dir", str(root))[0] == 3
     (root / "sm_90a/evil.cu").unlink()
@@ -357,7 +357,7 @@ def test_what_is_no_variant_any_more_is_removed(root, few, monkeypatch):
     assert not (root / gone).exists() and (root / "notes.md").read_text() == "mine"
     with pytest.raises(DriftError) as e:
         generate.check(root)
-    assert e.value.problems == ["notes.md is not generated"]
+    assert e.value.problems == ["notes.md is not a generated file"]
 
 
 def test_folders_that_cannot_be_written(tmp_path):

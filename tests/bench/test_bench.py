@@ -215,15 +215,18 @@ def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["selective_state_update", "--tokens", "2", "--model", "mamba-130m"], "several tokens are for Mamba-2, not mamba-130m"),
-        (["selective_state_update", "--intermediates"], "--intermediates needs --tokens"),
+        (["selective_state_update", "--tokens", "2", "--model", "mamba-130m"], "; expected Mamba-2 models for several tokens"),
+        (["selective_state_update", "--intermediates"], "--intermediates is given for one token; expected --tokens of 2 or more"),
         (["selective_state_update", "--pool-mode", "split", "--no-intermediates"], "No such option"),
         (["kda", "--model", "mamba-130m"], "No such option"),
-        (["rwkv7", "--key-heads", "4"], "rwkv7 does not take --key-heads"),
-        (["gla", "--heads", "6", "--key-heads", "4"], "6 heads are not a multiple of 4 key heads"),
-        (["gated_delta_rule", "--intermediates"], "--intermediates needs --tokens"),
-        (["gla", "--ring"], "gla has no ring"),
-        (["gated_delta_rule", "--intermediates", "--tokens", "2", "--pool-mode", "split"], "not with --pool-mode split"),
+        (["rwkv7", "--key-heads", "4"], "--key-heads does not apply to rwkv7"),
+        (["gla", "--heads", "6", "--key-heads", "4"], "--heads is 6; expected a multiple of 4 key heads"),
+        (["gated_delta_rule", "--intermediates"], "--intermediates is given for one token; expected --tokens of 2 or more"),
+        (["gla", "--ring"], "--ring does not apply to gla, which has no ring"),
+        (
+            ["gated_delta_rule", "--intermediates", "--tokens", "2", "--pool-mode", "split"],
+            "--intermediates is given with --pool-mode split",
+        ),
         (["gated_delta_rule", "--state", "f8"], "'f8' is not one of"),
         (["dplr_delta_rule"], "No such command"),
     ],
@@ -295,7 +298,7 @@ def test_run_of_selective_state_update(called, monkeypatch):
     ]
     assert set(found["rows"][1]["host_us"]) == {"ssmgen", "ssmgen_bound", "flashinfer", "mamba_ssm"}
     assert found["rows"][0]["copy_ratio"] == 2 / 3 and found["rows"][0]["spec"].startswith("selective_state_update:")
-    with pytest.raises(SsmgenError, match=r"not decoded by selective_state_update: rwkv7-1\.5b"):
+    with pytest.raises(SsmgenError, match=r"is not decoded by selective_state_update; expected a Mamba model"):
         ssu(names=["rwkv7-1.5b"])
 
 

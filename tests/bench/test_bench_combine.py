@@ -120,8 +120,8 @@ def test_the_peer_gets_the_same(flashinfer, form):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--shape", "1,2,3"], "is not two positive numbers such as 128,16"),
-        (["--shape", "0,2"], "is not two positive numbers"),
+        (["--shape", "1,2,3"], "is wrong; expected two positive numbers such as"),
+        (["--shape", "0,2"], "is wrong; expected two positive numbers such as"),
         (["--form", "even"], "'even' is not one of"),
         (["--d-v", "2048"], "2048 is not in the range"),
         (["--batch", "2"], "No such option"),

@@ -156,9 +156,9 @@ def test_what_the_peer_returns_is_kept_for_a_turn():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["causal_conv1d", "--shape", "1,2"], "is not three positive numbers"),
-        (["causal_conv1d", "--shape", "1,0,2"], "is not three positive numbers"),
-        (["causal_conv1d", "--shape", "1,x,2"], "is not three positive numbers"),
+        (["causal_conv1d", "--shape", "1,2"], "is wrong; expected three positive numbers such as"),
+        (["causal_conv1d", "--shape", "1,0,2"], "is wrong; expected three positive numbers such as"),
+        (["causal_conv1d", "--shape", "1,x,2"], "is wrong; expected three positive numbers such as"),
         (["causal_conv1d", "--form", "even"], "'even' is not one of"),
         (["causal_conv1d", "--width", "9"], "9 is not in the range"),
         (["causal_conv1d", "--batch", "2"], "No such option"),

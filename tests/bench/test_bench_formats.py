@@ -86,9 +86,9 @@ def test_every_wrong_file_is_named(tmp_path):
     assert [line.partition(".json")[0].rpartition("/")[2] for line in lines] == ["empty", "list", "other", "cut", "row", "op"]
     assert lines[2].endswith("torch is missing; compiler is missing; ceilings_tbs is missing")
     assert "rows[0].heads is missing; rows[0].state is missing; rows[0].tokens is missing" in lines[4] and lines[4].endswith("; and more")
-    assert "op is 'softmax', which is none of causal_conv1d, " in lines[5]
+    assert "op is 'softmax'; expected one of" in lines[5]
     assert "absent.json: No such file" in unreadable
-    assert "BenchFileError: not what" in render(tmp_path / "empty.json", code=1).stderr
+    assert "BenchFileError: these files are not what `ssmgen bench … --json` writes:" in render(tmp_path / "empty.json", code=1).stderr
 
 
 def test_rendering_json_gives_what_was_read():
@@ -101,9 +101,9 @@ def test_rendering_json_gives_what_was_read():
 @pytest.mark.parametrize("command", [["render", str(MEASURED)], ["all"], ["kda"]])
 def test_forms_exclude_each_other(command, tmp_path):
     result = CliRunner().invoke(cli.main, ["bench", *command, "--json", "--html", str(tmp_path / "a.html")])
-    assert result.exit_code == 2 and "give one of --json, --html" in result.output
+    assert result.exit_code == 2 and "expected only one of" in result.output
     result = CliRunner().invoke(cli.main, ["bench", *command, "--html", str(tmp_path / "absent" / "a.html")])
-    assert result.exit_code == 2 and "there is no directory" in result.output
+    assert result.exit_code == 2 and ", which does not exist; expected a directory" in result.output
 
 
 def test_csv_has_a_row_per_case():

@@ -262,13 +262,21 @@ def test_peers_that_do_not_serve_a_state(packages):
 @pytest.mark.parametrize(
     ("op", "args", "message"),
     [
-        ("mamba2_layer", ["--model", "qwen3.5-35b-a3b"], "qwen3.5-35b-a3b: without layers that mamba2_layer is for"),
+        (
+            "mamba2_layer",
+            ["--model", "qwen3.5-35b-a3b"],
+            "--model is qwen3.5-35b-a3b; expected models with layers that mamba2_layer computes",
+        ),
         ("gdn_layer", ["--state", "f8"], "'f8' is not one of"),
         ("gdn_layer", ["--batch", "0"], "0 is not in the range"),
-        ("mamba2_layer", ["--tokens", "9"], "a layer takes up to 8 tokens of a sequence, not 9"),
-        ("mamba2_layer", ["--intermediates"], "--intermediates needs --tokens of more than 1"),
-        ("gdn_layer", ["--slot-per-token"], "--slot-per-token needs --tokens of more than 1"),
-        ("kda_layer", ["--slot-per-token", "--intermediates", "--tokens", "2"], "--slot-per-token keeps every token's state in the pool"),
+        ("mamba2_layer", ["--tokens", "9"], "; expected at most 8 for a layer"),
+        ("mamba2_layer", ["--intermediates"], "--intermediates is given for one token; expected --tokens of 2 or more"),
+        ("gdn_layer", ["--slot-per-token"], "--slot-per-token is given for one token; expected --tokens of 2 or more"),
+        (
+            "kda_layer",
+            ["--slot-per-token", "--intermediates", "--tokens", "2"],
+            "--slot-per-token and --intermediates are both given; expected one",
+        ),
         ("mamba2_layer", ["--state-layout", "kv"], "No such option"),
     ],
 )
@@ -321,5 +329,5 @@ def test_run_of_several_tokens(monkeypatch):
 
 def test_models_without_such_layers(monkeypatch):
     monkeypatch.setattr(report, "begin", lambda method="": HEAD | {"rows": [], "failed": []})
-    with pytest.raises(SsmgenError, match="mamba-130m: without layers that gdn_layer is for"):
+    with pytest.raises(SsmgenError, match="mamba-130m has no layer that gdn_layer computes"):
         bench_of("gdn_layer").run(names=["mamba-130m", "kimi-k3"], device="cpu")

@@ -95,7 +95,7 @@ def test_the_peers_get_the_same(packages, form):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--shape", "1,2,3"], "is not two positive numbers such as 32,128"),
+        (["--shape", "1,2,3"], "is wrong; expected two positive numbers such as"),
         (["--form", "gla"], "'gla' is not one of"),
         (["--rows", "0"], "0 is not in the range"),
         (["--batch", "2"], "No such option"),

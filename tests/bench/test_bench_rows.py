@@ -301,9 +301,9 @@ def test_the_command_for_all(bench, tmp_path):
 @pytest.mark.skipif("__import__('torch').cuda.is_available()")
 def test_all_without_a_gpu_says_so():
     result = CliRunner().invoke(cli.main, ["bench", "all", "--quick"])
-    assert result.exit_code == 1 and result.stderr == "SsmgenError: bench needs a CUDA device, and torch sees none\n"
+    assert result.exit_code == 1 and result.stderr == "SsmgenError: torch finds no CUDA device; bench needs one\n"
     for op in benchmarks():
-        with pytest.raises(SsmgenError, match="bench needs a CUDA device"):
+        with pytest.raises(SsmgenError, match="torch finds no CUDA device; bench needs one"):
             bench_of(op).run()
     result = CliRunner().invoke(cli.main, ["bench", "all", "--tp", "2"])
-    assert result.exit_code == 2 and "--tp goes with --model" in result.output
+    assert result.exit_code == 2 and "--tp is given without --model; expected both" in result.output

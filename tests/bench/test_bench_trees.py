@@ -70,11 +70,11 @@ def test_nothing_else_is_timed_beside_a_tree():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["gated_delta_rule", "--tree"], "--tree needs --tokens"),
-        (["kda", "--tree", "--tokens", "4", "--ring"], "--tree keeps every token's state"),
-        (["gated_delta_rule", "--tree", "--tokens", "4", "--no-intermediates"], "--tree keeps every token's state"),
-        (["gated_delta_rule", "--tree", "--tokens", "4", "--pool-mode", "split"], "--tree keeps every token's state"),
-        (["causal_conv1d_update", "--tree", "--tokens", "1"], "--tree needs --tokens"),
+        (["gated_delta_rule", "--tree"], "--tree is given for one token; expected --tokens of 2 or more"),
+        (["kda", "--tree", "--tokens", "4", "--ring"], "--tree is given without --intermediates; expected both"),
+        (["gated_delta_rule", "--tree", "--tokens", "4", "--no-intermediates"], "--tree is given without --intermediates; expected both"),
+        (["gated_delta_rule", "--tree", "--tokens", "4", "--pool-mode", "split"], "--tree is given without --intermediates; expected both"),
+        (["causal_conv1d_update", "--tree", "--tokens", "1"], "--tree is given for one token; expected --tokens of 2 or more"),
     ],
 )
 def test_options_that_do_not_go_together_are_usage_errors(args, message):

@@ -373,5 +373,5 @@ def test_deny_prints_the_build_line(tmp_path, monkeypatch):
     monkeypatch.setenv("SSMGEN_COMPILE", "deny")
     assert Cache(tmp_path).get(spec(), ARCH)[1]
     monkeypatch.setenv("SSMGEN_COMPILE", "maybe")
-    with pytest.raises(ValueError, match="neither allow nor deny"):
+    with pytest.raises(ValueError, match="is unknown; expected allow or deny"):
         Cache(tmp_path / "other").get(spec(), ARCH)

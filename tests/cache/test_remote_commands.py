@@ -67,7 +67,7 @@ def test_push_prefers_what_processes_sent_beside_a_damaged_entry(sender, reader,
     shared = pushed(sender("memory://shared"), tmp_path / "from", 1)
     (found,) = exchange.listed(shared)
     shared.transport.put(found.path, b"damaged")
-    with one_warning("is not what the index says"):
+    with one_warning("differs from its index entry: truncated or altered"):
         assert not got(sender("memory://shared"), tmp_path / "a")
     exchange.push(shared, [])
     with no_warning():
@@ -108,7 +108,7 @@ def test_commands(server, tmp_path, own_cache, monkeypatch):
     shared = shared_cache().remote
     (found, _) = exchange.listed(shared)
     shared.transport.put(found.path, b"other")
-    assert "is not what the index says" in command("verify", "--remote", code=1)
+    assert "differs from its index entry: truncated or altered" in command("verify", "--remote", code=1)
     assert "1 cannot be used" in command("pull", "--out", str(tmp_path / "out2"), code=1)
 
 
@@ -118,15 +118,18 @@ def test_commands(server, tmp_path, own_cache, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"SSMGEN_CACHE_REMOTE": "/a/directory"}, "SSMGEN_CACHE_REMOTE='/a/directory' is no URL; a directory is file:///its/path"),
-        ({}, "has nothing that is trusted"),
-        ({"SSMGEN_CACHE_REMOTE_KEYS": "ab,12"}, "are no public keys|no public keys of 64 hex digits: ab, 12"),
-        ({"SSMGEN_CACHE_REMOTE_TRUST": "yes"}, f"is neither signed nor {ANYONE}"),
-        ({"SSMGEN_CACHE_REMOTE_WRITE": "yes"}, "is neither allow nor deny"),
-        ({"SSMGEN_CACHE_REMOTE_KEYS": "a" * 64, "SSMGEN_CACHE_REMOTE_WRITE": "allow"}, "needs a key to sign with"),
-        ({"SSMGEN_CACHE_REMOTE_KEYS": "a" * 64, "SSMGEN_CACHE_REMOTE_SECONDS": "nan"}, "is no number of seconds"),
+        ({"SSMGEN_CACHE_REMOTE": "/a/directory"}, "SSMGEN_CACHE_REMOTE='/a/directory' is not a URL; expected one such as s3://bucket/path"),
+        ({}, "is set and no key is trusted"),
+        ({"SSMGEN_CACHE_REMOTE_KEYS": "ab,12"}, "SSMGEN_CACHE_REMOTE_KEYS='ab,12' has invalid keys, ab, 12"),
+        ({"SSMGEN_CACHE_REMOTE_TRUST": "yes"}, f"is unknown; expected signed or {ANYONE}"),
+        ({"SSMGEN_CACHE_REMOTE_WRITE": "yes"}, "is unknown; expected allow or deny"),
+        ({"SSMGEN_CACHE_REMOTE_KEYS": "a" * 64, "SSMGEN_CACHE_REMOTE_WRITE": "allow"}, "is set and there is no key to sign with"),
+        (
+            {"SSMGEN_CACHE_REMOTE_KEYS": "a" * 64, "SSMGEN_CACHE_REMOTE_SECONDS": "nan"},
+            "is not a number of seconds; expected above 0 and at most 3600",
+        ),
         ({"SSMGEN_CACHE_REMOTE_SIGN": "/no/such/key"}, "cannot be read: No such file"),
-        ({"SSMGEN_CACHE_REMOTE_SIGN": "/proc/self/cmdline"}, "is no PEM file"),
+        ({"SSMGEN_CACHE_REMOTE_SIGN": "/proc/self/cmdline"}, "is not a PEM file of a private key; expected one without a password"),
     ],
 )
 def test_settings_that_mean_nothing(given, match, own_cache, compiled, monkeypatch):

@@ -43,7 +43,7 @@ def test_store_that_fails_costs_one_wait_and_one_warning(fault, match, server, s
     cache = Cache(tmp_path / "a", remote=SharedStore(reader(url, seconds=0.5)))
     server.fault = lambda method, path: fault
     start = time.monotonic()
-    with one_warning(f"goes on without the shared store: .*{match}"):
+    with one_warning(f"continues without the shared store: .*{match}"):
         assert not cache.get(spec(1), ARCH)[1] and time.monotonic() - start < 4, "0.5 s, and a busy machine's rest"
         server.requests.clear()
         assert not cache.get(spec(2), ARCH)[1] and not server.requests, "it rests"
@@ -54,7 +54,7 @@ def test_store_that_was_down_is_asked_again(server, sender, reader, tmp_path, co
     pushed(sender(url), tmp_path / "from", 1, 2)
     cache = Cache(tmp_path / "a", remote=SharedStore(reader(url)))
     server.fault = lambda method, path: Fault(status=403, code="AccessDenied")
-    with one_warning("goes on without"):
+    with one_warning("continues without"):
         assert not cache.get(spec(1), ARCH)[1]
     server.fault = lambda method, path: None
     monkeypatch.setattr(remote, "REST_SECONDS", 0.0)
@@ -69,7 +69,7 @@ def test_slow_answers_are_as_bad_as_none(server, sender, reader, tmp_path, compi
     cache = Cache(tmp_path / "a", remote=SharedStore(reader(url, seconds=4.0)))
     assert cache.get(spec(1), ARCH)[1]
     server.fault = lambda method, path: Fault(delay=1.2)
-    with one_warning("s for one kernel, more than 1"):
+    with one_warning("s for one kernel; expected at most"):
         assert cache.get(spec(2), ARCH)[1] and not cache.get(spec(3), ARCH)[1]
 
 
@@ -78,7 +78,7 @@ def test_full_store_is_still_read(server, sender, tmp_path, compiled):
     pushed(sender(url), tmp_path / "from", 3)
     cache = Cache(tmp_path / "a", remote=SharedStore(sender(url)))
     server.fault = lambda method, path: Fault(status=403, code="QuotaExceeded") if method == "PUT" else None
-    with one_warning("goes on without sending to the shared store"):
+    with one_warning("continues without sending to the shared store:"):
         assert not cache.get(spec(1), ARCH)[1] and not cache.get(spec(2), ARCH)[1] and cache.get(spec(3), ARCH)[1]
     with pytest.raises(RemoteError, match="did not write"):
         exchange.push(SharedStore(sender(url)), [Layer(tmp_path / "a")])
@@ -88,8 +88,8 @@ def test_full_store_is_still_read(server, sender, tmp_path, compiled):
     ("url", "match"),
     [
         ("nothing-knows-this://x", "cannot be opened|not installed"),
-        ("s3://no-such-bucket-of-ssmgen/x", "goes on without sending"),
-        ("file:///dev/null/store", "goes on without"),
+        ("s3://no-such-bucket-of-ssmgen/x", "continues without"),
+        ("file:///dev/null/store", "continues without"),
     ],
 )
 def test_store_that_cannot_be(url, match, sender, tmp_path, compiled):
@@ -141,7 +141,7 @@ def test_claim_of_the_dead_or_of_a_liar_delays_once(url, sender, tmp_path, compi
         shared.transport.put(f"v1/claims/{made(number).key}", b"dead")
     cache = Cache(tmp_path / "a", remote=shared)
     start = time.monotonic()
-    with one_warning("waited 0.5 s for a kernel that another process was to send"):
+    with one_warning("waited 0.5 s in vain for a kernel from another process in"):
         assert not cache.get(spec(1), ARCH)[1] and not cache.get(spec(2), ARCH)[1]
     assert time.monotonic() - start < 5 and not shared.transport.names("v1/claims"), "and nobody else"
 

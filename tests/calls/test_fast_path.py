@@ -162,7 +162,7 @@ def test_a_wrong_call_is_not_taken_for_a_right_one_bound_before(launched):
     for run in (lambda f, *args, **kwargs: f(*args, **kwargs), ssmgen.bind):
         with pytest.raises(ArgumentError, match="g is a NoneType"):
             run(ssmgen.gated_delta_rule, step.state, **step.inputs, g=None, **options)
-        with pytest.raises(ArgumentError, match="allow_neg_eigval doubles"):
+        with pytest.raises(ArgumentError, match="allow_neg_eigval is True and beta_sigmoid is False; expected both"):
             run(ssmgen.delta_rule, step.state, **step.inputs, **options, allow_neg_eigval=True)
     assert launched.made == 1
 

@@ -66,27 +66,33 @@ def bad(change: dict, **case) -> str:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"x": lambda n: n["x"][:, :3]}, "x is [5, 3, 64], not [batch, heads, headdim] = [5, 4, 64]"),
-        ({"x": lambda n: n["x"][0]}, "x is [4, 64], not [batch, heads, headdim]"),
-        ({"x": None}, "x is a NoneType, not a tensor"),
+        ({"x": lambda n: n["x"][:, :3]}, "x is [5, 3, 64]; expected [batch, heads, headdim] = [5, 4, 64]"),
+        ({"x": lambda n: n["x"][0]}, "x is [4, 64]; expected [batch, heads, headdim]"),
+        ({"x": None}, "x is a NoneType; expected a tensor"),
         ({"dt": lambda n: n["dt"][:3]}, "dt is [3, 4, 64]"),
         ({"A": lambda n: n["A"][..., :7]}, "A is [4, 64, 7]"),
-        ({"B": lambda n: n["B"][:, :, None]}, "B is [5, 2, 1, 128], not [batch, groups, d_state]"),
-        ({"B": lambda n: torch.zeros(5, 3, 128), "C": lambda n: torch.zeros(5, 3, 128)}, "heads 4 is not a multiple of its groups 3"),
+        ({"B": lambda n: n["B"][:, :, None]}, "B is [5, 2, 1, 128]; expected [batch, groups, d_state]"),
+        (
+            {"B": lambda n: torch.zeros(5, 3, 128), "C": lambda n: torch.zeros(5, 3, 128)},
+            "B is [5, 3, 128] but heads 4 is not a multiple of its groups 3",
+        ),
         ({"C": lambda n: n["C"].double()}, "C is torch.float64"),
         ({"x": lambda n: n["x"].long()}, "x is torch.int64"),
         ({"D": lambda n: n["D"].requires_grad_()}, "D requires grad"),
-        ({"state_indices": torch.zeros(5)}, "state_indices is torch.float32, not int32 or int64"),
-        ({"state_indices": torch.zeros(4, dtype=torch.int32)}, "state_indices is [4], not [batch] = [5]"),
+        ({"state_indices": torch.zeros(5)}, "state_indices is torch.float32; expected int32 or int64"),
+        ({"state_indices": torch.zeros(4, dtype=torch.int32)}, "state_indices is [4]; expected [batch] = [5]"),
         ({"dst_state_indices": torch.zeros(5, dtype=torch.int32)}, "dst_state_indices is given without state_indices"),
         (
             {"state_indices": torch.zeros(5, dtype=torch.int32), "dst_state_indices": torch.zeros(5, dtype=torch.int64)},
             "state_indices is torch.int32 and dst_state_indices is torch.int64",
         ),
-        ({"state": lambda n: n["state"][:3]}, "state has 3 slots for a batch of 5"),
-        ({"state": lambda n: n["state"].transpose(2, 3).contiguous().transpose(2, 3)}, "last three axes must be dense"),
+        ({"state": lambda n: n["state"][:3]}, ", one per sequence of the batch"),
+        (
+            {"state": lambda n: n["state"].transpose(2, 3).contiguous().transpose(2, 3)},
+            "state has strides [32768, 8192, 1, 64]; expected dense last three axes, [8192, 128, 1]",
+        ),
         ({"state": lambda n: n["state"][:1].expand(5, -1, -1, -1)}, "which overlap"),
-        ({"state": lambda n: n["state"][0, 0]}, "not [slots, heads, headdim, d_state] or [slots, dim, d_state]"),
+        ({"state": lambda n: n["state"][0, 0]}, "; expected [slots, heads, headdim, d_state] or [slots, dim, d_state]"),
         ({"out": lambda n: n["out"][:1].expand(5, -1, -1)}, "two of its elements share memory"),
         ({"out": lambda n: n["x"]}, "out overlaps x in memory"),
         (
@@ -94,7 +100,7 @@ def bad(change: dict, **case) -> str:
             "out overlaps state in memory",
         ),
         ({"dt_limit": (1.0, 0.0)}, "dt_limit is (1.0, 0.0)"),
-        ({"dt_limit": [0.0, 1.0]}, "not a tuple (low, high)"),
+        ({"dt_limit": [0.0, 1.0]}, "dt_limit is [0.0, 1.0]; expected a tuple (low, high) or None"),
         ({"pdl": "yes"}, "pdl is 'yes'"),
         ({"x": torch.zeros(5, 4, 64, device="meta")}, "x is on meta, state is on cpu"),
     ],
@@ -227,7 +233,7 @@ def test_warm_names_the_operators_there_are():
 
 def test_warm_is_for_cuda_tensors():
     call = make_call(M2, "cpu")
-    with pytest.raises(ArgumentError, match="loaded on CUDA devices"):
+    with pytest.raises(ArgumentError, match="; expected a CUDA device, where kernels are loaded"):
         ssmgen.warm(ssmgen.selective_state_update, *call.args, **call.kwargs)
 
 
@@ -240,4 +246,4 @@ def test_explain_and_supported_of_a_call_without_a_gpu():
     yes, reasons = ssmgen.supported(ssmgen.selective_state_update, *call.args, **wrong, arch="sm_80")
     assert not yes and len(reasons) == 2
     yes, reasons = ssmgen.supported(ssmgen.selective_state_update, *call.args, **call.kwargs)
-    assert not yes and "name an architecture" in reasons[0]
+    assert not yes and ", which has no CUDA architecture; expected arch" in reasons[0]

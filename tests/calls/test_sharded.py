@@ -119,7 +119,7 @@ def states(placement):
 
 
 REFUSED = {
-    "d_state": (states(Shard(3)), [r"state is S.*3.* on axis 0 .*it must be Shard\(1\) \(head\), Shard\(0\) \(batch\) or Replicate\(\)"]),
+    "d_state": (states(Shard(3)), [r"state is S.*3.* on axis 0 .*expected Shard\(1\) \(head\), Shard\(0\) \(batch\) or Replicate\(\)"]),
     "headdim": (states(Shard(2)), ["state is S"]),
     "partial": (
         lambda mesh, a: {"state": DTensor.from_local(torch.zeros(BATCH, HEADS, P, N), mesh, [Partial()], run_check=False)},
@@ -127,28 +127,29 @@ REFUSED = {
     ),
     "out": (
         lambda mesh, a: {"out": on(mesh, torch.zeros(BATCH, HEADS, P), Replicate())},
-        ["out is R.* and is written: it must be S.*1.*, as state is"],
+        ["out is R.* and is written; expected S.*1.*, as state is sharded"],
     ),
     "plain": (
         lambda mesh, a: {"x": torch.zeros(BATCH, 2, P), "dt": torch.zeros(BATCH, 2)},
-        ["x is no DTensor, and others are", "dt is no DTensor"],
+        ["x is a plain tensor; expected a DTensor, like the other operands", "dt is a plain tensor; expected a DTensor, like the "
+            "other operands"],
     ),
-    "seed": (lambda mesh, a: {"rand_seed": torch.zeros(1, dtype=torch.int64)}, ["rand_seed is given: its noise"]),
+    "seed": (lambda mesh, a: {"rand_seed": torch.zeros(1, dtype=torch.int64)}, ["rand_seed is given with sharded states; expected None"]),
     "slots": (
         lambda mesh, a: states(Shard(0))(mesh, a) | {"state_indices": torch.zeros(BATCH, dtype=torch.int32)},
-        ["state is sharded over its first axis, all of which state_indices numbers: shard the heads"],
+        ["state is sharded over its first axis, into which state_indices points"],
     ),
     "pool": (
         lambda mesh, a: {"state": on(mesh, torch.zeros(BATCH + 4, HEADS, P, N), Shard(0))},
-        ["as many slots as sequences, not .*'state': 8"],
+        ["with .*'state': 8.*; expected as many slots as sequences"],
     ),
     "groups": (
         lambda mesh, a: {n: on(mesh, torch.zeros(BATCH, 3, N), Replicate()) for n in ("B", "C")},
-        ["B has 3 groups .* 4 parts of the heads neither divide nor share", "C has 3 groups"],
+        ["B has 3 groups .* for 4 parts of the heads; expected a multiple or a divisor", "C has 3 groups"],
     ),
     "heads": (
         lambda mesh, a: {"state": on(mesh, torch.zeros(BATCH, 6, P, N), Shard(1))},
-        ["state has 6 heads .* do not divide into 4 equal parts"],
+        [r"state has 6 heads \(or channels\); expected a multiple of the 4 parts"],
     ),
 }  # fmt: skip
 
@@ -173,7 +174,7 @@ def test_a_process_that_is_no_rank_of_the_mesh_is_told_so():
     try:
         mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1])
         call = mamba("cpu", 2)
-        with pytest.raises(ArgumentError, match="this process is no rank of DeviceMesh"):
+        with pytest.raises(ArgumentError, match="this process is not a rank of DeviceMesh"):
             ssmgen.selective_state_update(
                 **{n: DTensor.from_local(t, mesh, [Replicate()]) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
             )
@@ -191,7 +192,7 @@ def test_a_history_whose_groups_are_shared_is_refused():
         return {"ring": [ring[0], *[on(mesh, t.to_local(), Shard(2)) for t in ring[1:]]]}
 
     assert refusal(change, function="gated_delta_rule", call=call) == [
-        "ring.k is written, and 4 parts of the heads share its 2 groups: give each its own"
+        "ring.k is written, and 4 parts of the heads share its 2 groups; expected a group for each part"
     ]
 
 
@@ -199,9 +200,9 @@ def test_functions_without_a_rule_and_bind_are_refused(monkeypatch):
     monkeypatch.delitem(RULES, "combine_splits")
     with rank_of(0, 2) as mesh:
         o, lse = (on(mesh, torch.zeros(shape), Replicate()) for shape in ((4, 2, 16), (4, 2)))
-        with pytest.raises(ArgumentError, match=r"it takes no DTensors: give it this rank's tensors, DTensor\.to_local\(\)"):
+        with pytest.raises(ArgumentError, match=r"an argument is a DTensor; expected this rank's tensors\. Pass DTensor\.to_local\(\)\."):
             ssmgen.combine_splits(o, lse)
-        with pytest.raises(ArgumentError, match="bind takes no DTensors"):
+        with pytest.raises(ArgumentError, match="an argument is a DTensor; expected this rank's tensors"):
             ssmgen.bind(ssmgen.combine_splits, o, lse)
 
 
@@ -225,7 +226,7 @@ def test_a_sharded_call_can_be_asked_about():
         theirs = everywhere(mesh, call) | {"state": on(mesh, call["state"], Shard(1))}
         explained = ssmgen.explain(ssmgen.selective_state_update, **theirs, arch="sm_90a")
         assert explained.problem.nheads == 2 and explained.problem.ngroups == 1
-        with pytest.raises(ArgumentError, match="kernels are loaded on CUDA devices"):
+        with pytest.raises(ArgumentError, match="; expected a CUDA device, where kernels are loaded"):
             ssmgen.warm(ssmgen.selective_state_update, **theirs)
 
 

@@ -67,15 +67,15 @@ def refused(call, change=dict, shape=(4,)):
 def test_what_cannot_be_is_said():
     """A norm of channels that are on several ranks; a window that all ranks would write; channels sharded along one axis of two."""
     (problem,) = refused(mamba2(norm_group_size=None))
-    assert problem == "norm_weight is given: 8 of the 8 heads go together, and would lie on several of 4 ranks"
+    assert problem == "norm_weight groups 8 of the 8 heads; expected whole groups on each of 4 ranks"
     with rank_of(1, 4) as mesh:
         theirs = everywhere(mesh, mamba2()) | {"state": on(mesh, torch.zeros(B, H, ROWS, KEYS), Shard(1))}
-        with pytest.raises(ArgumentError, match=r"conv_state is R.* and is written: it must be S"):
+        with pytest.raises(ArgumentError, match=r"conv_state is R.* and is written; expected"):
             ssmgen.mamba2_layer(**theirs)
     with rank_of(0, 2, 2) as mesh:
         theirs = heads_on(mesh, "mamba2_layer", mamba2(), "replicated")
         theirs["xBC"] = DTensor.from_local(torch.zeros(B, 8), mesh, [Shard(1), Replicate()], run_check=False)
-        with pytest.raises(ArgumentError, match=r"xBC is .*its channels are sharded as the heads are, or not at all"):
+        with pytest.raises(ArgumentError, match=r"xBC is S\(1\), R; expected its channels sharded like the heads, or not at all"):
             ssmgen.mamba2_layer(**theirs)
 
 

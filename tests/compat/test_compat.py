@@ -188,15 +188,35 @@ RWKV = {"r": X["q"], "w": X["gk"], "kk": X["kk"], "a": X["a"]}
 @pytest.mark.parametrize(
     ("error", "name", "change", "words"),
     [
-        (NotImplementedError, "recurrent_gated_delta_rule", {"gk": X["gk"]}, "g with gk"),
+        (NotImplementedError, "recurrent_gated_delta_rule", {"gk": X["gk"]}, "g and gk are both given; expected one"),
         (NotImplementedError, "recurrent_gated_delta_rule", {"gv": X["gv"]}, "no decay per value channel"),
-        (NotImplementedError, "recurrent_gated_delta_rule", {"head_first": False}, "argument head_first"),
-        (NotImplementedError, "recurrent_kda", {"ssm_state_indices": None, "out": None}, "argument ssm_state_indices, out"),
-        (NotImplementedError, "recurrent_gdn2", {"b": X["erase"], "w": X["w"], "out": None}, "argument out"),
-        (NotImplementedError, "recurrent_simple_gla", {"g_gamma": X["gamma"]}, "g with g_gamma"),
-        (NotImplementedError, "recurrent_simple_gla", {"head_first": True}, "argument head_first"),
+        (
+            NotImplementedError,
+            "recurrent_gated_delta_rule",
+            {"head_first": False},
+            "ssmgen does not know head_first, and ignores no argument",
+        ),
+        (
+            NotImplementedError,
+            "recurrent_kda",
+            {"ssm_state_indices": None, "out": None},
+            "ssmgen does not know ssm_state_indices, out, and ignores no argument",
+        ),
+        (
+            NotImplementedError,
+            "recurrent_gdn2",
+            {"b": X["erase"], "w": X["w"], "out": None},
+            "ssmgen does not know out, and ignores no argument",
+        ),
+        (
+            NotImplementedError,
+            "recurrent_simple_gla",
+            {"g_gamma": X["gamma"]},
+            "g and g_gamma are both given; expected one: ssmgen's simple_gla has one decay per head",
+        ),
+        (NotImplementedError, "recurrent_simple_gla", {"head_first": True}, "ssmgen does not know head_first, and ignores no argument"),
         (NotImplementedError, "recurrent_simple_gla", {"reverse": True}, "reverse"),
-        (NotImplementedError, "recurrent_gla", {"head_first": True}, "argument head_first"),
+        (NotImplementedError, "recurrent_gla", {"head_first": True}, "ssmgen does not know head_first, and ignores no argument"),
         (NotImplementedError, "recurrent_gla", {"reverse": True}, "reverse"),
         (NotImplementedError, "recurrent_lightning_attn", {"layer_idx": 0, "num_layers": 2, "reverse": True}, "reverse"),
         (NotImplementedError, "recurrent_dplr_delta_rule", {"a": X["p"], "b": X["kb"], "gk": X["gk"], "reverse": True}, "reverse"),
@@ -204,12 +224,22 @@ RWKV = {"r": X["q"], "w": X["gk"], "kk": X["kk"], "a": X["a"]}
         (ArgumentError, "recurrent_gated_delta_rule", {"use_gate_in_kernel": True}, "A_log is None"),
         (ArgumentError, "recurrent_kda", {"g": X["gk"], "use_gate_in_kernel": True}, "A_log is None"),
         (ArgumentError, "recurrent_gated_delta_rule", {"use_gate_in_kernel": True, "g": None, "A_log": X["A"]}, "g is None"),
-        (ArgumentError, "recurrent_gated_delta_rule", {"allow_neg_eigval": True}, "needs use_beta_sigmoid_in_kernel"),
-        (ArgumentError, "recurrent_gated_delta_rule", {"initial_state": torch.zeros(3, H, K, V)}, "3 states for 2 sequences"),
-        (ArgumentError, "recurrent_gated_delta_rule", {"initial_state": torch.zeros(2, H, V, K)}, "in layout 'kv', whose K is 20"),
+        (
+            ArgumentError,
+            "recurrent_gated_delta_rule",
+            {"allow_neg_eigval": True},
+            "allow_neg_eigval is True and use_beta_sigmoid_in_kernel False; expected both",
+        ),
+        (ArgumentError, "recurrent_gated_delta_rule", {"initial_state": torch.zeros(3, H, K, V)}, "states; expected 2, one per sequence"),
+        (ArgumentError, "recurrent_gated_delta_rule", {"initial_state": torch.zeros(2, H, V, K)}, "in layout 'kv', of K ="),
         (ArgumentError, "recurrent_gated_delta_rule", {"initial_state": torch.zeros(2, H, K, V).requires_grad_()}, "state requires grad"),
         (ArgumentError, "recurrent_gated_delta_rule", {"q": X["q"].clone().requires_grad_()}, "q requires grad"),
-        (ArgumentError, "recurrent_gated_delta_rule", {"cu_seqlens": torch.tensor([0, 6])}, "sequences are packed"),
+        (
+            ArgumentError,
+            "recurrent_gated_delta_rule",
+            {"cu_seqlens": torch.tensor([0, 6])},
+            r"q is \[2, 3, 2, 12\] with cu_seqlens; expected packed sequences, \[tokens, …\] or \[1, tokens",
+        ),
     ],
 )
 def test_fla_says_why_not(error, name, change, words):
@@ -274,7 +304,7 @@ def test_flashinfer_mtp_does_not_update_unless_told():
     pool, kept = states(SLOTS), torch.zeros(B, 3, HV, V, K)
     want_o, want, each = recurrence(pool[READ.long()])
     before = pool.clone()
-    with pytest.warns(FutureWarning, match="disable_state_update=False"):
+    with pytest.warns(FutureWarning, match="disable_state_update is None"):
         out, returned = flashinfer_call("mtp", pool, READ, intermediate_states_buffer=kept, output_state_indices=READ + 1)
     assert returned is pool and torch.equal(pool, before) and close(out, want_o) and close(kept, each)
     flashinfer_call("mtp", pool, READ, disable_state_update=False)
@@ -286,7 +316,7 @@ def test_flashinfer_mtp_takes_an_integer_for_its_flag():
     said = [flashinfer_call("mtp", pool, READ, disable_state_update=off)[0] for pool, off in zip(pools, (False, 0, True, 1), strict=True)]
     assert all(torch.equal(o, said[0]) for o in said) and torch.equal(pools[0], pools[1]) and torch.equal(pools[2], pools[3])
     assert not torch.equal(pools[0], pools[2]) and torch.equal(pools[2], states(SLOTS))
-    with pytest.raises(ArgumentError, match="disable_state_update is a str, not True or False or an integer or None"):
+    with pytest.raises(ArgumentError, match="disable_state_update is a str; expected True or False or an integer or None"):
         flashinfer_call("mtp", states(SLOTS), READ, disable_state_update="no")
 
 
@@ -336,13 +366,18 @@ ON = {"disable_state_update": False}
         (NotImplementedError, "decode_pretranspose", POOL | {"initial_state": torch.zeros(8, HV, 2, V // 2, K)}, "two dies"),
         (NotImplementedError, "mtp", {"cache_replayssm": True}, "replay"),
         *((NotImplementedError, "mtp", {f"replayssm_{n}": torch.zeros(1)}, "replay") for n in ("rawv", "rawk", "g", "beta")),
-        (ArgumentError, "decode_pretranspose", {"initial_state_indices": READ}, "go together"),
+        (ArgumentError, "decode_pretranspose", {"initial_state_indices": READ}, "is None; expected both or neither"),
         (ArgumentError, "decode_pretranspose", {"output_state_indices": READ}, "without initial_state"),
-        (ArgumentError, "decode_pretranspose", POOL, "both state and initial_state"),
+        (ArgumentError, "decode_pretranspose", POOL, "state and initial_state are both given; expected one of them"),
         (ArgumentError, "mtp", {"ssm_state_indices": READ[:, None], "disable_state_update": True}, "is not False"),
-        (ArgumentError, "mtp", {"ssm_state_indices": READ} | ON, r"not \[batch, tokens\]"),
-        (ArgumentError, "mtp", {"ssm_state_indices": READ[:, None], "output_state_indices": READ[:2]} | ON, r"not \[batch\]"),
-        (ArgumentError, "decode", {}, "in layout 'kv', whose K is 20"),
+        (ArgumentError, "mtp", {"ssm_state_indices": READ} | ON, r"; expected \[batch, tokens\]"),
+        (
+            ArgumentError,
+            "mtp",
+            {"ssm_state_indices": READ[:, None], "output_state_indices": READ[:2]} | ON,
+            r"; expected \[batch\], as ssm_state_indices is",
+        ),
+        (ArgumentError, "decode", {}, "in layout 'kv', of K ="),
     ],
 )
 def test_flashinfer_says_why_not(error, which, change, words):
@@ -351,5 +386,5 @@ def test_flashinfer_says_why_not(error, which, change, words):
 
 
 def test_flashinfer_misses_the_state():
-    with pytest.raises(ArgumentError, match="neither state nor initial_state is given"):
+    with pytest.raises(ArgumentError, match="state and initial_state are None; expected one of them"):
         flashinfer_call("decode_pretranspose", None)

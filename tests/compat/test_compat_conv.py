@@ -322,12 +322,13 @@ X, (W, BIAS) = randn(2, DIM, 5), taps(4)
         (ArgumentError, lambda: causal_conv1d_fn(X, W.clone().requires_grad_(), BIAS.clone().requires_grad_()), "weight requires grad"),
         (ArgumentError, lambda: causal_conv1d_fn(X, W, initial_states=torch.zeros(2, DIM, 4)), "initial_states is"),
         (ArgumentError, lambda: causal_conv1d_fn(X, W, None, None, None, True, torch.zeros(1, DIM, 3)), "final_states_out is"),
-        (ArgumentError, lambda: causal_conv1d_fn(X[0], W), "not .batch, dim, length."),
+        (ArgumentError, lambda: causal_conv1d_fn(X[0], W), r"x is \[12, 5\]; expected \[batch, dim, length\]"),
         (ArgumentError, lambda: causal_conv1d_fn(X, W, seq_idx=torch.zeros(2, 5, dtype=torch.int64)), "seq_idx is int64"),
-        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(2, DIM, 2), W), "state_len 2 is below width - 1"),
-        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(1, DIM, 3), W), "1 slots for a batch of 2"),
+        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(2, DIM, 2), W), ", of state_len 2; expected width - 1 ="),
+        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(1, DIM, 3), W), ", one per sequence of the batch"),
         (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(2, DIM, 3, dtype=BF16), W), "conv_state is bfloat16"),
-        (ArgumentError, lambda: causal_conv1d_varlen_states(X, torch.tensor([0, 5]), 3), "not .total, dim."),
+        (ArgumentError, lambda: causal_conv1d_varlen_states(X, torch.tensor([0, 5]), 3), r"x is \[2, 12, 5\] and cu_seqlens \[2\]; "
+            r"expected \[total, dim\] and \[batch \+ 1\]"),
     ],
 )  # fmt: skip
 def test_says_why_not(error, call, words):

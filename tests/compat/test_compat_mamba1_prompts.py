@@ -164,14 +164,14 @@ COMPLEX = randn(D, N, seed=1, dtype=torch.complex64)
 @pytest.mark.parametrize(
     ("function", "call", "kind", "words"),
     [
-        (mamba_ssm.selective_scan_fn, ROWS | {"A": COMPLEX}, UnsupportedError, "A is complex: ssmgen's states are real"),
+        (mamba_ssm.selective_scan_fn, ROWS | {"A": COMPLEX}, UnsupportedError, "A is complex; expected real, like ssmgen's states"),
         (mamba_ssm.selective_scan_fn, ROWS | CONSTANT, UnsupportedError, r"(?s)B is \[D, N\].*C is \[D, N\], the same"),
         (mamba_ssm.selective_scan_fn, ROWS | {"u": ROWS["u"].detach().requires_grad_()}, ArgumentError, "u requires grad"),
-        (mamba_ssm.selective_scan_fn, ROWS | {"u": ROWS["u"][0]}, ArgumentError, r"u is \[12, 9\], not \[batch, D, T\]"),
+        (mamba_ssm.selective_scan_fn, ROWS | {"u": ROWS["u"][0]}, ArgumentError, r"u is \[12, 9\]; expected \[batch, D, T\]"),
         (mamba_ssm.selective_scan_fn, ROWS | {"return_last_state": SLOTS}, ArgumentError, "return_last_state is a Tensor"),
         (vllm.selective_scan_fn, PACKED | {"initial_state_idx": SLOTS, "block_idx_last_scheduled_token": SLOTS}, UnsupportedError,
-         "block_idx_last_scheduled_token, initial_state_idx: a sequence has one slot"),
-        (vllm.selective_scan_fn, PACKED | {"cache_indices": SLOTS[:3]}, ArgumentError, r"state_indices is \[3\], not \[sequences\]"),
+         "block_idx_last_scheduled_token, initial_state_idx is given; expected None"),
+        (vllm.selective_scan_fn, PACKED | {"cache_indices": SLOTS[:3]}, ArgumentError, r"state_indices is \[3\]; expected \[sequences\]"),
         (vllm.selective_scan_fn, PACKED | {"ssm_states": None}, ArgumentError, "ssm_states"),
     ],
 )  # fmt: skip

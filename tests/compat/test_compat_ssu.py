@@ -167,14 +167,17 @@ def test_padding_is_zero_and_noise_stays_within_a_place():
 @pytest.mark.parametrize(
     ("error", "change", "words"),
     [
-        (ArgumentError, {"state_scale": torch.zeros(SLOTS, H, P)}, "state_scale is given, and state is float32, not int16, int8 or"),
+        (ArgumentError, {"state_scale": torch.zeros(SLOTS, H, P)}, "state_scale is given and state is float32; "
+            "expected int16, int8 or float8_e4m3fn"),
         (ArgumentError, {"intermediate_state_scales": torch.zeros(B, T, H, P)}, "intermediate_state_scales is given without"),
-        (UnsupportedError, {"backend": "cake"}, "backend='cake'"), (ArgumentError, {"algorithm": "fast"}, "algorithm is 'fast'"),
-        (ArgumentError, {"cache_steps": 2}, "cache_steps is 2, and x has 3 tokens"),
+        (UnsupportedError, {"backend": "cake"}, "backend is 'cake'; expected 'auto' "
+            "or 'flashinfer'"), (ArgumentError, {"algorithm": "fast"}, "algorithm is 'fast'"),
+        (ArgumentError, {"cache_steps": 2}, "cache_steps is 2; expected 3, the tokens of x"),
         (ArgumentError, {"rand_seed": torch.zeros(2, dtype=torch.int64)}, "rand_seed has 2 elements"),
         (ArgumentError, {"rand_seed": torch.zeros(1, dtype=torch.int64), "philox_rounds": 0}, "philox_rounds is 0"),
-        (ArgumentError, {"rand_seed": torch.zeros(1, dtype=torch.int64)}, "no state is written in float16 or bfloat16"),
-        (ArgumentError, {"dst_state_batch_indices": READ, "disable_state_update": True}, "update_state is False"),
+        (ArgumentError, {"rand_seed": torch.zeros(1, dtype=torch.int64)}, "rand_seed is given and no written state is rounded"),
+        (ArgumentError, {"dst_state_batch_indices": READ, "disable_state_update": True}, "dst_state_indices is given with "
+            "update_state=False, which writes no state"),
         (ArgumentError, {"retrieve_parent_token": torch.zeros(B, T, dtype=torch.int32)}, "without intermediate_states"),
     ],
 )  # fmt: skip

@@ -105,7 +105,7 @@ def test_there_must_be_an_output(name):
     function, make = CALLS[name]
     call = make() | {"out": None}
     before = call["state"].clone()
-    with pytest.raises(ArgumentError, match="zero_padding=False leaves the output of padded rows as it is: give it, as out"):
+    with pytest.raises(ArgumentError, match="zero_padding is False and out is None; expected out: it keeps its rows that are padding"):
         function(**call, zero_padding=False)
     assert torch.equal(call["state"], before)
 

@@ -101,7 +101,7 @@ def test_a_graph_that_nothing_was_warmed_for(request, form, nothing_is_loaded, c
             assert answers == [answer(*where)] * 2
         assert ticks.item() == 1 and not call.memory.untouched({})
         assert len(said) == 1 and "is not loaded, and a CUDA graph is being captured" in said[0]
-        assert "Call ssmgen.warm(ssmgen." in said[0] and "a step of the same batch size ahead of the capture" in said[0]
+        assert "Call ssmgen.warm(ssmgen." in said[0] and "a step of the same batch size before the capture" in said[0]
         assert f"{form.engine}'s own" in said[0]
 
         run()

@@ -104,7 +104,7 @@ def test_processes_on_one_card_are_refused(tmp_path):
     words = ("-m", "ssmgen", *NORMS, "--out", str(tmp_path / "table.json"), "--lease", "5")
     processes = [started(tmp_path, *words, **where, RANK=str(n), LOCAL_RANK=str(n)) for n in range(2)]
     errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert 1 in [process.returncode for process in processes] and "have one card" in "".join(errors), errors
+    assert 1 in [process.returncode for process in processes] and "share one card" in "".join(errors), errors
 
 
 @pytest.mark.skipif("__import__('torch').cuda.device_count() < 2")

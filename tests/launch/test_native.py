@@ -325,7 +325,10 @@ def test_it_is_found_if_it_fits(tmp_path):
     assert found_in(folder) == (f"native\nnative\n{ssmgen.__version__}, used\n", "")
     assert found_in(folder, deny=True) == ("None\nNone\ndenied by SSMGEN_NATIVE\n", "")
     out, warned = found_in(folder, change="import torch; torch.__version__ = '9.8'")
-    words = f"it was built for ssmgen {ssmgen.__version__} and torch {torch.__version__}, not for {ssmgen.__version__} and 9.8"
+    words = (
+        f"it was built for ssmgen {ssmgen.__version__} and torch {torch.__version__}; expected {ssmgen.__version__} and 9.8. "
+        "Install it again."
+    )
     assert out == f"None\nNone\nleft out: {words}\n" and warned.count(words) == 1 and "RuntimeWarning" in warned
     (tmp_path / "ssmgen_native.py").write_text("raise ImportError('undefined symbol: it')")
     out, warned = found_in(tmp_path)

@@ -47,7 +47,7 @@ def test_tensor_parallel_division():
     assert (rank.nheads, rank.ngroups, rank.headdim) == (16, 1, 64)
     assert find_model("mamba2-2.7b").divided(4).ngroups == 1, "groups that cannot be divided are replicated"
     assert find_model("falcon-mamba-7b").divided(2).headdim == 4096
-    with pytest.raises(ModelError, match="80 heads, which 3 ranks"):
+    with pytest.raises(ModelError, match="80 heads for 3 ranks"):
         find_model("mamba2-2.7b").divided(3)
     with pytest.raises(ModelError, match="nemotron-h-8b"):
         find_model("nemotron")
@@ -57,9 +57,9 @@ def test_value_and_key_heads_divide():
     rank = find_model("qwen3.5-397b-a17b").divided(8)
     assert (rank.nheads, rank.key_heads, rank.dim_k, rank.dim_v) == (8, 2, 128, 128)
     assert find_model("kimi-k3").divided(8).nheads == 12
-    with pytest.raises(ModelError, match="16 key heads, which 32 ranks"):
+    with pytest.raises(ModelError, match="16 key heads for 32 ranks"):
         find_model("qwen3.5-397b-a17b").divided(32)
-    with pytest.raises(ModelError, match="30 heads, which 4 ranks"):
+    with pytest.raises(ModelError, match="30 heads for 4 ranks"):
         find_model("olmo-hybrid-7b").divided(4)
 
 

@@ -100,7 +100,10 @@ def test_explanation_says_which_rule_and_why_not_the_others():
     found = registry.explain(OPERATOR, MAMBA2, 256, SM90, True)
     assert found.chosen.rule == "bandwidth"
     reasons = {v.rule: v.reason for v in found.verdicts}
-    assert reasons["latency"] == "1024.0 MiB of state traffic is above 48" and reasons["generic"] == "bandwidth comes first"
+    assert (
+        reasons["latency"] == "the state traffic is 1024.0 MiB; the rule is for at most 48"
+        and reasons["generic"] == "bandwidth comes first"
+    )
     assert "-> bandwidth" in str(found)
 
 
@@ -109,7 +112,7 @@ def test_unsupported_gives_every_reason():
     assert len(registry.explain(OPERATOR, odd, 1, SM90, True).reasons) == 2
     with pytest.raises(UnsupportedError) as e:
         registry.select(OPERATOR, odd, 1, SM90, True)
-    assert "d_state 130" in str(e.value) and "not a multiple of ngroups 4" in str(e.value)
+    assert "with d_state 130; expected state_loads=element" in str(e.value) and "expected a multiple of ngroups 4" in str(e.value)
     assert registry.explain(OPERATOR, MAMBA1, 1, SM80, False).reasons == []
 
 

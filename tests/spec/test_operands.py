@@ -90,13 +90,13 @@ SIZES = {"slot": 6, "other": 7, "head": 3, "row": 4, "n": 8, "rows": 2, "token":
 @pytest.mark.parametrize(
     ("name", "shape", "says"),
     [
-        ("state", (6, 3, 4), "state is [6, 3, 4], not [slots, heads, row, d_state] = [6, 3, 4, 8]"),
-        ("second", (6, 3, 8), "second is [6, 3, 8], not [others, heads, d_state] = [7, 3, 8]"),
-        ("x", (2, 3, 5), "x is [2, 3, 5], not [batch, tokens, heads, row] = [2, 5, 3, 4] or [batch, tokens, heads] = [2, 5, 3]"),
-        ("A", (4,), "A is [4], not [heads, row, d_state] = [3, 4, 8] or [heads] = [3]"),
-        ("kept", (2, 4, 3), "kept is [2, 4, 3], not [rows, tokens or more, heads] = [2, 5, 3]"),
-        ("slots", (2, 1), "slots is [2, 1], not [batch] = [2]"),
-        ("seed", (2,), "seed is [2], not [slots] = [6] or [1] = [1]"),
+        ("state", (6, 3, 4), "state is [6, 3, 4]; expected [slots, heads, row, d_state] = [6, 3, 4, 8]"),
+        ("second", (6, 3, 8), "second is [6, 3, 8]; expected [others, heads, d_state] = [7, 3, 8]"),
+        ("x", (2, 3, 5), "x is [2, 3, 5]; expected [batch, tokens, heads, row] = [2, 5, 3, 4] or [batch, tokens, heads] = [2, 5, 3]"),
+        ("A", (4,), "A is [4]; expected [heads, row, d_state] = [3, 4, 8] or [heads] = [3]"),
+        ("kept", (2, 4, 3), "kept is [2, 4, 3]; expected [rows, tokens or more, heads] = [2, 5, 3]"),
+        ("slots", (2, 1), "slots is [2, 1]; expected [batch] = [2]"),
+        ("seed", (2,), "seed is [2]; expected [slots] = [6] or [1] = [1]"),
     ],
 )
 def test_a_shape_that_is_none_of_the_forms_is_told_with_all_of_them(name, shape, says):
@@ -117,10 +117,10 @@ def test_types_are_the_table_s():
     problems: list[str] = []
     checks.check_types(TWO_STATES, tensors, "state", problems)
     assert problems == [
-        "state is int8 without state_scale, a float32 scale for each of its rows",
-        "slots is torch.float32, not int32 or int64",
-        "seed is int32, not int64",
-        "x is torch.float64, not float32, float16 or bfloat16",
+        "state is int8 and state_scale is None; expected a float32 scale for each row. Pass state_scale.",
+        "slots is torch.float32; expected int32 or int64",
+        "seed is int32; expected int64",
+        "x is torch.float64; expected float32, float16 or bfloat16",
     ]
 
 

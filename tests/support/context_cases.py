@@ -209,7 +209,10 @@ def all_that_is_wrong_is_said(mesh: Any, call: Tensors) -> None:
     try:
         distributed.chunk_scan(**mine, group=mesh.get_group())
     except ArgumentError as e:
-        assert [p.partition(" is ")[0] for p in e.problems if "belongs to one device" in p] == ["state", "return_checkpoints"]
+        assert [p.partition(" is ")[0] for p in e.problems if "a pool is on one device" in p] == [
+            "state",
+            "return_checkpoints",
+        ]
         assert any(p.startswith("A is [1]") for p in e.problems)
     else:
         raise AssertionError("nothing was wrong")

@@ -1,8 +1,7 @@
-"""The bound on memory: a run fails, naming the test, once a process that runs its tests, a worker, has held more than `worker_memory_mib`.
+"""The bound on memory: a run fails and names the test as soon as a worker, a process that runs tests, has held `worker_memory_mib`.
 
-Processes that a worker starts, such as a compiler or another Python, are each bounded separately. Nothing is bounded if torch sees a CUDA
-device,
-whose libraries and context take more, nor without Linux's /proc.
+Each process that a worker starts, such as a compiler, has its own bound. There is no bound without Linux's /proc, or if torch sees a CUDA
+device: its libraries and context take more.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Large blocks go back to the system when they are freed. Left alone, glibc takes the largest block that was freed, up to 32 MiB, for
-    the least that gets its own pages. Smaller blocks then leave holes among live data: some 100 MiB after these tests."""
+    """Returns large blocks to the system when they are freed.
+
+    By default, glibc gives own pages only to blocks as large as the largest freed one, up to 32 MiB. Smaller blocks then leave holes among
+    live data: some 100 MiB after these tests."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, OWN_PAGES)
 
@@ -74,8 +75,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 
 def collect(config: pytest.Config, bound: int) -> None:
-    """Collects what tests leave in frames of errors, in compiled code and in the allocator of C, when it is much: Python counts
-    objects, not their tensors. Code counts only near the bound: pages that are given back too early are read again by the next test."""
+    """Collects memory that tests leave in frames of errors, in compiled code and in C's allocator, if it is much.
+
+    Python's own collector counts objects, not their tensors. Code is released only near the bound: the next test reads pages again that
+    are released too early."""
     libc = ctypes.CDLL(None)
     if held("RssAnon") > config.stash.get(COLLECTED, 0) + SLACK:
         if dynamo := sys.modules.get("torch._dynamo"):
@@ -92,8 +95,10 @@ def collect(config: pytest.Config, bound: int) -> None:
 
 
 def leave_code(libc: ctypes.CDLL) -> None:
-    """Pages of libraries' code that were run once, 150 MiB of torch, NVRTC and others: the system's, which has them for all processes, and
-    gives them back when they are run again. Not what may have been written, such as the tables of a library that is loaded."""
+    """Releases pages of library code that ran once: 150 MiB of torch, NVRTC and others.
+
+    The system holds them for all processes and maps them again when the code runs. Pages that may have been written, such as a library's
+    tables, stay."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, mode, _, _, inode, *_ = line.split(maxsplit=5)
         if mode == "r-xp" and inode != "0":

@@ -185,9 +185,9 @@ def test_a_row_serves_every_problem_of_its_bucket():
     "changes, words",
     [
         ({"code": "another"}, "the variant's code has changed since 2026-01-02"),
-        ({"arch": "sm_80"}, "it is of sm_80"),
-        ({"spec": str(OTHER).replace("tile=", "tilt=")}, "its variant is no more"),
-        ({"spec": str(replace(OTHER, tile=OTHER.tile * 64))}, "exceeds"),
+        ({"arch": "sm_80"}, "it is for sm_80"),
+        ({"spec": str(OTHER).replace("tile=", "tilt=")}, "its variant no longer exists:"),
+        ({"spec": str(replace(OTHER, tile=OTHER.tile * 64))}, "expected at most the 64 rows of a head"),
     ],
 )
 def test_a_row_that_is_not_believed_is_said_and_passed_over(changes, words):
@@ -379,7 +379,7 @@ def test_the_command(card, monkeypatch):
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(search.torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(main, ["tune", OP])
-    assert result.exit_code == 1 and "tune needs a CUDA device" in result.output
+    assert result.exit_code == 1 and "torch finds no CUDA device; tune needs one" in result.output
     assert runtime.name_of_gpu(SM90) is None
 
 

@@ -33,9 +33,8 @@ def demo(names, batches, prompts, layers, tokens, rounds, longest, kernels, file
 
     Needs a GPU. Builds a model of each family with random weights, as wide as a public one and with fewer layers; nothing is downloaded.
     Shows milliseconds and kernels per token, and that greedy generation in f32 gives the same tokens; with --prompt, milliseconds, kernels
-    and memory to the first token behind a prompt. Where mamba-ssm, causal-conv1d or flash-linear-attention are installed, transformers with
-    them is one more way, beside transformers with its own PyTorch functions. A family that fails does not stop the others. It is named at
-    the end, and the exit code is 1.
+    and memory to the first token after a prompt. If mamba-ssm, causal-conv1d or flash-linear-attention are installed, transformers is
+    also timed with them. A family that fails does not stop the others. It is named at the end, and the exit code is 1.
     """
     if file and not file.parent.is_dir():
         raise click.UsageError(f"--json: there is no directory {file.parent}")

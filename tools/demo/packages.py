@@ -1,7 +1,7 @@
-"""Kernel packages that transformers calls, if installed, instead of its own PyTorch functions.
+"""Kernel packages that transformers calls, if installed, instead of its PyTorch functions.
 
 A modeling file looks for mamba-ssm, causal-conv1d and flash-linear-attention when it is imported. If a package cannot be imported, the file
-silently uses its own function. The functions in the file therefore show what it calls; the list of installed packages does not.
+silently uses its PyTorch function. Only the functions in the file show which one it calls; the list of installed packages does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The worker of the interpreted platform, and what Triton's interpreter lacks for kernels of vLLM's."""
+"""The worker of the interpreted platform, and functions of Triton that its interpreter lacks for vLLM's kernels."""
 
 from __future__ import annotations
 

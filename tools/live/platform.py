@@ -1,6 +1,6 @@
-"""vLLM's platform whose device is the CPU and whose Triton kernels are interpreted: scheduler, model runner and layers are those of a GPU.
+"""A platform of vLLM on the CPU with interpreted Triton kernels: scheduler, model runner and layers are the GPU's.
 
-vLLM's own platform for CPUs has other functions of Mamba's in their place, of a C++ extension that its wheel for CUDA lacks.
+vLLM's own CPU platform calls other Mamba functions, from a C++ extension that the CUDA wheel lacks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm.platforms.interface import PlatformEnum
 # The plugin does nothing on a torch without CUDA.
 torch.version.cuda = torch.version.cuda or "12.9"
 
-# What the worker calls of that extension, to bind memory to a node.
+# The function of that extension that the worker calls, to bind memory to a node.
 EXTENSION = Library("_C", "FRAGMENT")
 EXTENSION.define("init_cpu_memory_env(int[] nodes) -> ()")
 EXTENSION.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")

@@ -52,7 +52,7 @@ class LiveServer(Server):
         return {"seconds": time.perf_counter() - begin}
 
     def state(self) -> dict[str, Any]:
-        """What Server.state says; calls by function that ssmgen took and refused; bytes of memory that this process had at most."""
+        """The state of Server, the calls that ssmgen took and refused by function, and this process's peak of memory in bytes."""
         calls = {"taken": self.taken, "refused": self.refused}
         return super().state() | calls | {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 

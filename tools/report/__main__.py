@@ -29,7 +29,7 @@ from .write import write
 def report(folder: Path, timings: tuple[Path, ...], archs: list[Arch], jobs: int | None) -> None:
     """Write kernels as a folder of web pages: open its index.html. Needs no GPU, no server and no network.
 
-    The default variants and those that --bench timed: sources, PTX, SASS, occupancy, which calls are given them, any two side by side.
+    Shows the default variants and the variants timed by --bench: sources, PTX, SASS, occupancy, their calls, and any two side by side.
     """
     with click.progressbar(length=1, label="compiling", file=sys.stderr) as bar:
 

@@ -51,7 +51,7 @@ def serving(models, answered, batches, file, folder, **given) -> None:
     Needs a GPU and vLLM 0.33. Builds two engines for each model, with random weights, as wide as a public one and with fewer layers;
     nothing is downloaded. All are built at once. Then one at a time has the GPU: each tunes its Triton kernels again, and rounds follow
     in which engines with and without ssmgen take turns. Last, torch's profiler says how long the GPU works in decode steps. An engine
-    that fails stops no other. What it said is printed, and the exit code is 1.
+    that fails does not stop the others. Its output is printed, and the exit code is 1.
     """
     timed = tuple(model for model in models or TIMED if model != "none")
     options = Options(timed=tuple(dict.fromkeys(timed)), answered=answered, batches=tuple(sorted(set(batches) or {1, 8, 64, 256})), **given)

@@ -48,14 +48,18 @@ def _run(
     """`function` of a state of its own and `operands`; o is of the dtype of `like`."""
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if sequences < 0:
-        raise ArgumentError(function.__name__, ["cu_seqlens is empty, not [N + 1]"])
+        raise ArgumentError(function.__name__, ["cu_seqlens is empty; expected [N + 1]"])
     if initial_state is None:
         last = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
         state = v.new_zeros((sequences, v.shape[-2], *last), dtype=torch.float32)
     elif initial_state.shape[0] != sequences:
-        raise ArgumentError(function.__name__, [f"initial_state has {initial_state.shape[0]} states for {sequences} sequences"])
+        raise ArgumentError(
+            function.__name__, [f"initial_state has {initial_state.shape[0]} states; expected {sequences}, one per sequence"]
+        )
     elif not initial_state.is_floating_point():
-        raise ArgumentError(function.__name__, [f"initial_state is {initial_state.dtype}, not of floating point".replace("torch.", "")])
+        raise ArgumentError(
+            function.__name__, [f"initial_state is {initial_state.dtype}; expected a floating-point dtype".replace("torch.", "")]
+        )
     elif output_final_state:
         state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     else:
@@ -80,12 +84,14 @@ def fused_recurrent_gated_delta_rule(
     name = "fused_recurrent_gated_delta_rule"
     state_v_first = _v_first(state_v_first, kwargs)
     if gv is not None:
-        raise NotImplementedError("gv: ssmgen's gated delta rules have no decay per value channel")
+        raise NotImplementedError("gv is given; expected None: ssmgen's gated delta rules have no decay per value channel")
     if g is not None and gk is not None:
-        raise NotImplementedError("g with gk: ssmgen's gated delta rules have one decay, per head or per key channel; add g to gk")
+        raise NotImplementedError(
+            "g and gk are both given; expected one: ssmgen's gated delta rules have one decay, per head or per key channel. Add g to gk."
+        )
     A_log, dt_bias, _ = _gate(name, use_gate_in_kernel, A_log, dt_bias)
     if use_gate_in_kernel and g is None:
-        raise ArgumentError(name, ["use_gate_in_kernel=True, and g is None"])
+        raise ArgumentError(name, ["g is None with use_gate_in_kernel=True; expected g"])
     beta = _beta(name, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     function: Callable[..., Tensor] = native.delta_rule
     operands: tuple[Tensor | None, ...] = (q, k, v, beta)
@@ -182,7 +188,9 @@ def fused_recurrent_simple_gla(
     state_v_first = _v_first(state_v_first, kwargs)
     _forward_only(reverse)
     if g is not None and g_gamma is not None:
-        raise NotImplementedError("g with g_gamma: ssmgen's simple_gla has one decay per head; add g_gamma to g")
+        raise NotImplementedError(
+            "g and g_gamma are both given; expected one: ssmgen's simple_gla has one decay per head. Add g_gamma to g."
+        )
     operands = (q, k, v, g_gamma if g is None else g)
     return _run(native.simple_gla, operands, q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=q)
 
@@ -195,7 +203,7 @@ def fused_recurrent_lightning_attn(
     """Head h of H decays with the slope 8 h / H (1 - layer_idx / num_layers)."""
     _forward_only(reverse)
     if not 0 <= layer_idx < num_layers:
-        raise ArgumentError("fused_recurrent_lightning_attn", [f"layer_idx is {layer_idx}, which is no layer of num_layers {num_layers}"])
+        raise ArgumentError("fused_recurrent_lightning_attn", [f"layer_idx is {layer_idx}; expected a layer below num_layers {num_layers}"])
     heads = q.shape[-2]
     slope = (8 / max(heads, 1) * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)
     return _run(native.lightning_attn, (q, k, v, slope), q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q)

@@ -18,9 +18,12 @@ def v_first(state_v_first: bool, others: dict[str, Any]) -> bool:
     """state_v_first, or the value under its old name. Nothing else may be among the keywords."""
     if "transpose_state_layout" in others:
         if state_v_first or not isinstance(others["transpose_state_layout"], bool):
-            problem = "state_v_first and transpose_state_layout, True or False, are the same argument: give one"
+            problem = (
+                "state_v_first and transpose_state_layout are both given; expected one bool: the second is the older name. "
+                "Pass state_v_first."
+            )
             raise ArgumentError("flash-linear-attention's function", [problem])
-        warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
+        warnings.warn("transpose_state_layout is deprecated. Pass state_v_first.", DeprecationWarning, stacklevel=3)
         state_v_first = others.pop("transpose_state_layout")
     none_of(others)
     return state_v_first
@@ -28,12 +31,12 @@ def v_first(state_v_first: bool, others: dict[str, Any]) -> bool:
 
 def none_of(others: dict[str, Any]) -> None:
     if others:
-        raise NotImplementedError(f"ssmgen does not know the argument {', '.join(others)}, and does not ignore it")
+        raise NotImplementedError(f"ssmgen does not know {', '.join(others)}, and ignores no argument. Leave it out.")
 
 
 def forward_only(reverse: bool) -> None:
     if reverse:
-        raise NotImplementedError("reverse=True: ssmgen computes decode steps, which go forward in time only")
+        raise NotImplementedError("reverse is True; expected False: decode steps go forward in time")
 
 
 def gate(
@@ -46,7 +49,7 @@ def gate(
     if not use_gate_in_kernel:
         return None, None, None
     if A_log is None and lower_bound is None:
-        raise ArgumentError(name, ["use_gate_in_kernel=True, and A_log is None"])
+        raise ArgumentError(name, ["A_log is None with use_gate_in_kernel=True; expected A_log"])
     if isinstance(A_log, Tensor) and A_log.dim() > 1:
         A_log = A_log.reshape(-1)
     return A_log, dt_bias, lower_bound
@@ -55,5 +58,5 @@ def gate(
 def beta_of(name: str, beta: Tensor | None, v: Tensor, sigmoid: bool = False, allow_neg_eigval: bool = False) -> Tensor:
     """beta, or where it is None one for every head."""
     if allow_neg_eigval and not sigmoid:
-        raise ArgumentError(name, ["allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True"])
+        raise ArgumentError(name, ["allow_neg_eigval is True and use_beta_sigmoid_in_kernel False; expected both: it doubles the sigmoid"])
     return v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta  # one element, with strides of zero

@@ -68,7 +68,9 @@ def _attention(
     final = _prompts.states_of(q, v, count) if output_final_state else None
     if initial_state is not None and not state_v_first:
         if initial_state.shape != (expected := (count, v.shape[-2], q.shape[-1], v.shape[-1])):
-            raise ArgumentError(function.__name__, [f"initial_state is {list(initial_state.shape)}, not [N, HV, K, V] = {list(expected)}"])
+            raise ArgumentError(
+                function.__name__, [f"initial_state is {list(initial_state.shape)}; expected [N, HV, K, V] = {list(expected)}"]
+            )
         initial_state = initial_state.transpose(-1, -2)
     _prompts.run(function, operands, out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, scale=scale)
     return out, final if final is None or state_v_first else final.transpose(-1, -2).contiguous()
@@ -80,20 +82,22 @@ def _check_chunk_size(name: str, others: dict[str, Any], sizes: tuple[int, ...] 
     if isinstance(size, bool) or size not in sizes:
         *first, last = map(str, sizes)
         said = f"{', '.join(first)} or {last}" if first else last
-        raise ArgumentError(name, [f"chunk_size is {size!r}, not {said}"])
+        raise ArgumentError(name, [f"chunk_size is {size!r}; expected {said}"])
 
 
 def _check_power_of_two(name: str, size: object) -> None:
     """The same of functions that take any power of two, or None."""
     if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size > 0 and size & (size - 1) == 0):
-        raise ArgumentError(name, [f"chunk_size is {size!r}, not a power of 2"])
+        raise ArgumentError(name, [f"chunk_size is {size!r}; expected a power of 2"])
 
 
 def _whole(cp_context: object, intermediate: bool = False) -> None:
     if cp_context is not None:
-        raise NotImplementedError("cp_context: ssmgen does not divide a sequence among devices")
+        raise NotImplementedError("cp_context is given; expected None. To split sequences over ranks, call ssmgen.distributed.")
     if intermediate:
-        raise NotImplementedError("return_intermediate_states: ssmgen's native functions give states at checkpoint_positions")
+        raise NotImplementedError(
+            "return_intermediate_states is True; expected False. Call ssmgen's own function with checkpoint_positions."
+        )
 
 
 def _raw_gate(
@@ -102,7 +106,7 @@ def _raw_gate(
     """The native functions' arguments for a raw gate; takes A_log and dt_bias out of the keywords."""
     A_log, dt_bias, bound = _gate(name, in_kernel, others.pop("A_log", None), others.pop("dt_bias", None), lower_bound)
     if in_kernel and safe_gate and bound is None:
-        raise ArgumentError(name, ["safe_gate=True with use_gate_in_kernel=True needs lower_bound"])
+        raise ArgumentError(name, ["lower_bound is None with safe_gate=True and use_gate_in_kernel=True; expected a number"])
     return {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": bound}
 
 
@@ -118,11 +122,11 @@ def chunk_gated_delta_rule(
     _whole(cp_context)
     _check_chunk_size(name, kwargs)
     if not isinstance(in_kernel := kwargs.pop("use_gate_in_kernel", False), bool):
-        raise ArgumentError(name, [f"use_gate_in_kernel is a {type(in_kernel).__name__}, not True or False"])
+        raise ArgumentError(name, [f"use_gate_in_kernel is a {type(in_kernel).__name__}; expected True or False"])
     raw = _gate(name, in_kernel, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None))
     state_v_first = _v_first(state_v_first, kwargs)
     if g is None:
-        raise ArgumentError(name, ["g is None; without a decay it is chunk_delta_rule"])
+        raise ArgumentError(name, ["g is None; expected a decay. Without one, call chunk_delta_rule."])
     return _chunked(
         _prompts.chunk_gated_delta_rule, (q, k, v, g, _beta(name, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)), initial_state,
         output_final_state, state_v_first, cu_seqlens, scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel, A_log=raw[0], dt_bias=raw[1],
@@ -252,7 +256,7 @@ def _low_rank(
     _whole(cp_context)
     _check_power_of_two(name, chunk_size)
     if lower_bound is not None and not lower_bound < 0:
-        raise ArgumentError(name, [f"lower_bound is {lower_bound}: a log decay is negative"])
+        raise ArgumentError(name, [f"lower_bound is {lower_bound}; expected below 0, like a log decay"])
     return _chunked(linear.chunk_dplr_delta_rule, operands, initial_state, output_final_state, False, cu_seqlens, scale=scale)
 
 
@@ -266,7 +270,9 @@ def chunk_simple_gla(
     _check_power_of_two("chunk_simple_gla", kwargs.pop("chunk_size", None))
     state_v_first = _v_first(state_v_first, kwargs)
     if g is not None and g_gamma is not None:
-        raise NotImplementedError("g with g_gamma: ssmgen's chunk_simple_gla has one decay per head; add g_gamma to g")
+        raise NotImplementedError(
+            "g and g_gamma are both given; expected one: ssmgen's chunk_simple_gla has one decay per head. Add g_gamma to g."
+        )
     operands = (q, k, v, g_gamma if g is None else g)
     return _attention(attention.chunk_simple_gla, operands, initial_state, output_final_state, state_v_first, cu_seqlens, scale=scale)
 
@@ -280,7 +286,7 @@ def chunk_lightning_attn(
     _check_power_of_two("chunk_lightning_attn", kwargs.pop("chunk_size", None))
     _none_of(kwargs)
     if not 0 <= layer_idx < num_layers:
-        raise ArgumentError("chunk_lightning_attn", [f"layer_idx is {layer_idx}, which is no layer of num_layers {num_layers}"])
+        raise ArgumentError("chunk_lightning_attn", [f"layer_idx is {layer_idx}; expected a layer below num_layers {num_layers}"])
     heads = q.shape[-2]
     slope = (8 / max(heads, 1) * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)
     return _attention(attention.chunk_lightning_attn, (q, k, v, slope), initial_state, output_final_state, False, cu_seqlens, scale=scale)

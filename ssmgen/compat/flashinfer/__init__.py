@@ -6,7 +6,7 @@ place. Each returns (output, state or pool), output of shape [B, T, HV, V] and o
 Deliberate differences:
 - A sequence that reads from a negative slot, or from none of the pool's, gets a zero output and touches nothing; a state that would go to
   such a slot is not written. FlashInfer takes slot 0, leaves the output as it was, or reads beyond the pool. Slot 0 is like any other;
-  null_slot=0 makes it nobody's, as a negative one is, and zero_padding=False leaves such a sequence's output, which must be given.
+  null_slot=0 makes slot 0 padding, like a negative slot. zero_padding=False keeps the output of padding; pass `output`.
 - Operands and states are f32, f16 or bf16, each its own: f16 is not rounded to bf16 on the way.
 - K and V are not tied to 128, nor T to one or several: a buffer or disable_state_update goes with T = 1 too.
 - A state whose last two axes are not dense is refused, not copied there and back.
@@ -55,7 +55,7 @@ def _run(
 
 def _check_backend(backend: str) -> None:
     if backend not in ("auto", "flashinfer"):
-        raise NotImplementedError(f"backend={backend!r} names kernels that ssmgen does not have; it takes 'auto' and 'flashinfer'")
+        raise NotImplementedError(f"backend is {backend!r}; expected 'auto' or 'flashinfer'")
 
 
 _OPERANDS = {"q": "[B, T, H, K]", "v": "[B, T, HV, V]"}
@@ -95,21 +95,21 @@ def gated_delta_rule_decode_pretranspose(
     """state: [B, HV, V, K]; or None, and a pool initial_state [slots, HV, V, K] with initial_state_indices [B].
 
     output_state_indices: [B], slots to write, None for those read   intermediate_states_buffer: [B or more, T or more, HV, V, K]
-    null_slot, zero_padding: not FlashInfer's: whose slot is null_slot is padding; zero_padding=False leaves the output of what is
+    null_slot, zero_padding: ssmgen's own: a sequence in slot null_slot is padding; zero_padding=False keeps the output of padding
     """
     _check_backend(backend)
     if initial_state is not None and initial_state.dim() == 5:
-        raise NotImplementedError("initial_state has 5 axes: ssmgen has no kernel for a pool that is split between two dies")
+        raise NotImplementedError("initial_state has 5 axes; expected 4: ssmgen has no kernel for a pool that is split between two dies")
     problems = []
     if (initial_state is None) != (initial_state_indices is None):
-        problems.append("initial_state and initial_state_indices go together")
+        problems.append("one of initial_state and initial_state_indices is None; expected both or neither")
     if initial_state is None and output_state_indices is not None:
-        problems.append("output_state_indices is given without initial_state")
+        problems.append("output_state_indices is given without initial_state; expected both. Pass initial_state.")
     if initial_state is not None and state is not None:
-        problems.append("both state and initial_state are given")
+        problems.append("state and initial_state are both given; expected one of them")
     held = state if initial_state is None else initial_state
     if held is None:
-        problems.append("neither state nor initial_state is given")
+        problems.append("state and initial_state are None; expected one of them")
     if problems or held is None:
         raise ArgumentError("gated_delta_rule_decode_pretranspose", problems)
     return _run(
@@ -182,17 +182,21 @@ def gated_delta_rule_mtp(
     """
     if cache_replayssm or any(t is not None for t in (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)):
         raise NotImplementedError(
-            "cache_replayssm and replayssm_*: ssmgen's ring keeps other tensors; see gated_delta_rule(ring=…) and its commit"
+            "cache_replayssm or replayssm_* is given; expected None: ssmgen's ring keeps other tensors. "
+            "Call ssmgen.gated_delta_rule with ring=."
         )
     if disable_state_update is None:
-        message = "gated_delta_rule_mtp does not update the state unless disable_state_update=False; say which, the default will change"
+        message = "disable_state_update is None, which leaves the state unchanged; the default will change. Pass True or False."
         warnings.warn(message, FutureWarning, stacklevel=2)
         disable_state_update = True
     problems = []
     if ssm_state_indices is not None and disable_state_update:
-        problems.append("ssm_state_indices is given, and disable_state_update is not False")
+        problems.append(
+            "ssm_state_indices is given and disable_state_update is not False; expected False, to write states. "
+            "Pass disable_state_update=False."
+        )
     if ssm_state_indices is not None and ssm_state_indices.dim() != 2:
-        problems.append(f"ssm_state_indices is {list(ssm_state_indices.shape)}, not [batch, tokens]")
+        problems.append(f"ssm_state_indices is {list(ssm_state_indices.shape)}; expected [batch, tokens]")
     if problems:
         raise ArgumentError("gated_delta_rule_mtp", problems)
     write, last = output_state_indices if ssm_state_indices is None else ssm_state_indices, None
@@ -215,7 +219,7 @@ def _with_last(each: Tensor, last: Tensor, slots: int, null_slot: int) -> tuple[
     """(slots [B, T] that are written, then a copy from and to slots [B]): the state after the last token goes to the slots `last` as well,
     at once where it has none in `each`."""
     if last.shape != each.shape[:1] or not each.numel():
-        problem = f"output_state_indices is {list(last.shape)}, not [batch] of ssm_state_indices, which is {list(each.shape)}"
+        problem = f"output_state_indices is {list(last.shape)}; expected [batch], as ssm_state_indices is {list(each.shape)}"
         raise ArgumentError("gated_delta_rule_mtp", [problem])
     own = each[:, -1]
     at_once = torch.where(_is_slot(own, slots, null_slot), own, last.to(own))
@@ -223,8 +227,9 @@ def _with_last(each: Tensor, last: Tensor, slots: int, null_slot: int) -> tuple[
 
 
 def _copy_slots(pool: Tensor, source: Tensor, target: Tensor, there: Tensor, null_slot: int) -> None:
-    """Copies states from slot to slot [B], where both are the pool's and a sequence is there. The device decides: what is not to be copied
-    repeats the first that is, or, if none is, writes slot 0 over itself."""
+    """Copies states from slots to slots [B], for sequences that exist and whose two slots are in the pool.
+
+    The device decides: any other sequence repeats the first copy. If there is no copy, slot 0 is written over itself."""
     there = there & _is_slot(source, pool.shape[0], null_slot) & _is_slot(target, pool.shape[0], null_slot)
     row = torch.where(there, torch.arange(len(there), device=there.device), there.int().argmax())
     source, target = (torch.where(there.any(), index[row], 0) for index in (source, target))
@@ -299,15 +304,17 @@ def selective_state_update(
     Raises UnsupportedError for other packages' kernels, and the errors of ssmgen.selective_state_update.
     """
     if backend not in ("auto", "flashinfer"):
-        reason = f"backend={backend!r} names kernels that ssmgen does not have; it takes 'auto' and 'flashinfer'"
+        reason = f"backend is {backend!r}; expected 'auto' or 'flashinfer'"
         raise UnsupportedError("FlashInfer's selective_state_update", [reason])
     problems = []
     if algorithm not in _ALGORITHMS:
-        problems.append(f"algorithm is {algorithm!r}, not one of {', '.join(_ALGORITHMS)}")
+        problems.append(f"algorithm is {algorithm!r}; expected one of {', '.join(_ALGORITHMS)}")
     if x.dim() == 4 and cache_steps not in (0, x.shape[1]):
-        problems.append(f"cache_steps is {cache_steps}, and x has {x.shape[1]} tokens")
+        problems.append(f"cache_steps is {cache_steps}; expected {x.shape[1]}, the tokens of x")
     if rand_seed is not None and (rand_seed.numel() != 1 or philox_rounds <= 0):
-        problems.append(f"rand_seed has {rand_seed.numel()} elements and philox_rounds is {philox_rounds}: one seed, and some rounds")
+        problems.append(
+            f"rand_seed has {rand_seed.numel()} elements and philox_rounds is {philox_rounds}; expected one seed and 1 or more rounds"
+        )
     if problems:
         raise ArgumentError("selective_state_update", problems)
     read, write = state_batch_indices, dst_state_batch_indices

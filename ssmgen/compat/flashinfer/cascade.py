@@ -2,7 +2,7 @@
 
 LSEs are of base 2, and -inf where there is nothing; v f32, f16 or bf16, head_dim 1 … 1024, any number of heads,
 splits and rows. Each raises what ssmgen.combine_splits raises. Deliberate differences:
-- What has no weight may hold anything, NaN too; an LSE that is +inf or NaN is that of nothing.
+- Values with weight 0 may be anything, also NaN. An LSE of +inf or NaN gives weight 0, like -inf.
 - merge_state_in_place takes s of f32 only. FlashInfer converts others, and loses the result.
 """
 

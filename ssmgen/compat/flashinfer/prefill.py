@@ -3,7 +3,7 @@
 Deliberate differences:
 - q, k and v are bf16 or f16 with any strides of tokens and heads, K and V multiples of 16 up to 256; g and beta are f32, bf16 or f16.
 - A sequence whose slot is negative or none of the pool's gets a zero output and touches nothing; without output_final_state, it starts
-  from zeros. FlashInfer asks for slots of the pool: it has no padding, so that there is no null_slot or zero_padding as of decode steps.
+  from zeros. FlashInfer requires slots of the pool: it has no padding. The decode steps' null_slot and zero_padding do not exist here.
 - output_state is only written with output_final_state, and always then: a sequence without tokens leaves its initial state there, zeros
   without one, where FlashInfer leaves what was there. Normalised q and k are not rounded on the way.
 - Where q has more heads than v, k and v are repeated for them, in copies.
@@ -60,8 +60,8 @@ def chunk_gated_delta_rule(
     initial_state: [N, HV, V, K], None for zeros; output_state: the same, None for new ones of f32
     state_indices: [N], distinct slots: initial_state and output_state are pools [slots, HV, V, K], or one pool, which is then updated in
         place. output_final_state needs output_state then, and returns it
-    checkpoint_every_n_tokens: a multiple of 64: the states after each so many tokens of sequence i go to rows checkpoint_cu_starts[i] and
-        following of state_checkpoints [count, HV, V, K]; other rows stay. With a pool, they are rounded to its dtype
+    checkpoint_every_n_tokens: n, a multiple of 64: the state after every n tokens of sequence i goes to the rows of state_checkpoints
+        [count, HV, V, K] from checkpoint_cu_starts[i] on; other rows stay. With a pool, states are rounded to its dtype
     use_cp, _cp_chunk_len and max_seqlen divide FlashInfer's work: ignored   backend: "auto" or "flashinfer"
 
     Raises UnsupportedError for another backend, and the errors of ssmgen.chunk_gated_delta_rule.
@@ -72,9 +72,9 @@ def chunk_gated_delta_rule(
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     problems = _prompts.objections(v, {"state_indices": state_indices}, {"initial_state": initial_state})
     if state_indices is not None and output_final_state and output_state is None:
-        problems.append("state_indices need an explicit output_state pool, to which the final states go: output_state is None")
+        problems.append("output_state is None with state_indices; expected the pool that receives the final states. Pass output_state.")
     if not isinstance(use_cp, bool) and use_cp != "auto":
-        problems.append(f"use_cp is {use_cp!r}, not 'auto', True or False")
+        problems.append(f"use_cp is {use_cp!r}; expected 'auto', True or False")
     tokens, kept = checkpoint_every_n_tokens, state_checkpoints
     positions = _prompts.places(name, v, tokens, cu_seqlens, kept, checkpoint_cu_starts, problems)
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
@@ -98,9 +98,9 @@ def chunk_gated_delta_rule(
 
 def _check_served(name: str, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
     """Raises UnsupportedError for calls that only FlashInfer has kernels for."""
-    reasons = [] if backend in ("auto", "flashinfer") else [f"backend={backend!r} names kernels of others; 'auto' and 'flashinfer' do not"]
+    reasons = [] if backend in ("auto", "flashinfer") else [f"backend is {backend!r}; expected 'auto' or 'flashinfer'"]
     heads = q.shape[1], k.shape[1], v.shape[1]
     if heads[0] > heads[2] and (heads[1] != heads[2] or not heads[2] or heads[0] % heads[2]):
-        reasons.append(f"q, k and v have {heads[0]}, {heads[1]} and {heads[2]} heads: if q has more, a multiple of both others")
+        reasons.append(f"q, k and v have {heads[0]}, {heads[1]} and {heads[2]} heads; expected multiples of both others where q has more")
     if reasons:
         raise UnsupportedError(name, reasons)

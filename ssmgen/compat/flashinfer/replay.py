@@ -62,27 +62,27 @@ def checkpointing_ssu(
     The caller moves ring_start and sets prev_num_accepted_tokens, both [slots] int32: a step of T tokens catches up where
     prev_num_accepted_tokens + 2 T > R (of packed sequences, T is max_seqlen plus the sequence's own length instead of 2 T).
 
-    enable_pdl: starts while the kernel ahead in the stream ends, and waits for it before it reads anything; where the device can
+    enable_pdl: starts while the previous kernel of the stream ends, and waits for it before it reads anything; if the device can
     d_split, precompute_heads_per_cta, algorithm, and the scratch cb_scaled, cumAdt_vec and cb_old choose among FlashInfer's kernels and
     change no result: ignored.
 
-    zero_padding: not FlashInfer's: False leaves the output of padded sequences as it is
+    zero_padding: ssmgen's own: False keeps the output of padded sequences
 
     Unlike there: a padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero output; products are exact
-    to 2^-24, not of factors rounded to bf16; the window R - T is up to 32, and T may be longer; every operand beside x, B, C and the
-    history may have a separate dtype; states of all types but f32 are rounded stochastically too.
+    to 2^-24, not of factors rounded to bf16; the window R - T is up to 32, and T may be longer; each operand except x, B, C and the
+    history has its own dtype; states of all types but f32 are rounded stochastically too.
     Raises what ssmgen.checkpoint_selective_state_update does.
     """
-    problems = ["out is None; it is needed, as there"] if out is None else []
+    problems = ["out is None; expected a tensor, as in FlashInfer"] if out is None else []
     if algorithm not in ("auto", "monolith", "two-kernel"):
-        problems.append(f"algorithm is {algorithm!r}, not 'auto', 'monolith' or 'two-kernel'")
+        problems.append(f"algorithm is {algorithm!r}; expected 'auto', 'monolith' or 'two-kernel'")
     if (cu_seqlens is None) != (max_seqlen is None):
-        problems.append("cu_seqlens and max_seqlen go together")
+        problems.append("one of cu_seqlens and max_seqlen is None; expected both or neither")
     given, result = (x, dt, B, C, z, out), out
     if cu_seqlens is not None:
         for name, t in zip(("x", "dt", "B", "C", "z", "out"), given, strict=True):
             if isinstance(t, Tensor) and (t.dim() != 4 or t.shape[0] != 1):
-                problems.append(f"{name} is {list(t.shape)}; with cu_seqlens it has 4 axes, the first of size 1")
+                problems.append(f"{name} is {list(t.shape)}; expected 4 axes with cu_seqlens, the first of size 1")
     if problems:
         raise ArgumentError(NAME, problems)
     if cu_seqlens is not None:

@@ -78,7 +78,7 @@ class Patch:
                 else:
                     overwritten.append(f"{label} is now {getattr(r.module, r.name, 'missing')!r}")
         if overwritten:
-            raise PatchError(f"these were replaced by something else after ssmgen did, and are left as they are:\n{bullets(overwritten)}")
+            raise PatchError(f"other code replaced these after ssmgen did; ssmgen does not restore them:\n{bullets(overwritten)}")
 
     def __enter__(self) -> Patch:
         return self
@@ -91,7 +91,7 @@ class Patch:
         width = max(map(len, self.replaced), default=0)
         rows = [f"{label:{width}} {c.ssmgen:8} {c.original:8}" for label, c in calls.items()]
         left = [
-            f"{label} is left to transformers, first in {layer}:\n{reason}"
+            f"transformers computes {label}, first in {layer}:\n{reason}"
             for label, c in calls.items()
             for reason, layer in self._replacements[label].reasons.items()
             if c.original
@@ -120,10 +120,10 @@ def patch(models: str | torch.nn.Module | Iterable[str | torch.nn.Module] = "aut
         lost = {f"{name}.{target.name}": words for name, target in wanted if (words := _objection(name, target))}
         if lost:
             lines = bullets([f"{label}: {words}" for label, words in lost.items()])
-            warnings.warn(f"these functions are not replaced:\n{lines}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"ssmgen does not replace these functions:\n{lines}", RuntimeWarning, stacklevel=2)
         kept = [(name, target) for name, target in wanted if f"{name}.{target.name}" not in lost]
         if wanted and not kept:
-            raise PatchError("none of these models has a function to replace; ssmgen knows transformers 5.15 to 5.24")
+            raise PatchError("none of these models has a function that ssmgen replaces. It knows transformers 5.15 to 5.24.")
         seen = {f"{name}.{t.name}": between.recognised(getattr(_module(name), t.name)) for name, t in kept if t.between}
         recognised = {label: words for label, words in seen.items() if words}
         return Patch([_replacement(name, target) for name, target in kept] + _of_checkpoints(models), lost, recognised)
@@ -148,15 +148,15 @@ def _names(models: str | torch.nn.Module | list[str | torch.nn.Module]) -> list[
             if not kinds and not any(map(remote.bound, remote.modules_of(m))):
                 problems.append(remote.missing(m))
         elif not isinstance(m, str):
-            problems.append(f"{m!r} is {type(m).__name__}, not a model or the name of a model folder")
+            problems.append(f"{m!r} is {type(m).__name__}; expected a model or the name of a model folder")
         elif not found.is_folder(m):
-            problems.append(f"{m!r} is not in transformers {version}")
+            problems.append(f"{m!r} is not a model folder of transformers {version}")
         elif not found.has(found.modeling(m)):
             problems.append(f"{m!r} has no function or layer that ssmgen knows")
         else:
             names[m] = None
     if problems:
-        raise PatchError(f"cannot patch:\n{bullets(problems)}\nNothing was replaced. Known are: {', '.join(found.names())}.")
+        raise PatchError(f"cannot patch:\n{bullets(problems)}\nNothing was replaced. ssmgen knows: {', '.join(found.names())}.")
     return list(names)
 
 
@@ -208,7 +208,7 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
     """
     sizes = sorted(set(batches))
     if not sizes or sizes[0] < 1:
-        raise PatchError(f"batches are {sizes}: name one or more, of 1 or more sequences each")
+        raise PatchError(f"batches is {sizes}; expected one or more sizes, of 1 or more sequences each")
     loaded = runtime.loaded_count()
     device = next(model.parameters()).device
     with patch(model, fuse=fuse) as handle, torch.no_grad():
@@ -223,5 +223,5 @@ def warm(model: torch.nn.Module, batches: Iterable[int] = (1,), prompt_length: i
                 size = api.size_of(call.function, *call.args, **call.kwargs)
                 api.warm(call.function, *call.args, batches=[size * n // batch for n in sizes if n >= batch], **call.kwargs)
         if not any(c.ssmgen for c in handle.calls().values()):
-            raise PatchError("no layer of the model called a function of ssmgen's; the warnings say why")
+            raise PatchError("no layer of the model called a function of ssmgen. The warnings say why.")
     return runtime.loaded_count() - loaded

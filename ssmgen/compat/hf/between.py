@@ -166,11 +166,11 @@ def rms_norm(norm: Any, style: Style, x: Tensor) -> Tensor:
 def _faults(norm: Any, style: Style, dtype: torch.dtype, width: int) -> list[str]:
     """Why no kernel computes a norm of such numbers, in words that do not depend on how many there are."""
     size = norm.group_size or width if style.grouped else width
-    found = [] if 1 <= size <= MAX_GROUP else [f"its groups have {size} elements, not 1 … {MAX_GROUP}"]
+    found = [] if 1 <= size <= MAX_GROUP else [f"its groups have {size} elements; expected 1 … {MAX_GROUP}"]
     if (
         style.weighted and (result := style.result(dtype, norm.weight.dtype)) != dtype
     ):  # v is rounded to the one, what is given to the other
-        found.append(f"weight is {norm.weight.dtype} and makes {result} of {dtype}".replace("torch.", ""))
+        found.append(f"weight is {norm.weight.dtype} and promotes {dtype} to {result}".replace("torch.", ""))
     return found
 
 

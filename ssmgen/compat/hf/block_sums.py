@@ -152,14 +152,16 @@ def count(block: Any) -> int:
 def objection(block: Any) -> str:
     """Why a block's sums are left alone, or nothing."""
     found, known = count(block), KNOWN.get(block.__name__)
-    return "" if known in (None, found) else f"its forward adds to a residual {found} times, not {known} as known"
+    return "" if known in (None, found) else f"its forward adds to a residual {found} times; expected {known}"
 
 
 def recognised(block: Any) -> str:
     """Why a block that is in no table is rewritten; empty for one that is."""
     found = count(block)
     return (
-        "" if block.__name__ in KNOWN or not found else f"it is in no table; its forward calls norms and adds to a residual {found} times"
+        ""
+        if block.__name__ in KNOWN or not found
+        else f"it is not in ssmgen's table; its forward calls norms and adds to a residual {found} times"
     )
 
 

@@ -37,13 +37,13 @@ def version() -> str:
     release = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
     if release < OLDEST:
         raise PatchError(
-            f"transformers is {found}, whose modeling files do not look up functions that could be replaced; those of 5.15 and later do: "
+            f"transformers is {found}; expected 5.15 or later, whose modeling files look up functions that ssmgen can replace. Run: "
             "pip install -U 'ssmgen[hf]'. Nothing was replaced."
         )
     if release > TESTED and found not in _told:
         _told.add(found)
         newest = ".".join(map(str, TESTED))
-        words = f"transformers {found} is newer than {newest}, the newest that ssmgen was tested with: what has changed is left alone"
+        words = f"transformers is {found}; ssmgen was tested up to {newest}. Functions that changed since are not replaced."
         warnings.warn(words, RuntimeWarning, stacklevel=2)
     return found
 

@@ -103,7 +103,9 @@ def mamba_selective_scan(
     use_mambapy and use_associative_scan choose among transformers' own scans: they are not looked at.
     """
     if given := [name for name in ("seq_idx", "cu_seqlens") if kwargs.get(name) is not None]:
-        raise ArgumentError("mamba_selective_scan", [f"{' and '.join(given)}: packed sequences are not told apart here"])
+        raise ArgumentError(
+            "mamba_selective_scan", [f"{' and '.join(given)} is given; expected None: this function does not separate packed sequences"]
+        )
     operands = mamba1_prompts.Operands(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus)
     run = partial(call, native_selective_scan.selective_scan)
     found: Tensor | tuple[Tensor, Tensor] = mamba1_prompts.scan(
@@ -123,7 +125,7 @@ def mamba2_chunk_scan(
     chunk_size is not looked at: ssmgen's chunks have 64 tokens. seq_idx [batch, T] int32 separates packed sequences.
     """
     if kwargs.get("cu_seqlens") is not None:
-        raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given: packed sequences are told apart by seq_idx"])
+        raise ArgumentError("mamba2_chunk_scan", ["cu_seqlens is given; expected seq_idx for packed sequences"])
     x, B, C = (rows_of(t) for t in (hidden_states, B, C))  # they do not follow a window of the cache
     z = rows_of(kwargs.get("z"))
     out: Tensor | tuple[Tensor, Tensor] = call(
@@ -175,7 +177,7 @@ def _chunked(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """A prompt's output and, if keep, its final state: the given state, written in place, or a new one."""
     if cu_seqlens is None and others.get("seq_idx") is not None:
-        raise ArgumentError(function.__name__, ["seq_idx is given: packed sequences are told apart by cu_seqlens"])
+        raise ArgumentError(function.__name__, ["seq_idx is given; expected cu_seqlens for packed sequences"])
     rows = (t if t.dim() < 4 else rows_of(t) for t in operands)  # they do not follow a window of the cache
     found = call(
         function, *rows, use_qk_l2norm=l2norm, state_layout="kv", cu_seqlens=cu_seqlens, initial_states=state,
@@ -219,10 +221,12 @@ def _recurrent(
     function: Callable[..., Tensor], operands: tuple[Tensor, ...], state: Tensor | None, keep: bool, l2norm: bool, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     if state is None:
-        raise ArgumentError(function.__name__, ["initial_state is None: a first state is the prefill's to make"])
+        raise ArgumentError(function.__name__, ["initial_state is None; expected a state: the prompt makes the first one"])
     query, _, value, *_ = operands
     if query.dtype != value.dtype:
-        raise ArgumentError(function.__name__, [f"value is {value.dtype}, query is {query.dtype}".replace("torch.", "")])
+        raise ArgumentError(
+            function.__name__, [f"value is {value.dtype}; expected {query.dtype}, the dtype of query".replace("torch.", "")]
+        )
     o = call(
         function, state, *operands, use_qk_l2norm=l2norm, state_layout="kv", cu_seqlens=cu_seqlens, update_state=bool(keep),
     )  # fmt: skip
@@ -288,7 +292,7 @@ def run_function(replacement: Replacement, original: Callable[..., Any], ours: C
 def serve(tally: Tally, ours: Callable[..., Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of ours, or of the original where ours does not serve the call."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
-        reason: str | None = "  - an operand requires grad, and ssmgen's functions have no backward"
+        reason: str | None = "    - an operand requires grad; expected none, since ssmgen has no backward. Call it under torch.no_grad()."
     elif is_compiling() and _ends_a_trace(ours, args, kwargs):
         reason = ""  # is not said: code that is compiled warns of nothing
     else:

@@ -50,7 +50,7 @@ class Accelerated:
         Raises ArgumentError listing all that is wrong, and the errors of the model's forward; PatchError after undo().
         """
         if self._undone:
-            raise PatchError("this acceleration has been undone: call ssmgen.accelerate(model) again, or model.generate")
+            raise PatchError("this acceleration has been undone. Call ssmgen.accelerate(model) again, or model.generate.")
         if isinstance(max_new_tokens, _generation_config()):
             others["generation_config"], max_new_tokens = max_new_tokens, None
         if input_ids is None:
@@ -105,7 +105,7 @@ class Accelerated:
         self.undo()
 
     def __str__(self) -> str:
-        lost = f"; {len(self.patch.lost)} that ssmgen knows are not replaced: {', '.join(self.patch.lost)}" if self.patch.lost else ""
+        lost = f"; {len(self.patch.lost)} known functions are not replaced: {', '.join(self.patch.lost)}" if self.patch.lost else ""
         lines = [*(f"  + {words}" for words in self.done), *(f"  - {words}" for words in self.left)]
         return "\n".join([f"{type(self.model).__name__} on {_device(self.model)}, {_dtype(self.model)}{lost}", *lines])
 
@@ -127,13 +127,16 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
     try:
         if strict and patch.lost:
             lines = bullets([f"{label}: {words}" for label, words in patch.lost.items()])
-            raise PatchError(f"accelerate(strict=True) cannot replace all that ssmgen knows of {type(model).__name__}:\n{lines}")
+            raise PatchError(
+                f"accelerate(strict=True) cannot replace all known functions of {type(model).__name__}:\n{lines}\nPass strict=False to "
+                "accelerate the rest."
+            )
         done, left = _replaced(model, patch)
         device = _device(model)
         if device == "several devices":
-            left.append("kernels are not loaded ahead, and steps are not captured: the model is on several devices")
+            left.append("the model is on several devices; kernels are not loaded in advance and steps are not captured")
         elif not device.startswith("cuda"):
-            left.append(f"kernels are not loaded, and steps are not captured: the model is on {device}, where the reference computes")
+            left.append(f"the model is on {device}, where the reference computes; kernels are not loaded and steps are not captured")
         else:
             count = hf.warm(model, sizes or (), prompt_length, fuse=True)
             done.append(f"{count} kernels were compiled or loaded, for batches of {', '.join(map(str, sizes or ()))}")
@@ -171,18 +174,18 @@ def _replaced(model: torch.nn.Module, patch: hf.Patch) -> tuple[list[str], list[
     functions = [name for name in patch.replaced if name not in classes]
     done = [f"{len(functions)} functions and the forwards of {len(classes)} classes are ssmgen's: {', '.join(patch.replaced)}"]
     left = [f"{label} is not replaced: {words}" for label, words in patch.lost.items()]
-    left += [] if hf.fusible(model) else ["no layer of this kind is fused: a decode step of one is several calls"]
+    left += [] if hf.fusible(model) else ["ssmgen has no fused step for layers of this kind, which make several calls per decode step"]
     return done, left
 
 
 def _without_steps(model: Any) -> str:
     """Why a model cannot decode on a cache with fixed addresses, in words; empty if it can. Tries a prompt of two tokens and a step."""
     if _cache_name(model) is None:
-        return f"its forward takes no cache, which goes by {', '.join(roles.names_of('cache'))}"
+        return f"its forward takes no cache; expected a parameter {', '.join(roles.names_of('cache'))}"
     try:
         steps = Steps(model, 1, 8)
         if any(getattr(steps.cache, "is_sliding", ())):
-            return "some of its layers attend to a window, whose place in the cache the host counts"
+            return "some of its layers use sliding-window attention, whose cache position is counted on the host"
         with torch.no_grad():
             steps.begin(torch.zeros(1, 2, dtype=torch.long, device=steps.token.device), None)
             steps.step()
@@ -223,18 +226,22 @@ def _dtype(model: torch.nn.Module) -> str:
 
 def _problems(model: torch.nn.Module, ids: Any, count: Any, mask: Any) -> list[str]:
     if not isinstance(ids, Tensor):
-        return [f"input_ids is {type(ids).__name__}, not a tensor [batch, length]"]
+        return [f"input_ids is {type(ids).__name__}; expected a tensor [batch, length]"]
     problems = []
     if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
-        problems.append(f"input_ids is {ids.dtype} {list(ids.shape)}, not int32 or int64 [batch, length], of one token or more")
+        problems.append(f"input_ids is {ids.dtype} {list(ids.shape)}; expected int32 or int64 [batch, length] of one token or more")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        problems.append(f"max_new_tokens is {count!r}, not 1 or more")
+        problems.append(f"max_new_tokens is {count!r}; expected 1 or more")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        problems.append(f"attention_mask is {found}, not that of input_ids, {list(ids.shape)}")
+        problems.append(f"attention_mask is {found}; expected {list(ids.shape)}, the shape of input_ids")
     where = next(model.parameters()).device
     tensors = {"input_ids": ids, "attention_mask": mask}
-    problems += [f"{n} is on {t.device}, the model on {where}" for n, t in tensors.items() if isinstance(t, Tensor) and t.device != where]
+    problems += [
+        f"{n} is on {t.device}; expected {where}, the device of the model"
+        for n, t in tensors.items()
+        if isinstance(t, Tensor) and t.device != where
+    ]
     return [problem.replace("torch.", "") for problem in problems]
 
 
@@ -306,7 +313,7 @@ class Steps:
             before = self._held()
             self.step()
             if moved := _moved(before, self._held()):
-                self._leave(f"each makes a new {', '.join(moved)} of the cache", left)
+                self._leave(f"each step allocates {', '.join(moved)} of the cache anew", left)
 
     def _capture(self) -> str:
         """A step in a CUDA graph, which does nothing now. Returns why there is none, or nothing."""

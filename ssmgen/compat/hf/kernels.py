@@ -81,13 +81,16 @@ def mapping(model: torch.nn.Module | None = None, device: str = "cuda") -> Mappi
             if words := target.objection(function):
                 lost[name] = f"in {folder}, {words}"
             kinds.setdefault(name, set()).add((FUNCTIONS[target.name], inspect.signature(type(function).forward)))
-    lost |= {name: "modeling files give it different parameters" for name, versions in kinds.items() if len(versions) > 1}
+    lost |= {name: "its parameters differ between modeling files" for name, versions in kinds.items() if len(versions) > 1}
     if lost:
         lines = bullets([f"{name}: {words}" for name, words in lost.items()])
-        warnings.warn(f"these functions are not given to `kernels`:\n{lines}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"ssmgen does not pass these functions to `kernels`:\n{lines}", RuntimeWarning, stacklevel=2)
     kept = {name: _kernel(name, *next(iter(versions))) for name, versions in kinds.items() if name not in lost}
     if not kept:
-        raise PatchError("no function was found that `kernels` can replace. Is USE_HUB_KERNELS=0 set, or is the model not of transformers?")
+        raise PatchError(
+            "`kernels` can replace no function of these models. "
+            "Check that USE_HUB_KERNELS is not 0 and that the models are of transformers."
+        )
     return {name: {device: {mode.INFERENCE: kernel, mode.INFERENCE | mode.TORCH_COMPILE: kernel}} for name, kernel in kept.items()}
 
 
@@ -99,8 +102,9 @@ def _mode() -> Any:
     if not import_utils.is_kernels_available():
         least, below = import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION
         raise PatchError(
-            f"`kernels` is not installed in a version that this transformers takes: pip install 'kernels>={least},<{below}' before "
-            "transformers is imported. ssmgen.compat.hf.patch needs no `kernels`."
+            "`kernels` is missing or of another version; expected one that this transformers supports. "
+            f"Run pip install 'kernels>={least},<{below}' before "
+            "transformers is imported, or use ssmgen.compat.hf.patch, which needs no `kernels`."
         )
     from kernels import Mode
 

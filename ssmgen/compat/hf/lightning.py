@@ -53,7 +53,9 @@ def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[...,
         hidden_states, _, attention_mask, cache, others = roles(args, kwargs)
         if not is_compiling() and not roles.unknown(others):
             if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, *self.parameters())):
-                reason: str | None = "  - an operand requires grad, and ssmgen's functions have no backward"
+                reason: str | None = (
+                    "    - an operand requires grad; expected none, since ssmgen has no backward. Call it under torch.no_grad()."
+                )
             else:
                 result, reason = attempt(replacement, lightning, self, hidden_states, attention_mask, cache)
             if reason is None:

@@ -72,7 +72,7 @@ def style_of(norm: Any) -> Style | None:
 def recognised(norm: Any) -> str:
     """Why a class of norms has the style that `style_of` returns, if no table has its text; empty if a table has it."""
     style = None if texts.of_class(norm) in KNOWN else tried(norm)
-    return "" if style is None else f"its text is in no table; on random numbers it gives the bits of {style.words()}"
+    return "" if style is None else f"its source is not in ssmgen's table; on random numbers it gives the bits of {style.words()}"
 
 
 @cache

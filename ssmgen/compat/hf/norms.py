@@ -50,9 +50,9 @@ def _difference(norm: Any, _: Any) -> str:
                 made.weight.copy_(weight)
                 want, got = made(x, gate), gated_rms_norm(made, x, gate)
         except (AttributeError, RuntimeError, TypeError, ArgumentError) as e:
-            return f"it cannot be tried: {type(e).__name__}: {e}"
+            return f"a trial call of it fails: {type(e).__name__}: {e}"
         if got.shape != want.shape or not torch.allclose(got, want, rtol=1e-5, atol=1e-5):
-            return "it gives other numbers than a gated RMSNorm"
+            return "its results differ from those of a gated RMSNorm"
     return ""
 
 

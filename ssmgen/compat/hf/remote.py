@@ -52,11 +52,11 @@ def missing(model: torch.nn.Module) -> str:
     """One sentence: why nothing in an unknown model is replaced."""
     name, modules = type(model).__name__, modules_of(model)
     if not modules:
-        return f"{name} has no layer of a model that is known"
+        return f"{name} has no layer of a known model"
     where = ", ".join(m.__name__ for m in modules)
     absent = sorted({n for m in modules for n, v in vars(m).items() if v is None and n in _of_packages()})
-    because = f"; None stands there for {', '.join(absent)}, of packages that are not installed" if absent else ""
-    return f"{name} has no layer of a model that is known, and no function with the name and parameters of one is bound in {where}{because}"
+    because = f"; {', '.join(absent)} is None there, because its package is not installed" if absent else ""
+    return f"{name} has no layer of a known model, and {where} binds no function with the name and parameters of a known one{because}"
 
 
 def _of_packages() -> set[str]:

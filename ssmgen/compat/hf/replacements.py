@@ -40,7 +40,7 @@ class Tally:
         if reason not in self.reasons:
             self.reasons[reason] = calling_layer()
             warnings.warn(
-                f"{self.label}: transformers' own function computes this call, first in {self.reasons[reason]}:\n{reason}",
+                f"transformers' own {self.label} computes this call, first in {self.reasons[reason]}:\n{reason}",
                 RuntimeWarning, stacklevel=4,
             )  # fmt: skip
 
@@ -76,7 +76,7 @@ def attempt(tally: Tally, ours: Callable[..., Any], *args: Any, **kwargs: Any) -
     except UnsupportedError as e:
         return None, bullets(e.reasons)
     except SsmgenError as e:
-        all_of_it = "\nFor all that a model needs: ssmgen.compat.hf.warm(model, batches=…)." if isinstance(e, CaptureError) else ""
+        all_of_it = "\nTo load all kernels of a model, call ssmgen.compat.hf.warm(model, batches=…)." if isinstance(e, CaptureError) else ""
         e.args = (f"{tally.label}, in {calling_layer()}: {e.args[0]}{all_of_it}", *e.args[1:])
         raise
     if not is_compiling():
@@ -93,4 +93,4 @@ def calling_layer() -> str:
             index = getattr(owner, "layer_idx", None)
             return type(owner).__name__ + ("" if index is None else f" of layer {index}")
         frame = frame.f_back
-    return "a call from outside of any layer"
+    return "a call outside of all layers"

@@ -52,9 +52,9 @@ def targets(module: ModuleType, fuse: bool) -> list[Target]:
 
 def _of_function(name: str, original: Any) -> str:
     if original is None:
-        return "this transformers has no such function"
+        return "this version of transformers does not have it"
     differences = functions.unknown_parameters(FUNCTIONS[name], original)
-    return f"its parameters are others than expected: {', '.join(differences)}" if differences else ""
+    return f"its parameters differ from the expected ones: {', '.join(differences)}" if differences else ""
 
 
 def _of_class(wanted: tuple[str, ...], owner: Any) -> str:

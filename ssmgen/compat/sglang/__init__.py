@@ -85,12 +85,14 @@ def selective_state_update(
     Heads of one row in one group, [batch, dim, 1], are Mamba-1's channels: they run as the rows of one head
     """
     name = "sglang's selective_state_update"
-    problems = ["out is None, and nothing is returned"] if out is None else []
+    problems = ["out is None; expected a tensor, since nothing is returned. Pass out."] if out is None else []
     kept = intermediate_states_buffer
     if kept is not None and kept.dim() == 5 and cache_steps != kept.shape[1]:
-        problems.append(f"cache_steps is {cache_steps}, and intermediate_states_buffer is {list(kept.shape)}")
+        problems.append(
+            f"cache_steps is {cache_steps} and intermediate_states_buffer {list(kept.shape)}; expected that many steps in its second axis"
+        )
     if enable_stochastic_rounding and state.dtype != torch.float16:
-        problems.append(f"enable_stochastic_rounding goes with a float16 state, not {state.dtype}".replace("torch.", ""))
+        problems.append(f"state is {state.dtype} with enable_stochastic_rounding=True; expected float16".replace("torch.", ""))
     if problems:
         raise ArgumentError(name, problems)
     batch = x.shape[0]
@@ -167,7 +169,7 @@ def causal_conv1d_update_triton(
     Raises UnsupportedError for cache_seqlens, which SGLang's kernel does not read either.
     """
     if cache_seqlens is not None:
-        reason = "cache_seqlens: a ring, in the function that is named for it"
+        reason = "cache_seqlens is given, a ring buffer; expected None"
         raise UnsupportedError("sglang's causal_conv1d_update", [reason])
     batch, tree = x.shape[0], retrieve_next_token is not None
     if num_accept_tokens is None:
@@ -213,7 +215,9 @@ def causal_conv1d_fn(
     Unlike there, x itself is never overwritten.
     """
     if others := sorted(name for name, value in kwargs.items() if name not in _WORK and value is not None):
-        raise UnsupportedError("sglang's causal_conv1d_fn", [f"{name}: not known to ssmgen, which ignores nothing" for name in others])
+        raise UnsupportedError(
+            "sglang's causal_conv1d_fn", [f"ssmgen does not know {name}, and ignores no argument. Leave it out." for name in others]
+        )
     if conv_states is not None:
         conv_states = conv_states[..., : weight.shape[1] - 1]
     sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
@@ -301,11 +305,11 @@ def fused_sigmoid_gating_delta_rule_update(
     """
     name = "sglang's fused_sigmoid_gating_delta_rule_update"
     pairs = {
-        "cache_ring: ssmgen's ring keeps other tensors": cache_ring,
-        "match_cutedsl_decode: the rounding of another kernel": match_cutedsl_decode,
-        "initial_state_source is None: ssmgen's states are a pool": initial_state_source is None,
-        "lower_bound: of KDA's gate only": lower_bound is not None and not is_kda,
-        f"a softplus with beta {softplus_beta} and threshold {softplus_threshold}, not 1 and 20": (
+        "cache_ring is given; expected None: ssmgen's ring keeps other tensors": cache_ring,
+        "match_cutedsl_decode is True; expected False: it asks for the rounding of another kernel": match_cutedsl_decode,
+        "initial_state_source is None; expected a pool of states": initial_state_source is None,
+        "lower_bound is given; expected None: only KDA's gate has one": lower_bound is not None and not is_kda,
+        f"softplus_beta is {softplus_beta} and softplus_threshold {softplus_threshold}; expected 1 and 20": (
             (softplus_beta, softplus_threshold) != (1.0, 20.0)
         ),
     }

@@ -43,7 +43,7 @@ def chunk_gated_delta_rule(
     select some. Their number is the most that T tokens of N sequences can have; states after the last chunk are undefined.
     Raises UnsupportedError without a pool and its indices, and with head_first.
     """
-    reasons = [] if not head_first else ["head_first=True: operands are [B, T, heads, …]"]
+    reasons = [] if not head_first else ["head_first is True; expected False: operands are [B, T, heads, …]"]
     pool, indices = _pool_of("sglang's chunk_gated_delta_rule", v, initial_state, initial_state_indices, cu_seqlens, reasons)
     operands = _prompts.Operands(q, k, v, g, beta)
     out, chunks = _with_chunks(
@@ -58,7 +58,7 @@ def _pool_of(
 ) -> tuple[Tensor, Tensor]:
     """The pool, and the slots of the sequences. Raises UnsupportedError without one of them and for `reasons`, ArgumentError otherwise."""
     needed = {"initial_state": pool, "initial_state_indices": indices}
-    reasons += [f"{what} is None: ssmgen's states are a pool" for what, t in needed.items() if t is None]
+    reasons += [f"{what} is None; expected a pool of states" for what, t in needed.items() if t is None]
     if reasons or pool is None or indices is None:
         raise UnsupportedError(name, reasons)
     if problems := _prompts.objections(v, {"initial_state_indices": indices, "cu_seqlens": cu_seqlens}, {"initial_state": pool}):
@@ -132,9 +132,9 @@ def _extended(
 
 def _tracking(starts: Tensor, tracked: Tensor | None, chunk: Tensor | None) -> list[str]:
     """The faults of a request for states after given numbers of chunks."""
-    problems = [] if (tracked is None) == (chunk is None) else ["track_state and track_chunk_idx go together"]
+    problems = [] if (tracked is None) == (chunk is None) else ["one of track_state and track_chunk_idx is None; expected both or neither"]
     if chunk is not None and chunk.shape[:1] != (sequences := starts.shape[0] - 1,):
-        problems.append(f"track_chunk_idx is {list(chunk.shape)}, not [N] as query_start_loc [{sequences} + 1] asks for")
+        problems.append(f"track_chunk_idx is {list(chunk.shape)}; expected [N] = [{sequences}], as query_start_loc is [{sequences} + 1]")
     return problems
 
 
@@ -240,7 +240,7 @@ def chunk_kda(
         return _with_chunks(_chunk_kda, operands, pool, slots, cu_seqlens, True, **options)
     problems = _prompts.objections(v, {"track_chunk_idx": track_chunk_idx}, {"track_state": track_state})
     if track_state is not None and cu_seqlens is None:
-        problems.append("track_state without cu_seqlens")
+        problems.append("track_state is given without cu_seqlens; expected both. Pass cu_seqlens.")
     if cu_seqlens is not None:
         problems += _tracking(cu_seqlens, track_state, track_chunk_idx)
     if problems:
@@ -270,7 +270,8 @@ def flashinfer_gdn_prefill_default(model_runner: Any) -> str | None:
     """
     if torch.cuda.is_available() and (major := torch.cuda.get_device_capability()[0]) != 9:
         raise UnsupportedError(
-            "sglang's flashinfer_gdn_prefill_default", [f"the GPU is of sm_{major}0: compared with FlashInfer on sm_90 only"]
+            "sglang's flashinfer_gdn_prefill_default",
+            [f"the GPU is sm_{major}0; expected sm_90, where this call was compared with FlashInfer"],
         )
     return None
 

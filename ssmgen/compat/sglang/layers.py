@@ -55,7 +55,10 @@ def kda_fused_decode(
     """
     taps = (w_q_t, w_k_t, w_v_t)
     if len({t.shape[0] for t in taps}) > 1:
-        raise ArgumentError("sglang's kda_fused_decode", [f"taps of q, k and v are {', '.join(str(list(t.shape)) for t in taps)}"])
+        raise ArgumentError(
+            "sglang's kda_fused_decode",
+            [f"taps of q, k and v are {', '.join(str(list(t.shape)) for t in taps)}; expected one shape for all"],
+        )
     batch, (H, V, K) = mixed_qkv.shape[0], ssm_states.shape[1:]
     out = torch.empty((1, batch, H, V), dtype=mixed_qkv.dtype, device=mixed_qkv.device)
     kda_layers.decode(

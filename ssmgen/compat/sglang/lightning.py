@@ -42,7 +42,7 @@ def seg_la_fwd(
     """
     name = "sglang's seg_la_fwd"
     given = {"caches": caches, "meta.mask": getattr(meta, "mask", None)}
-    if reasons := [f"{what} is given: states of drafts" for what, t in given.items() if t is not None]:
+    if reasons := [f"{what} is given; expected None: ssmgen keeps no draft states here" for what, t in given.items() if t is not None]:
         raise UnsupportedError(name, reasons)
     count, slots, starts, read = meta.batch_size, meta.s_offsets, meta.q_offsets, meta.s_scales
     slope = decay_scales.reshape(-1)
@@ -55,7 +55,7 @@ def seg_la_fwd(
     indices |= {} if tracked is None else dict(zip(("track_lens", "track_state_indices"), tracked, strict=True))
     rows = [(what, t, count + (what == "meta.q_offsets")) for what, t in indices.items()] + [("meta.s_scales", read, count)]
     problems = _prompts.objections(v, indices, {"s": s}) or [
-        f"{what} is {list(t.shape)} for {count} sequences" for what, t, n in rows if t.shape[0] < n
+        f"{what} is {list(t.shape)}; expected one per sequence, {count}" for what, t, n in rows if t.shape[0] < n
     ]
     if problems:
         raise ArgumentError(name, problems)

@@ -89,7 +89,13 @@ def mamba_chunk_scan_combined(
     """
     name = "sglang's mamba_chunk_scan_combined"
     if return_track_states and not return_varlen_states:
-        raise ArgumentError(name, ["return_track_states goes with return_varlen_states, for packed sequences"])
+        raise ArgumentError(
+            name,
+            [
+                "return_track_states is True without return_varlen_states; expected both, for packed sequences. "
+                "Pass return_varlen_states=True."
+            ],
+        )
     tracked = return_track_states and track_seq_idx is not None and track_end_locs is not None and track_end_locs.numel() > 0
     chunks, final = return_track_states or return_intermediate_states, return_final_states and not return_track_states
     wanted = _prompts.Wanted(chunks, final, return_varlen_states, track_end_locs if tracked else None)

@@ -111,7 +111,7 @@ def mixer2_rms_norm_gated(
     if z is not None and z.dim() == 3 and x.dim() == 2:
         x = _shaped(x, tuple(z.shape))
         if x.dim() == 2:
-            raise ArgumentError(name, [f"z is {list(z.shape)} and x {list(shape)}: they have as many elements"])
+            raise ArgumentError(name, [f"z is {list(z.shape)}; expected as many elements as x {list(shape)}"])
     found = _norms.normed(
         name, x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation,
         is_rms_norm=is_rms_norm,

@@ -49,9 +49,9 @@ def fused_recurrent_gated_delta_rule_update(
     name = "sglang's fused_recurrent_gated_delta_rule_update"
     pool, slots = initial_state_source, initial_state_indices
     pairs = {
-        "disable_output_calculation: ssmgen's kernels write an output": disable_output_calculation,
-        "initial_state_source is None: ssmgen's states are a pool": pool is None,
-        "initial_state_indices is None: ssmgen's states are a pool": slots is None,
+        "disable_output_calculation is True; expected False: ssmgen's kernels always write an output": disable_output_calculation,
+        "initial_state_source is None; expected a pool of states": pool is None,
+        "initial_state_indices is None; expected the slots in the pool of states": slots is None,
     }
     if reasons := [reason for reason, present in pairs.items() if present]:
         raise UnsupportedError(name, reasons)

@@ -77,7 +77,13 @@ def _as_held(function: str, name: str, t: Tensor | None, held: torch.dtype) -> T
     if t is None or t.dtype == held or t.dtype not in DTYPES:
         return t
     if overlaps_itself(t):
-        raise ArgumentError(function, [f"{name} has strides {list(t.stride())}: two of its elements share memory"])
+        raise ArgumentError(
+            function,
+            [
+                f"{name} has strides {list(t.stride())}, and two of its elements share memory; expected one address per element. "
+                "Pass a contiguous tensor."
+            ],
+        )
     return t.to(held)
 
 
@@ -98,9 +104,13 @@ def objections(v: Tensor, indices: Mapping[str, Tensor | None], pools: Mapping[s
     for name, t in indices.items():
         if t is not None and (t.dim() != 1 or t.dtype not in (torch.int32, torch.int64) or t.device != v.device):
             given = f"{t.dtype} {list(t.shape)} on {t.device}".removeprefix("torch.")
-            found.append(f"{name} is {given}, not int32 or int64, of one axis, on {v.device}")
+            found.append(f"{name} is {given}; expected one axis of int32 or int64 on {v.device}")
     pools = {} if pools is None else pools
-    return found + [f"{name} is on {t.device}, v is on {v.device}" for name, t in pools.items() if t is not None and t.device != v.device]
+    return found + [
+        f"{name} is on {t.device}; expected {v.device}, the device of v"
+        for name, t in pools.items()
+        if t is not None and t.device != v.device
+    ]
 
 
 def gathered(pool: Tensor, slots: Tensor) -> Tensor:
@@ -121,18 +131,18 @@ def places(
     the last sequence, which belong to no sequence.
     Raises ArgumentError for `problems`, and for arguments that contradict each other.
     """
-    problems += ["cu_seqlens is None: sequences are packed, and it says where they begin"] if cu_seqlens is None else []
+    problems += ["cu_seqlens is None; expected the starts of the packed sequences"] if cu_seqlens is None else []
     if not 0 <= tokens < 2**31 or tokens % CHUNK:
-        problems.append(f"checkpoint_every_n_tokens is {tokens}, not a multiple of {CHUNK}, or 0 for no checkpoints")
+        problems.append(f"checkpoint_every_n_tokens is {tokens}; expected a multiple of {CHUNK}, or 0 for no checkpoints")
     if tokens and (checkpoints is None or first is None):
-        problems.append("checkpoint_every_n_tokens needs state_checkpoints and checkpoint_cu_starts")
+        problems.append("checkpoint_every_n_tokens is given without buffers; expected state_checkpoints and checkpoint_cu_starts with it")
     if not tokens and not (checkpoints is None and first is None):
-        problems.append("state_checkpoints and checkpoint_cu_starts must be None without checkpoint_every_n_tokens")
+        problems.append("state_checkpoints or checkpoint_cu_starts is given without checkpoint_every_n_tokens; expected None")
     if first is not None and cu_seqlens is not None:
         problems += objections(v, {"cu_seqlens": cu_seqlens, "checkpoint_cu_starts": first})
         if first.shape != cu_seqlens.shape or not first.numel():
             found = f"{list(first.shape)} and {list(cu_seqlens.shape)}"
-            problems.append(f"checkpoint_cu_starts and cu_seqlens are {found}, not [N + 1] both")
+            problems.append(f"checkpoint_cu_starts and cu_seqlens are {found}; expected [N + 1] for both")
     if problems or cu_seqlens is None:
         raise ArgumentError(name, problems)
     if checkpoints is None or first is None:

@@ -24,7 +24,7 @@ def normed(
     Raises UnsupportedError for a bias of an RMS norm.
     """
     if is_rms_norm and bias is not None:
-        raise UnsupportedError(name, ["bias: RMS norms have none here"])
+        raise UnsupportedError(name, ["bias is given; expected None for an RMS norm"])
     rows, gates = (t if t is None or not t.dim() or t.stride(-1) == 1 else t.contiguous() for t in (x, gate))
     assert rows is not None
     how: dict[str, Any] = {"norm_before_gate": norm_before_gate, "activation": activation, "group_size": group_size, "out": out}
@@ -54,6 +54,6 @@ def rms_norm_gated(
     """
     name = "the engine's rms_norm_gated"
     if residual is not None or prenorm:
-        raise UnsupportedError(name, ["residual and prenorm: nothing is added, and nothing else returned"])
+        raise UnsupportedError(name, ["residual or prenorm is given; expected neither: this norm adds and returns nothing else"])
     into = x if x.is_contiguous() else None
     return normed(name, x, shaped(g, tuple(x.shape)), weight, bias, eps, activation=activation, out=into)

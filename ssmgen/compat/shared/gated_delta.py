@@ -59,11 +59,11 @@ def unpacked(name: str, mixed_qkv: Tensor, state: Tensor) -> tuple[Tensor, Tenso
     """(q, k [B, HK, K], v [B, HV, V]): views of rows of mixed_qkv [B, 2 HK K + HV V], for a pool [slots, HV, V, K]."""
     if mixed_qkv.dim() != 2 or state.dim() != 4:
         shapes = f"{list(mixed_qkv.shape)} and {list(state.shape)}"
-        raise ArgumentError(name, [f"mixed_qkv and the pool of states are {shapes}, not [B, channels] and [slots, HV, V, K]"])
+        raise ArgumentError(name, [f"mixed_qkv and the pool of states are {shapes}; expected [B, channels] and [slots, HV, V, K]"])
     _, HV, V, K = state.shape
     keys, rest = divmod(mixed_qkv.shape[1] - HV * V, 2 * K) if K else (0, 0)
     if keys <= 0 or rest:
-        problem = f"mixed_qkv has {mixed_qkv.shape[1]} channels, which is not 2 HK K + HV V with K = {K}, HV = {HV}, V = {V}"
+        problem = f"mixed_qkv has {mixed_qkv.shape[1]} channels; expected 2 HK K + HV V with K = {K}, HV = {HV}, V = {V}"
         raise ArgumentError(name, [problem])
     B = mixed_qkv.shape[0]
     q, k, v = mixed_qkv.split((keys * K, keys * K, HV * V), 1)
@@ -87,7 +87,7 @@ def packed_decode(
 def of_one_token(name: str, out: Tensor) -> Tensor:
     """out [B, 1, HV, V] as [B, HV, V]."""
     if out.dim() != 4 or out.shape[1] != 1:
-        raise ArgumentError(name, [f"out is {list(out.shape)}, not [B, 1, HV, V]"])
+        raise ArgumentError(name, [f"out is {list(out.shape)}; expected [B, 1, HV, V]"])
     return out[:, 0]
 
 
@@ -121,11 +121,11 @@ def on_a_pool(
 ) -> dict[str, Any]:
     """Where vLLM's states are read and written, as ssmgen's gated delta rules take it. Slots of 0 and below are padding."""
     needed = {"initial_state": state, "ssm_state_indices": indices}
-    reasons = [f"{what} is None: ssmgen's states are a pool" for what, t in needed.items() if t is None]
+    reasons = [f"{what} is None; expected a pool of states" for what, t in needed.items() if t is None]
     if not in_place:
-        reasons.append("inplace_final_state=False: ssmgen updates the pool")
+        reasons.append("inplace_final_state is False; expected True: ssmgen updates the pool in place")
     if indices is not None and indices.dim() == 1 and accepted is not None:
-        reasons.append("num_accepted_tokens with ssm_state_indices of one axis: no column per token to start from")
+        reasons.append("num_accepted_tokens is given with ssm_state_indices of one axis; expected [batch, tokens], to pick a column")
     if reasons or indices is None:
         raise UnsupportedError(name, reasons)
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -41,7 +41,7 @@ def linear_decode_forward_triton(
     q, k: [B, H, 1, K]   v: [B, H, 1, V]   kv_caches: [slots, H, K, V], a pool   slope_rate: H elements
     slot_idx: [B], slots; a negative one, or none of the pool's, is padding: a zero output   BLOCK_SIZE: ignored
     """
-    if problems := [f"{n} is {list(t.shape)}, not one token" for n, t in (("q", q), ("k", k), ("v", v)) if t.shape[2] != 1]:
+    if problems := [f"{n} is {list(t.shape)}; expected one token" for n, t in (("q", q), ("k", k), ("v", v)) if t.shape[2] != 1]:
         raise ArgumentError("linear_decode_forward_triton", problems)
     out = torch.empty((v.shape[0], v.shape[1], v.shape[3]), dtype=q.dtype, device=v.device)
     lightning_attn(

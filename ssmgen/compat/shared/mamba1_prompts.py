@@ -37,8 +37,8 @@ def scan(name: str, operands: Operands, run: Callable[..., Any] | None = None, *
     Raises UnsupportedError for operands that ssmgen does not take, and the errors of selective_scan.
     """
     u, delta, A, B, C, D, z, delta_bias, softplus = operands
-    reasons = [f"{n} is complex: ssmgen's states are real" for n, t in (("A", A), ("B", B), ("C", C)) if t.is_complex()]
-    reasons += [f"{n} is [D, N], the same for all tokens: ssmgen's are per token" for n, t in (("B", B), ("C", C)) if t.dim() < u.dim()]
+    reasons = [f"{n} is complex; expected real, like ssmgen's states" for n, t in (("A", A), ("B", B), ("C", C)) if t.is_complex()]
+    reasons += [f"{n} is [D, N], the same for all tokens; expected values per token" for n, t in (("B", B), ("C", C)) if t.dim() < u.dim()]
     if reasons:
         raise UnsupportedError(name, reasons)
     delta, z = _laid_out_like(u, delta), None if z is None else _laid_out_like(u, z)

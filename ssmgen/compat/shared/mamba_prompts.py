@@ -101,19 +101,21 @@ def state_dtype_of(name: str, state_dtype: torch.dtype | None, C: Tensor) -> tor
     """The dtype that states are returned in; as in mamba-ssm, C's if none is said."""
     dtype = C.dtype if state_dtype is None else state_dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        raise UnsupportedError(name, [f"state_dtype is {dtype}: ssmgen's states are float32, float16 or bfloat16".replace("torch.", "")])
+        raise UnsupportedError(name, [f"state_dtype is {dtype}; expected float32, float16 or bfloat16".replace("torch.", "")])
     return dtype
 
 
 def starts_of(name: str, x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor:
     """cu_seqlens, where return_varlen_states asks for the states of its sequences."""
-    problems = [] if x.shape[0] == 1 else [f"x is {list(x.shape)}, and the sequences of cu_seqlens are packed in one row"]
+    problems = [] if x.shape[0] == 1 else [f"x is {list(x.shape)}; expected one row, in which cu_seqlens packs the sequences"]
     if cu_seqlens is None:
-        problems.append("return_varlen_states asks for the states of sequences, and cu_seqlens, which says where they are, is None")
+        problems.append("return_varlen_states is True and cu_seqlens is None; expected the starts of the sequences. Pass cu_seqlens.")
     if problems or cu_seqlens is None:
         raise ArgumentError(name, problems)
     if seq_idx is None and cu_seqlens.numel() != 2:
-        reason = "return_varlen_states without seq_idx: sequences run into each other there, as far as chunk_size lets them"
+        reason = (
+            "return_varlen_states is True and seq_idx is None; expected seq_idx: without it, the original mixes sequences within a chunk"
+        )
         raise UnsupportedError(name, [reason])
     return cu_seqlens
 
@@ -145,10 +147,10 @@ def combined(
     dtype = state_dtype_of(name, state_dtype, operands.C)
     starts = starts_of(name, x, cu_seqlens, seq_idx) if wanted.varlen else None
     if wanted.chunks and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or not 0 < chunk_size < 2**31):
-        raise ArgumentError(name, [f"chunk_size is {chunk_size!r}, not a number of tokens"])
+        raise ArgumentError(name, [f"chunk_size is {chunk_size!r}; expected a number of tokens"])
     if wanted.ends is not None and (wanted.ends.device != x.device or wanted.ends.dtype not in (torch.int32, torch.int64)):
         given = f"{wanted.ends.dtype} on {wanted.ends.device}".replace("torch.", "")
-        raise ArgumentError(name, [f"track_end_locs is {given}, not int32 or int64 on {x.device}"])
+        raise ArgumentError(name, [f"track_end_locs is {given}; expected int32 or int64 on {x.device}"])
     parts = {}
     if wanted.chunks:
         rows, chunks = (torch.arange(n, device=x.device) for n in (x.shape[0], -(-x.shape[1] // chunk_size)))

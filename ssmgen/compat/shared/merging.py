@@ -14,17 +14,20 @@ def check_copies(count: int, tensors: tuple[Tensor, ...]) -> None:
     """Raises ArgumentError for faults that a merge of the first `count` tokens would not find, because the other tokens are copied.
 
     tensors: in the order of _MERGED, as the call gave them; the last three may be missing"""
-    problems = [] if type(count) is int and count >= 0 else [f"prefill_tokens_with_context is {count!r}, not a number of tokens"]
+    problems = [] if type(count) is int and count >= 0 else [f"prefill_tokens_with_context is {count!r}; expected a number of tokens"]
     memory = [(t.data_ptr(), t.data_ptr() + (t.nbytes if t.is_contiguous() else checks.extent(t))) for t in tensors]
     for i in range(0, len(tensors), 3):
         name, whole, suffix, (start, end) = _MERGED[i], tensors[i], tensors[i + 2], memory[i]
         if whole.shape != suffix.shape:
-            problems.append(f"{_MERGED[i + 2]} is {list(suffix.shape)} and {name} {list(whole.shape)}: they must be alike")
+            problems.append(f"{_MERGED[i + 2]} is {list(suffix.shape)}; expected {list(whole.shape)}, the shape of {name}")
         if not whole.is_contiguous() and checks.overlaps_itself(whole):
-            problems.append(f"{name} has strides {list(whole.stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(whole.stride())}, and two of its elements share memory; expected one address per element. "
+                "Pass a contiguous tensor."
+            )
         for j, (first, last) in enumerate(memory):
             in_place = i < j < i + 3 and whole.stride() == tensors[j].stride() and start == first and whole.dtype == tensors[j].dtype
             if j != i and start < last and first < end and not in_place:
-                problems.append(f"{name} overlaps {_MERGED[j]} in memory")
+                problems.append(f"{name} overlaps {_MERGED[j]} in memory; expected separate memory")
     if problems:
         raise ArgumentError("vllm's merge_attn_states", problems)

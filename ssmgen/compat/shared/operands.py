@@ -122,12 +122,12 @@ def _check(function: Callable[..., Any], shapes: Mapping[str, str], args: tuple[
             continue
         if not isinstance(value, tuple(_KINDS[word] for word in words)) or (isinstance(value, bool) and "bool" not in words):
             found = "None" if value is None else f"a {type(value).__name__}"
-            problems.append(f"{name} is {found}, not {' or '.join(_CALLED[word] for word in words)}")
+            problems.append(f"{name} is {found}; expected {' or '.join(_CALLED[word] for word in words)}")
         elif isinstance(value, Tensor):
             axes = {shape.count(",") + 1 for shape in re.findall(r"\[.*?\]", shapes.get(name, ""))}
             if (odd := oddity(value)) is not None:
                 problems.append(f"{name} is {odd}")
             elif axes and value.dim() not in axes:
-                problems.append(f"{name} is {list(value.shape)}, not {shapes[name]}")
+                problems.append(f"{name} is {list(value.shape)}; expected {shapes[name]}")
     if problems:
         raise ArgumentError(f"{function.__module__.rpartition('.')[2]}'s {function.__name__}", problems) from None

@@ -52,7 +52,7 @@ NAMES = (
 )  # fmt: skip
 
 # The counterpart of warm() for users who do not make the calls themselves.
-IN_AN_ENGINE = "\nIn an engine, a step of the same batch size ahead of the capture does that."
+IN_AN_ENGINE = "\nIn an engine, run a step of the same batch size before the capture."
 
 REPLACED, WAITING = "replaced", "replaced when it is imported"
 
@@ -109,7 +109,7 @@ class Engine:
             elif self._has_module(r.module):
                 self.outcome[r.place] = WAITING
             else:
-                self._keep(r, f"there is no such module; ssmgen was written against {self.package} {self.version}")
+                self._keep(r, f"the module does not exist; ssmgen was written for {self.package} {self.version}")
         sys.meta_path.insert(0, self.finder)
         return dict(self.outcome)
 
@@ -127,9 +127,9 @@ class Engine:
         owner: Any = vars(module).get(of_class) if of_class else module
         original = None if owner is None else vars(owner).get(name)
         if original is None:
-            self._keep(r, f"there is no such function; ssmgen was written against {self.package} {self.version}")
+            self._keep(r, f"the function does not exist; ssmgen was written for {self.package} {self.version}")
         elif drift := differences(r.function, original):
-            self._keep(r, f"its parameters are not those of {self.package} {self.version}: {'; '.join(drift)}")
+            self._keep(r, f"its parameters differ from those of {self.package} {self.version}: {'; '.join(drift)}")
         else:
             ours = _with_the_original_behind(self._with_others(r), original, self.log)
             if of_class:
@@ -172,7 +172,7 @@ class Engine:
 
     def _keep(self, r: Replacement, why: str, level: int = logging.WARNING) -> None:
         self.outcome[r.place] = f"kept: {why}"
-        self.log.log(level, "ssmgen leaves %s as it is: %s", r.place, why)
+        self.log.log(level, "ssmgen does not replace %s: %s", r.place, why)
 
     def _rebind(self, old: Callable[..., Any], new: Callable[..., Any]) -> None:
         for name, module in list(sys.modules.items()):
@@ -185,7 +185,7 @@ class Engine:
         if unknown := sorted(kept - {"all", *NAMES}):
             raise ArgumentError(
                 f"ssmgen.compat.{self.package}.register",
-                [f"SSMGEN_ENGINE_KEEP names {', '.join(unknown)}; it knows all, {', '.join(NAMES)}"],
+                [f"SSMGEN_ENGINE_KEEP names {', '.join(unknown)}; expected all, {', '.join(NAMES)}"],
             )
         return kept
 
@@ -195,7 +195,7 @@ class Engine:
         except metadata.PackageNotFoundError:
             found = "of unknown version"
         if found.partition("+")[0] != self.version:  # after the +: the CUDA version of the wheel
-            message = "ssmgen was written against %s %s, and this is %s: functions whose parameters differ are left as they are"
+            message = "ssmgen was written for %s %s, and this is %s: functions whose parameters differ are not replaced"
             self.log.warning(message, self.package, self.version, found)
 
 

@@ -103,7 +103,7 @@ def selective_state_update(
     is_blackwell: chooses among vLLM's tile sizes; ignored
     """
     if out is None:
-        raise ArgumentError("vllm's selective_state_update", ["out is None, and nothing is returned"])
+        raise ArgumentError("vllm's selective_state_update", ["out is None; expected a tensor, since nothing is returned. Pass out."])
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     read, write = state_batch_indices, None if dst_state_batch_indices is state_batch_indices else dst_state_batch_indices
     seed = None
@@ -283,7 +283,7 @@ def fused_sigmoid_gating_delta_rule_update(
     """
     name = "vllm's fused_sigmoid_gating_delta_rule_update"
     if (beta, threshold) != (1.0, 20.0):
-        raise UnsupportedError(name, [f"the softplus of the gate has beta {beta} and threshold {threshold}, not 1 and 20"])
+        raise UnsupportedError(name, [f"the gate's softplus has beta {beta} and threshold {threshold}; expected 1 and 20"])
     options = gated_delta.on_a_pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
     assert initial_state is not None, "on_a_pool raises without one"
     out = gated_delta.from_logits(

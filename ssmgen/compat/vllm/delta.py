@@ -52,7 +52,7 @@ def _output(q: Tensor, v: Tensor, buffer: Tensor | None) -> Tensor:
         return _new_output(q, v)
     if buffer.numel() < v.numel() or not buffer.is_contiguous():
         found = f"{list(buffer.shape)} with strides {list(buffer.stride())}"
-        problem = f"core_attn_out is {found}: it is dense, and its first elements are the output {list(v.shape)}"
+        problem = f"core_attn_out is {found}; expected a dense tensor with at least the elements of the output {list(v.shape)}"
         raise ArgumentError("vllm's chunk_gated_delta_rule", [problem])
     return buffer.view(-1)[: v.numel()].view(v.shape)
 

@@ -65,9 +65,11 @@ def flashkda_prefill(
     """
     name = "vllm's _flashkda_prefill"
     if (checkpoint_state is None) != (checkpoint_offsets is None):
-        raise ArgumentError(name, ["checkpoint_state and checkpoint_offsets go together"])
+        raise ArgumentError(name, ["one of checkpoint_state and checkpoint_offsets is None; expected both or neither"])
     if checkpoint_offsets is not None and not _Places.aligned:
-        raise UnsupportedError(name, ["checkpoint_offsets are multiples of 16, not 64. Call register before the engine is built"])
+        raise UnsupportedError(
+            name, ["checkpoint_offsets are multiples of 16; expected multiples of 64. Call register before the engine is built."]
+        )
     _scan(
         name,
         (q, k, v, g, beta, A_log, dt_bias),
@@ -106,7 +108,9 @@ def glm_flashkda_prefill(
     """
     name = "vllm's Glm5NextLinearAttention._flashkda_prefill"
     if checkpoint is not None and any(offset % _prompts.CHUNK for offset in checkpoint.offsets or (1,)):
-        raise UnsupportedError(name, ["checkpoint: its offsets are not all multiples of 64. Call register before the engine is built"])
+        raise UnsupportedError(
+            name, ["the offsets of checkpoint are not all multiples of 64; expected such. Call register before the engine is built."]
+        )
     buffers = import_module(_GLM).current_workspace_manager().get_simultaneous(*self._flashkda_buffer_specs)
     final, kept, _, spare = buffers
     count = initial_state.shape[0]

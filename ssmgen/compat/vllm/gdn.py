@@ -83,7 +83,7 @@ def _checkpoints(layer: Any, engine: Any, step: Any, prompts: Tensor, state: Ten
         return None, None
     (buffer,) = engine.current_workspace_manager().get_simultaneous(layer._checkpoint_buffer_spec)
     if buffer.dtype != state.dtype:
-        raise ArgumentError(_NAME, [f"checkpoints are {buffer.dtype}, states {state.dtype}: a kernel has one dtype for both"])
+        raise ArgumentError(_NAME, [f"checkpoints are {buffer.dtype}; expected {state.dtype}, the dtype of states"])
     kept = buffer[: plan.num_checkpoints]
     return kept, _prompts.places(_NAME, prompts, plan.every_n_tokens, step.prefill_query_start_loc, kept, plan.cu_starts, [])
 

@@ -50,7 +50,7 @@ def fused_kda_decode(
     state_indices: [B], slots of 0 and below are padding. Unlike there, a separate kernel transposes the weight
     """
     if weight.shape[0] != 3 or x.shape[-1] != 3 * weight.shape[2]:
-        problem = f"weight is {list(weight.shape)} and x {list(x.shape)}, not [3, width, H V] and [B, 3 H V]"
+        problem = f"weight is {list(weight.shape)} and x {list(x.shape)}; expected [3, width, H V] and [B, 3 H V]"
         raise ArgumentError("vllm's fused_kda_decode", [problem])
     if out is None:
         out = torch.empty((1, x.shape[0], *state.shape[1:3]), dtype=x.dtype, device=x.device)

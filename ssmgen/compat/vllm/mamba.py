@@ -53,14 +53,14 @@ def selective_scan_fn(
     """
     name = "vllm's selective_scan_fn"
     if ssm_states is None:
-        raise ArgumentError(name, ["ssm_states is None, and nothing else receives the states"])
+        raise ArgumentError(name, ["ssm_states is None; expected the pool that receives the states. Pass ssm_states."])
     blocks = {
         "block_idx_first_scheduled_token": block_idx_first_scheduled_token,
         "block_idx_last_scheduled_token": block_idx_last_scheduled_token,
         "initial_state_idx": initial_state_idx,
     }
     if given := [n for n, t in blocks.items() if t is not None]:
-        raise UnsupportedError(name, [f"{', '.join(given)}: a sequence has one slot here, not one for each of its blocks"])
+        raise UnsupportedError(name, [f"{', '.join(given)} is given; expected None: a sequence has one slot, not one per block"])
     sequences = u.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     out: Tensor = _mamba1.scan(
         name, _mamba1.Operands(u, delta, A, B, C, D, z, delta_bias, delta_softplus), cu_seqlens=query_start_loc, state=ssm_states,
@@ -109,13 +109,15 @@ def mamba_chunk_scan_combined_varlen(
     chunk_size, last_chunk_indices and seq_idx follow from the others or divide vLLM's work: ignored. States between chunks are f32.
     """
     name = "vllm's mamba_chunk_scan_combined_varlen"
-    problems = ["out is None, and outputs are not returned"] if out is None else []
+    problems = ["out is None; expected a tensor, since outputs are not returned. Pass out."] if out is None else []
     if final_states_out is not None and return_intermediate_states:
-        problems.append("final_states_out is given together with return_intermediate_states, in whose place it is")
+        problems.append("final_states_out is given with return_intermediate_states; expected one of them")
     if final_states_out is not None and final_state_indices is None:
-        problems.append("final_states_out is given without final_state_indices")
+        problems.append("final_states_out is given without final_state_indices; expected both. Pass final_state_indices.")
     if return_intermediate_states and cu_chunk_seqlens is None:
-        problems.append("return_intermediate_states asks for states at the ends of chunks, and cu_chunk_seqlens is None")
+        problems.append(
+            "return_intermediate_states is True and cu_chunk_seqlens is None; expected the ends of the chunks. Pass cu_chunk_seqlens."
+        )
     if problems:
         raise ArgumentError(name, problems)
     operands = _prompts.Operands(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)

@@ -31,7 +31,7 @@ def merge_attn_states(
     Raises UnsupportedError with output_scale (FP8 outputs).
     """
     if output_scale is not None:
-        raise UnsupportedError("vllm's merge_attn_states", ["output_scale: outputs are f32, f16 or bf16"])
+        raise UnsupportedError("vllm's merge_attn_states", ["output_scale is given; expected None: outputs are f32, f16 or bf16"])
     lse_out = None if output_lse is None else output_lse.t()
     outputs, lses = (prefix_output, suffix_output), (prefix_lse.t(), suffix_lse.t())
     n = prefill_tokens_with_context

@@ -132,7 +132,7 @@ def fused_recurrent_kda_with_safe_gate(
     operands: tuple[Tensor | None, ...] = (q, k, v, g, beta)
     if compute_gate:
         needed = {"a_log": a_log, "g_bias": g_bias, "lower_bound": lower_bound}
-        if missing := [f"{what} is None, and compute_gate needs it" for what, given in needed.items() if given is None]:
+        if missing := [f"{what} is None with compute_gate=True; expected a tensor" for what, given in needed.items() if given is None]:
             raise ArgumentError(name, missing)
         operands += _gate(a_log, g_bias)
     where = (initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)

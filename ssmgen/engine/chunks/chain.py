@@ -251,39 +251,47 @@ class Chain(ChunkKernel, Stated, Divided):
         return self._of_warpgroups(arch) if self.grouped else self._of_warps(arch)
 
     def _of_warps(self, arch: Arch) -> list[str]:
-        if wrong := must(self.tile in TILES, f"tile {self.tile} is not {', '.join(map(str, TILES))}"):
+        if wrong := must(self.tile in TILES, f"tile is {self.tile}; expected one of {', '.join(map(str, TILES))}"):
             return wrong
         return [
-            *must(self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
-            *must(1 <= self.stages <= 4, f"stages {self.stages} are not 1 … 4"),
-            *must(self.min_blocks >= 1, f"min_blocks {self.min_blocks} is not positive"),
-            *must(self.fetchers in (1, 2, 4), f"fetchers {self.fetchers} are not 1, 2 or 4"),
-            *must(self.min_blocks == 1 or self.tile <= 32, f"{self.min_blocks} blocks of {self.tile} rows leave too few registers"),
-            *must(arch >= SM90 or self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(self.head_v % self.tile == 0, f"tile is {self.tile}; expected a divisor of V = {self.head_v}"),
+            *must(1 <= self.stages <= 4, f"stages is {self.stages}; expected 1 … 4"),
+            *must(self.min_blocks >= 1, f"min_blocks is {self.min_blocks}; expected 1 or more"),
+            *must(self.fetchers in (1, 2, 4), f"fetchers is {self.fetchers}; expected 1, 2 or 4"),
+            *must(
+                self.min_blocks == 1 or self.tile <= 32,
+                f"min_blocks is {self.min_blocks} with tile {self.tile}; expected 1 above a tile of 32, for enough registers",
+            ),
+            *must(arch >= SM90 or self.ahead_pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
             *self.common_violations(arch, self.shared_bytes),
         ]
 
     def _of_warpgroups(self, arch: Arch) -> list[str]:
         tiles = warpgroups.TILES
         return [
-            *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
-            *must(self.tile in tiles, f"tile {self.tile} is not 64 or 128"),
-            *must(self.tile not in tiles or self.head_v % self.tile == 0, f"tile {self.tile} does not divide V {self.head_v}"),
-            *must(self.head_k in (64, 128), f"K {self.head_k} is not 64 or 128"),
-            *must(self.tile == ROWS or not self.marked, "states at positions, with 128 rows of a block, leave too few registers"),
-            *must(self.copy == 16, "q, k, v or out do not begin at multiples of 16 bytes"),
-            *must(2 <= self.stages <= 4, f"stages {self.stages} are not 2 … 4"),
-            *must(self.min_blocks == 1, f"min_blocks {self.min_blocks} is not 1: roles of warps have registers of their own"),
-            *must(self.fetchers == 1, f"fetchers {self.fetchers} is not 1: it is a warpgroup that fetches"),
+            *must(str(arch) == "sm_90a", f"arch is {arch}; expected sm_90a for warpgroup products"),
+            *must(self.tile in tiles, f"tile is {self.tile}; expected 64 or 128"),
+            *must(self.tile not in tiles or self.head_v % self.tile == 0, f"tile is {self.tile}; expected a divisor of V = {self.head_v}"),
+            *must(self.head_k in (64, 128), f"K is {self.head_k}; expected 64 or 128"),
+            *must(self.tile == ROWS or not self.marked, f"tile is {self.tile} with checkpoints; expected {ROWS}, for enough registers"),
+            *must(self.copy == 16, f"q, k, v and out are contiguous and aligned for {self.copy} bytes; expected 16"),
+            *must(2 <= self.stages <= 4, f"stages is {self.stages}; expected 2 … 4"),
+            *must(
+                self.min_blocks == 1, f"min_blocks is {self.min_blocks}; expected 1, since each role of warps sets its own register count"
+            ),
+            *must(self.fetchers == 1, f"fetchers is {self.fetchers}; expected 1, a warpgroup"),
             *self.common_violations(arch, self.shared_bytes),
         ]
 
     def _violations_of_role(self) -> list[str]:
         if self.leads:
-            return must(self.divided, "a sequence of one segment has no first one")
+            return must(self.divided, f"segments is {self.segments}; expected 2 or more for the kernel of the first segment")
         return [
-            *must(self.divided or self.role is not Role.SUMS, "a sequence of one segment has no sums"),
-            *must(not self.sums or self.head_k % self.tile == 0, f"tile {self.tile} does not divide K {self.head_k}"),
+            *must(
+                self.divided or self.role is not Role.SUMS,
+                f"segments is {self.segments}; expected 2 or more for the kernel of the segments' sums",
+            ),
+            *must(not self.sums or self.head_k % self.tile == 0, f"tile is {self.tile}; expected a divisor of K = {self.head_k}"),
         ]
 
 

@@ -83,9 +83,9 @@ class ChunkKernel(KernelSpec, Chunked):
         """Constraints of every kernel on a legal problem."""
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
-            *must(shared_bytes <= most, f"{shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
-            *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(shared_bytes <= most, f"a block uses {shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for asynchronous copies and bf16"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
 

@@ -44,10 +44,15 @@ class Stated:
     def state_faults(self) -> list[str]:
         """Constraints on v and on states that no variant can meet."""
         return [
-            *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V {self.head_v} is not 16 … 256 in steps of 16"),
-            *must(not (self.pool and self.final), "a pool takes the place of final_states"),
-            *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
-            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+            *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V is {self.head_v}; expected 16 … 256 in steps of 16"),
+            *must(not (self.pool and self.final), "pool and final are both yes; expected one of them: a pool receives the final states"),
+            *must(
+                not (self.started and self.initial),
+                "initial and started are both yes; expected one of them: each says where a sequence starts",
+            ),
+            *must(
+                self.pool or (self.index is Index.NONE and not self.started), "index or started is set without a pool; expected pool=yes"
+            ),
         ]
 
 

@@ -1,7 +1,7 @@
 """Segments: if there are few heads and a long prompt, its segments are processed concurrently.
 
-A segment of whole chunks takes the state S to S M + N, V x K, rows first. N [V, K] is the final state of zeros, M [K, K] of rows of the
-identity with v = 0. One kernel scans the first segment and writes its outputs. A second kernel concurrently computes N and M of all other
+A segment of whole chunks takes the state S [V, K] to S M + N. N [V, K] is the final state from zeros; M [K, K] is the final state from the
+identity, with v = 0. One kernel scans the first segment and writes its outputs. A second kernel concurrently computes N and M of all other
 segments except the last. A third kernel joins them, S <- S M + N in f32, one segment after the other. Finally the chain scans all segments
 except the first at once, each from its own state, and writes outputs.
 
@@ -42,8 +42,8 @@ def asked(segments: int | None, heads: int, head_v: int, longest: int, fewest: i
 def why_not(head_v: int, heads: int, fewest: int = FEWEST) -> str:
     """Why a call's sequences are not split."""
     if by_rule(heads, head_v, fewest) == 1:
-        return f"{heads} heads of {head_v} rows fill {SMS} SMs with less than {fewest} segments: sequences are not cut"
-    return f"not asked for, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: none is cut"
+        return f"{heads} heads of {head_v} rows fill {SMS} SMs with fewer than {fewest} segments: sequences are not cut"
+    return f"the call asks for one segment, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: no sequence is cut"
 
 
 class Join(ChunkKernel, Divided):
@@ -88,8 +88,8 @@ class Join(ChunkKernel, Divided):
 
     def violations(self, arch: Arch) -> list[str]:
         return self.faults() or [
-            *must(self.head_v % self.rows == 0, f"V {self.head_v} is not a multiple of {self.rows}"),
-            *must(self.divided, "a sequence of one segment has nothing to join"),
+            *must(self.head_v % self.rows == 0, f"V is {self.head_v}; expected a multiple of {self.rows}"),
+            *must(self.divided, f"segments is {self.segments}; expected 2 or more for the kernel that joins them"),
             *self.common_violations(arch, self.shared_bytes),
         ]
 

@@ -33,18 +33,18 @@ def token_views(
     checks.check_types(table, {n: t for n, t in named.items() if n != "workspace"}, like, problems, what)
     views, x, ragged, words = dict(named), named[like], "cu_seqlens" in named, table[like].forms[0]
     if x.dim() not in ((3, 4) if ragged else (4,)) or (ragged and x.dim() == 4 and x.shape[0] != 1):
-        packed = f"{table.label(words, 'tokens')} or {table.label(words, '1, tokens')}, as cu_seqlens asks for"
-        problems.append(f"{like} is {list(x.shape)}, not {packed if ragged else table.label(words, 'batch, T')}")
+        packed = f"{table.label(words, 'tokens')} or {table.label(words, '1, tokens')}, as cu_seqlens is given"
+        problems.append(f"{like} is {list(x.shape)}; expected {packed if ragged else table.label(words, 'batch, T')}")
         return {}
     if x.dim() == 3:
         views |= {n: t.unsqueeze(0) for n, t in views.items() if (form := table[n].forms[0])[0] == LEAD and t.dim() == len(form)}
     if views[key].dim() != 4:
-        wanted = f"{table.label(table[key].forms[0], '…')} as {like} {list(x.shape)} asks for"
-        problems.append(f"{key} is {list(views[key].shape)}, not {wanted}")
+        wanted = f"{table.label(table[key].forms[0], '…')}, as {like} is {list(x.shape)}"
+        problems.append(f"{key} is {list(views[key].shape)}; expected {wanted}")
         return {}
     sequences, lead = prompts.sequences_of(views, like), views[like].shape[:2]
     if sequences < 0:
-        problems.append("cu_seqlens is empty; it is [sequences + 1]")
+        problems.append("cu_seqlens is empty; expected [sequences + 1]")
         return {}
     (heads, value), (shared, size) = views[like].shape[2:], views[key].shape[2:]
     sizes = {"head": heads, "value": value, "group": shared, "key": size, "batch": lead[0], "token": lead[1]}
@@ -52,7 +52,7 @@ def token_views(
     rest = {n: t for n, t in views.items() if n not in (like, "workspace")}
     fits = checks.check_shapes(table, rest, sizes, problems, own(sizes), ("…", lead))
     if shared < 1 or heads % shared:
-        problems.append(f"{like} has {heads} heads, which is not a multiple of the {shared} {groups}")
+        problems.append(f"{like} has {heads} heads; expected a multiple of the {shared} {groups}")
         fits = False
     prompts.states_go_together(views, sequences, problems)
     return views if fits else {}
@@ -71,17 +71,23 @@ def check_workspace(views: Views, wanted: int, said: str, problems: list[str]) -
     """Checks that the workspace has the type and size that a call needs. wanted: bytes; said: the function that returns the size."""
     workspace, v = views["workspace"], views["v"]
     if workspace.device != v.device:
-        problems.append(f"workspace is on {workspace.device}, v is on {v.device}")
+        problems.append(f"workspace is on {workspace.device}; expected {v.device}, the device of v")
     if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
-        problems.append(f"workspace is {checks.describe(workspace)}, not dense bytes: [{wanted} or more] uint8")
+        problems.append(f"workspace is {checks.describe(workspace)}; expected dense bytes, [{wanted} or more] uint8")
     elif workspace.numel() < wanted:
-        problems.append(f"workspace has {workspace.numel()} bytes, and this call needs {wanted}: {said}")
+        problems.append(f"workspace has {workspace.numel()} bytes; expected {wanted} or more. Get the size from {said}.")
 
 
 def check_alignment(operator: str, pointers: Mapping[str, int]) -> None:
     """Raises ArgumentError if the address of the workspace is not aligned."""
     if pointers["workspace"] % ALIGNMENT:
-        raise ArgumentError(operator, [f"workspace does not begin at a multiple of {ALIGNMENT} bytes"])
+        raise ArgumentError(
+            operator,
+            [
+                f"workspace begins at {pointers['workspace'] % ALIGNMENT} bytes past a multiple of {ALIGNMENT}; expected a multiple. "
+                "Pass a whole torch.empty(...)."
+            ],
+        )
 
 
 def attention_values(views: Views, scale: float, pad_slot_id: int) -> dict[str, Value]:

@@ -34,7 +34,7 @@ class LayerAsk(Ask):
         return caller is Client.TRANSFORMERS
 
     def absent(self, model: Model, asked: str) -> str:
-        return f"{model.name} has no layers that {asked} is for"
+        return f"{model.name} has no layer that {asked} computes"
 
     def serves(self, wanted: Wanted) -> bool:
         return wanted.count <= MAX_TOKENS  # for more tokens, models use the separate operators

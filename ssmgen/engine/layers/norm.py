@@ -31,11 +31,16 @@ class LayerGatedNormSpec(NormKernel, LayerNormSpec):
     def faults(self) -> list[str]:
         return [
             *NormProblem.faults(self),
-            *must(self.gate is not None and self.weight is not None, "the norm of a layer has a gate and a weight"),
-            *must(self.x == self.out, "the norm of a layer is in place"),
-            *must(not self.partial, f"the norm of a layer has groups of a multiple of 4 elements, not of {self.size}"),
-            *must(self.tokens >= 1, f"{self.tokens} tokens per sequence"),
-            *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
+            *must(self.gate is not None and self.weight is not None, "gate or weight is none; expected both in a layer's norm"),
+            *must(
+                self.x == self.out, f"x is {self.x.value} and out is {self.out.value}; expected one dtype, since a layer's norm is in place"
+            ),
+            *must(not self.partial, f"a layer's norm has groups of {self.size} elements; expected a multiple of 4"),
+            *must(self.tokens >= 1, f"tokens is {self.tokens}; expected 1 or more"),
+            *must(
+                self.accepted is Index.NONE or self.index is not Index.NONE,
+                f"accepted is {self.accepted.value} with index=none; expected a type of state_indices for index",
+            ),
         ]
 
     def roles(self) -> list[str]:
@@ -88,7 +93,7 @@ class NormedLayer(Layer):
         )
 
     def norm_faults(self) -> list[str]:
-        partial = must(self.norm.size % 4 == 0, f"the norm of a layer has groups of a multiple of 4 elements, not of {self.norm.size}")
+        partial = must(self.norm.size % 4 == 0, f"a layer's norm has groups of {self.norm.size} elements; expected a multiple of 4")
         return [*partial, *self.norm_problem().faults()] if self.norm.weight else []
 
     def norm_kernels(self, threads: int) -> tuple[KernelSpec, ...]:

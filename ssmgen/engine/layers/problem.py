@@ -76,24 +76,29 @@ class Layer:
             *self.conv.faults(self.conv_rolls),
             *must(
                 shared % CHANNELS == 0 and rows % CHANNELS == 0,
-                f"{shared} channels of a group and {rows} of a head are not multiples of {CHANNELS}",
+                f"a group has {shared} channels and a head {rows}; expected multiples of {CHANNELS}",
             ),
             *self.norm.faults(heads * rows),
             *self.norm_faults(),
             *must(
                 self.several == (self.conv.tokens > 0),
-                f"{self.conv.tokens} tokens per sequence, of a call of {'several' if self.several else 'one'}",
+                f"conv_tokens is {self.conv.tokens} in a call of "
+                f"{'several tokens; expected 1 or more' if self.several else 'one token; expected 0'}",
             ),
             *must(
                 self.conv_rolls == (self.update is Update.EACH),
-                "accepted tokens pick where a layer starts from if and only if states go to slots of their own",
+                f"accepted is {self.accepted.value} with update={self.update.value}; expected accepted if and only if update is each",
             ),
-            *must(not kept or self.conv.rows == self.intermediate_indices, "windows and states are kept in rows of the same numbers"),
+            *must(
+                not kept or self.conv.rows == self.intermediate_indices,
+                f"conv_rows is {self.conv.rows.value} and intermediate_indices is {self.intermediate_indices.value}; "
+                "expected one type for both",
+            ),
         ]
 
     def conv_violations(self, tile: int) -> list[str]:
         """tile: rows of a block."""
-        return must(tile % CHANNELS == 0, f"tile {tile} is not a multiple of the {CHANNELS} channels that a thread convolves")
+        return must(tile % CHANNELS == 0, f"tile is {tile}; expected a multiple of the {CHANNELS} channels that a thread convolves")
 
     def layer_parameters(self, operands: Table) -> list[Param]:
         """Kernel arguments, without the last ones, which the recurrence adds."""

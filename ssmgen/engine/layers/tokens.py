@@ -29,8 +29,8 @@ def check_axis(named: Mapping[str, Tensor], inputs: str, update_state: bool, pro
         return True
     asked = [f"{name} is given" for name in OPTIONAL if name in named]
     asked += [] if update_state else ["update_state is False"]
-    wanted = "which is of several tokens: [batch, tokens, channels]"
-    problems.append(f"{inputs} is {list(named[inputs].shape)}, and {' and '.join(asked)}, {wanted}")
+    wanted = "expected [batch, tokens, channels] for a call of several tokens"
+    problems.append(f"{inputs} is {list(named[inputs].shape)} and {' and '.join(asked)}; {wanted}")
     return False
 
 
@@ -43,7 +43,9 @@ def check_tokens(named: Mapping[str, Tensor], inputs: str, separate: str, update
     per_sequence: dict[str, tuple[int, ...]] = {"[batch]": (batch,)}
     if not 1 <= T <= MAX_TOKENS:
         chain = f"{operators_of(Role.CONVOLUTION)}, {separate} and {operators_of(Role.NORM)}"
-        problems.append(f"{inputs} is {list(given.shape)}: a layer takes 1 … {MAX_TOKENS} tokens of a sequence. For {T} use {chain}")
+        problems.append(
+            f"{inputs} is {list(given.shape)}, {T} tokens per sequence; expected 1 … {MAX_TOKENS}. For more tokens, call {chain}."
+        )
         return False
     columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
     words = "heads, headdim, d_state" if inputs == "xBC" else "heads, V, K"
@@ -77,28 +79,34 @@ def _check_forms(named: Mapping[str, Tensor], update_state: bool, problems: list
     if "num_accepted_tokens" in named or "dst_state_indices" in named:
         if absent := [name for name in by_slot if name not in named]:
             problems.append(
-                f"num_accepted_tokens, dst_state_indices and state_indices go together, and there is no {' and no '.join(absent)}"
+                f"{' and '.join(absent)} is missing; expected num_accepted_tokens, dst_state_indices and state_indices together"
             )
         elif named["state_indices"].dtype != named["dst_state_indices"].dtype:
             dtypes = [named[name].dtype for name in ("state_indices", "dst_state_indices")]
-            problems.append(f"state_indices is {dtypes[0]} and dst_state_indices is {dtypes[1]}")
+            problems.append(f"state_indices is {dtypes[0]} and dst_state_indices is {dtypes[1]}; expected one dtype for both")
         if not update_state:
-            problems.append("num_accepted_tokens and dst_state_indices say where states go, and update_state is False")
+            problems.append(
+                "num_accepted_tokens and dst_state_indices are given with update_state=False, which writes no state. "
+                "Leave them out, or update."
+            )
     columns = named["state_indices"].shape[1] if "num_accepted_tokens" in named and "state_indices" in named else 1
     if not 1 <= columns <= MAX_COLUMNS:
-        problems.append(f"state_indices is {list(named['state_indices'].shape)}: a layer reads 1 … {MAX_COLUMNS} columns")
+        problems.append(f"state_indices is {list(named['state_indices'].shape)}; expected 1 … {MAX_COLUMNS} columns")
     if "intermediate_state_indices" in named and not {"intermediate_states", "intermediate_conv_window"} & named.keys():
-        problems.append("intermediate_state_indices is given without intermediate_states and without intermediate_conv_window")
+        problems.append("intermediate_state_indices is given without a buffer. Pass intermediate_states or intermediate_conv_window.")
 
 
 def _check_memory(named: Mapping[str, Tensor], inputs: str, problems: list[str]) -> None:
     windows, kept = named.get("intermediate_conv_window"), named.get("intermediate_states")
     if windows is not None and windows.dtype != named[inputs].dtype:
-        problems.append(f"intermediate_conv_window is {windows.dtype} and {inputs} {named[inputs].dtype}: it holds what comes in")
+        problems.append(f"intermediate_conv_window is {windows.dtype}; expected {named[inputs].dtype}, the dtype of {inputs}")
     for name, t in (("intermediate_conv_window", windows), ("intermediate_states", kept)):
         if t is not None and checks.overlaps_itself(t):
-            problems.append(f"{name} has strides {list(t.stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(t.stride())}, and two of its elements share memory; expected one address per element. "
+                "Pass a contiguous tensor."
+            )
     if kept is not None:
         dense = torch.empty(kept.shape[2:], device="meta").stride()
         if any(n > 1 and have != want for n, have, want in zip(kept.shape[2:], kept.stride()[2:], dense, strict=True)):
-            problems.append(f"intermediate_states has strides {list(kept.stride())}; its last three axes must be dense, {list(dense)}")
+            problems.append(f"intermediate_states has strides {list(kept.stride())}; expected dense last three axes, {list(dense)}")

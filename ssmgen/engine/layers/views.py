@@ -43,16 +43,19 @@ def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -
     state, window = named["state"], named["conv_state"]
     slots, dense = state.shape[0], torch.empty(state.shape[1:], device="meta").stride()
     if any(n > 1 and have != want for n, have, want in zip(state.shape[1:], state.stride()[1:], dense, strict=True)):
-        problems.append(f"state has strides {list(state.stride())}; its last three axes must be dense, {list(dense)}")
+        problems.append(f"state has strides {list(state.stride())}; expected dense last three axes, {list(dense)}")
     elif slots > 1 and state.stride(0) < state[0].numel():
-        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
+        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap; expected {state[0].numel()} or more")
     for name, t in (("conv_state", window), ("out", named["out"]), ("arrivals", named["arrivals"])):
         if checks.overlaps_itself(t):
-            problems.append(f"{name} has strides {list(t.stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(t.stride())}, and two of its elements share memory; expected one address per element. "
+                "Pass a contiguous tensor."
+            )
     if named["arrivals"].shape[1] > 1 and named["arrivals"].stride(1) != 1:
-        problems.append(f"arrivals has strides {list(named['arrivals'].stride())}; the counts of a slot must be dense")
+        problems.append(f"arrivals has strides {list(named['arrivals'].stride())}; expected a last stride of 1")
     if "state_indices" not in named and slots < batch:
-        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+        problems.append(f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices.")
     for name, t in named.items():
         if name != "state":
             checks.check_strides_fit(name, t, 0 if name.startswith(("conv_w", "conv_b", "norm", "dt_bias")) else 1, problems)
@@ -185,4 +188,4 @@ def check_dense(named: Mapping[str, Tensor], names: tuple[str, ...], problems: l
     """Whether the channels of a row are contiguous. Adds to `problems` the operands whose channels are not."""
     for name in names:
         if name in named and named[name].stride(-1) != 1 and named[name].shape[-1] > 1:
-            problems.append(f"{name} has strides {list(named[name].stride())}; the channels of a row must be dense")
+            problems.append(f"{name} has strides {list(named[name].stride())}; expected a last stride of 1")

@@ -129,11 +129,11 @@ BENCH = Bench(
     axes=(
         axes.forms(Form, (Form.PLAIN,), "plain"),
         axes.several(
-            "--layout", "layouts", axes.Choice(ConvLayout), ConvLayout, "Which axis of x is contiguous; may repeat. Default: both."
+            "--layout", "layouts", axes.Choice(ConvLayout), ConvLayout, "Contiguous axis of x; may repeat. Default: both."
         ),
         axes.several(
             "--shape", "shapes", axes.Shape("B,D,L", "1,1536,2048"), SHAPES,
-            "Batch, channels, tokens; may repeat. Default: six, 6 to 800 MB of x.",
+            "Batch, number of channels and of tokens; may repeat. Default: six, 6 to 800 MB of x.",
         ),
         WIDTH,
         DTYPE,

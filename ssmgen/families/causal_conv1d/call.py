@@ -92,8 +92,8 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         return {}
     views, x, weight, ragged = dict(named), named["x"], named["weight"], "query_start_loc" in named
     if x.dim() not in ((2, 3) if ragged else (3,)) or (ragged and x.dim() == 3 and x.shape[0] != 1):
-        wanted = "[dim, tokens] or [1, dim, tokens], as query_start_loc asks for" if ragged else "[batch, dim, length]"
-        problems.append(f"x is {list(x.shape)}, not {wanted}")
+        wanted = "[dim, tokens] or [1, dim, tokens], as query_start_loc is given" if ragged else "[batch, dim, length]"
+        problems.append(f"x is {list(x.shape)}; expected {wanted}")
         return {}
     if x.dim() == 2:
         views |= {n: named[n].unsqueeze(0) for n in ("x", "out") if named[n].dim() == 2}
@@ -102,32 +102,39 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     width = weight.shape[1]
     sequences = named["query_start_loc"].numel() - 1 if ragged else batch
     if sequences < 0:
-        problems.append("query_start_loc is empty; it is [sequences + 1]")
+        problems.append("query_start_loc is empty; expected [sequences + 1]")
         return {}
     if not 1 <= width <= MAX_WIDTH:
-        problems.append(f"weight is {list(weight.shape)}: width {width} is not 1 … {MAX_WIDTH}")
+        problems.append(f"weight is {list(weight.shape)}, of width {width}; expected a width of 1 … {MAX_WIDTH}")
         return {}
     if width == 1:
         stateful = [n for n in ("initial_states", "final_states", "conv_states") if n in named]
-        problems += [f"{n} is given, but a convolution of width 1 has no state" for n in stateful]
+        problems += [f"{n} is given for width 1, which has no state; expected None. Leave out {n}." for n in stateful]
     sizes = {"batch": batch, "dim": dim, "token": length, "width": width, "tap": width - 1}
     sizes |= {"sequences": sequences, "starts": sequences + 1}
     fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n not in ("x", "conv_states")}, sizes, problems)]
     if "conv_states" in named:
         fits.append(_check_pool(named, sequences, dim, width, problems))
     else:
-        problems += [f"{name} is given without conv_states" for name in ("conv_state_indices", "has_initial_state") if name in named]
+        problems += [
+            f"{name} is given without conv_states; expected both. Pass conv_states, or leave out {name}."
+            for name in ("conv_state_indices", "has_initial_state")
+            if name in named
+        ]
     if "seq_idx" in named and ragged:
-        problems.append("seq_idx and query_start_loc both divide the length: give one of them")
+        problems.append("seq_idx and query_start_loc are both given; expected one: each divides the length. Leave out one.")
     if not all(fits):
         return {}
     for name in ("out", "final_states", "conv_states"):
         if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
+                "expected one address per element. Pass a contiguous tensor."
+            )
     for name, t in views.items():
         check_strides(name, t, problems)
     if max(x.shape) >= 2**31:
-        problems.append(f"x is {list(x.shape)}; kernels take axes below 2^31")
+        problems.append(f"x is {list(x.shape)}; expected axes below 2^31")
     return views
 
 
@@ -135,13 +142,16 @@ def _check_pool(named: Mapping[str, Tensor], sequences: int, dim: int, width: in
     states = named["conv_states"]
     if states.dim() != 3 or tuple(states.shape[1:]) != (dim, width - 1):
         wanted = f"[slots, dim, width - 1] = [slots, {dim}, {width - 1}]"
-        problems.append(f"conv_states is {list(states.shape)}, not {wanted}; of longer states pass the slice that holds the history")
+        problems.append(f"conv_states is {list(states.shape)}; expected {wanted}. Of longer states, pass the slice that holds the history.")
         return False
     if "conv_state_indices" not in named and states.shape[0] < sequences:
-        problems.append(f"conv_states has {states.shape[0]} slots for {sequences} sequences, and there are no conv_state_indices")
+        problems.append(
+            f"conv_states has {states.shape[0]} slots; expected {sequences}, one per sequence. "
+            "Pass larger conv_states, or conv_state_indices."
+        )
     for name in ("initial_states", "final_states"):
         if name in named:
-            problems.append(f"{name} is given together with conv_states, which take its place")
+            problems.append(f"{name} is given with conv_states; expected one: a pool holds both states. Leave out {name}.")
     return True
 
 

@@ -78,23 +78,31 @@ class ConvProblem(Problem):
         """Reasons why no variant can serve this problem."""
         stateful = self.initial or self.final or self.pool
         return [
-            *must(1 <= self.width <= MAX_WIDTH, f"width {self.width} is not 1 … {MAX_WIDTH}"),
-            *must(self.width > 1 or not stateful, "a convolution of width 1 has no state"),
-            *must(not (self.pool and (self.initial or self.final)), "conv_states take the place of initial_states and final_states"),
-            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of conv_states"),
+            *must(1 <= self.width <= MAX_WIDTH, f"width is {self.width}; expected 1 … {MAX_WIDTH}"),
+            *must(self.width > 1 or not stateful, "width is 1 with a state; expected 2 or more, or no state"),
+            *must(
+                not (self.pool and (self.initial or self.final)),
+                "pool is yes with initial or final; expected one or the other: a pool holds both states",
+            ),
+            *must(
+                self.pool or (self.index is Index.NONE and not self.started), "index or started is set without a pool; expected pool=yes"
+            ),
             *must(
                 not self.shifted or (self.layout is ConvLayout.FIRST and self.loads is Loads.VECTOR),
-                "only channel-first vectors are shifted",
+                f"shifted is yes with layout={self.layout.value}, loads={self.loads.value}; expected channel-first vectors",
             ),
             *must(
                 not self.unit or (self.layout is ConvLayout.LAST and self.loads is Loads.ELEMENT),
-                "only channel-last elements are of unit stride",
+                f"unit is yes with layout={self.layout.value}, loads={self.loads.value}; expected channel-last elements",
             ),
             *must(
                 self.shifted or not (self.ragged and self.layout is ConvLayout.FIRST and self.loads is Loads.VECTOR),
-                "packed sequences begin anywhere: channel-first vectors are shifted",
+                "shifted is no with packed channel-first vectors; expected yes, since sequences begin anywhere",
             ),
-            *must(not (self.ragged and self.seq_idx), "seq_idx and query_start_loc both divide the length"),
+            *must(
+                not (self.ragged and self.seq_idx),
+                f"seq_idx is yes and query_start_loc is {self.query_start_loc.value}; expected one of them",
+            ),
         ]
 
 
@@ -143,21 +151,31 @@ class ConvSpec(KernelSpec, ConvProblem):
         run = (1 if first else self.vec) * self.width * self.weight.size  # bytes of a lane's taps
         return [
             *self.faults(),
-            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
-            *must(self.vectors >= 1 and self.min_blocks >= 0, "vectors is not positive, or min_blocks is negative"),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads is {self.threads}; expected 32 … 1024 in steps of 32"),
+            *must(
+                self.vectors >= 1 and self.min_blocks >= 0,
+                f"vectors is {self.vectors} and min_blocks {self.min_blocks}; expected 1 or more, and 0 or more",
+            ),
             *must(
                 is_pow2(self.vec) and self.vec * self.x.size in ((16,) if first else (4, 8)),
-                f"vec {self.vec} of {self.x.value} is not {'16' if first else '4 or 8'} bytes",
+                f"vec is {self.vec} of {self.x.value}; expected {'16' if first else '4 or 8'} bytes",
             ),
-            *must(self.piece >= self.width - 1, f"pieces of {self.piece} tokens are shorter than the history of {self.width - 1}"),
-            *must(self.taps is Loads.ELEMENT or run % 4 == 0, f"taps of {run} bytes are not whole words"),
-            *must(self.taps is Loads.ELEMENT or not first or run in (4, 8, 16, 32), f"taps of {run} bytes do not keep their alignment"),
+            *must(
+                self.piece >= self.width - 1, f"a warp takes pieces of {self.piece} tokens; expected {self.width - 1} or more, the history"
+            ),
+            *must(
+                self.taps is Loads.ELEMENT or run % 4 == 0, f"a lane's taps have {run} bytes; expected a multiple of 4. Use taps=element."
+            ),
+            *must(
+                self.taps is Loads.ELEMENT or not first or run in (4, 8, 16, 32),
+                f"a lane's taps have {run} bytes; expected 4, 8, 16 or 32, to stay aligned. Use taps=element.",
+            ),
             *must(
                 self.taps is Loads.ELEMENT or first or self.loads is Loads.VECTOR or self.words,
-                "taps of channels that a lane holds apart are not one run",
+                "taps is vector for lanes whose channels are apart; expected element",
             ),
-            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
     def operands(self) -> list[str]:
@@ -251,6 +269,6 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
         tokens, blocks = (8, 1) if resident == 1 or problem.width > 6 else (6, 0 if resident == 7 else min(4, resident))
         yield "small", _spec(problem, **how, vectors=tokens, min_blocks=blocks), ""
     else:
-        yield "small", None, f"{size} KiB of x are above {SMALL_KIB}"
+        yield "small", None, f"x has {size} KiB; the rule is for at most {SMALL_KIB}"
         yield "resident", _spec(problem, **how, vectors=_tokens(problem), min_blocks=resident), ""
     yield "generic", _spec(problem, **how, vectors=8, min_blocks=1), ""

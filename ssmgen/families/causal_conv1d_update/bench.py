@@ -103,7 +103,7 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
 
 
 def mistakes(tokens: Sequence[int], tree: bool = False, **others: Any) -> list[str]:
-    return [*must(not tree or min(tokens, default=1) > 1, "--tree needs --tokens of more than 1")]
+    return [*must(not tree or min(tokens, default=1) > 1, "--tree is given for one token; expected --tokens of 2 or more")]
 
 
 def words(row: Mapping[str, Any]) -> str:
@@ -117,9 +117,9 @@ BENCH = Bench(
     method=__doc__,
     axes=(
         axes.several(
-            "--state-layout", "layouts", axes.Choice(Innermost), Innermost, "What is contiguous; may repeat. Default: both.", "layout"
+            "--state-layout", "layouts", axes.Choice(Innermost), Innermost, "Layout of the windows; may repeat. Default: both.", "layout"
         ),
-        axes.tokens("Per sequence; may repeat. Several: the window rolls. Default: 1."),
+        axes.tokens("Tokens per sequence; with several the window rolls; may repeat. Default: 1."),
         axes.batches(1, 4, 8, 16, 32, 64, 128, 256),
         axes.one("--dim", click.IntRange(1), 12288, head=True),
         WIDTH,

@@ -95,24 +95,26 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     views, x, weight = dict(named), named["x"], named["weight"]
     ragged = "query_start_loc" in named
     if x.dim() not in ((2,) if ragged else (2, 3)):
-        problems.append(f"x is {list(x.shape)}, not " + ("[tokens, dim], as query_start_loc asks for" if ragged else "[batch, dim(, T)]"))
+        problems.append(
+            f"x is {list(x.shape)}; expected " + ("[tokens, dim], as query_start_loc is given" if ragged else "[batch, dim(, T)]")
+        )
         return {}
     like_x = ["x", "out", *(n for n in GATES if n in named)]
-    if others := [f"{n} is {list(named[n].shape)}, x is {list(x.shape)}" for n in like_x if named[n].shape != x.shape]:
+    if others := [f"{n} is {list(named[n].shape)}; expected {list(x.shape)}, the shape of x" for n in like_x if named[n].shape != x.shape]:
         problems += others
         return {}
     if len(like_x) > 2 and ("parents" in named or CHILDREN[0] in named):
-        problems.append(f"{' and '.join(like_x[2:])} of a draft tree: multiply before and after the call")
+        problems.append(f"{' and '.join(like_x[2:])} is given with a draft tree; expected None. Multiply before and after the call.")
     if x.dim() == 2:
         views |= {n: named[n].t().unsqueeze(0) if ragged else named[n].unsqueeze(2) for n in like_x}
     lead, dim, T = views["x"].shape
     batch = named["query_start_loc"].numel() - 1 if ragged else lead
     if batch < 0:
-        problems.append("query_start_loc is empty; it is [batch + 1]")
+        problems.append("query_start_loc is empty; expected [batch + 1]")
         return {}
     width = weight.shape[1]
     if not 2 <= width <= MAX_WIDTH:
-        problems.append(f"weight is {list(weight.shape)}: width {width} is not 2 … {MAX_WIDTH}")
+        problems.append(f"weight is {list(weight.shape)}, of width {width}; expected a width of 2 … {MAX_WIDTH}")
         return {}
     sizes = {"batch": batch, "starts": batch + 1, "dim": dim, "width": width}
     simple = {n: t for n, t in named.items() if n not in (*like_x, "conv_state", "intermediate_conv_window", "parents", *CHILDREN)}
@@ -122,14 +124,19 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if "intermediate_conv_window" in named:
         fits += [_check_windows(named, batch, dim, width, None if ragged else T, problems)]
     elif "intermediate_state_indices" in named:
-        problems.append("intermediate_state_indices is given without intermediate_conv_window")
+        problems.append("intermediate_state_indices is given without intermediate_conv_window; expected both. Pass both, or neither.")
     if "cache_seqlens" in named and "num_accepted_tokens" in named:
-        problems.append("cache_seqlens and num_accepted_tokens both say where the history is: give one of them")
+        problems.append(
+            "cache_seqlens and num_accepted_tokens are both given; expected one: each says where the history is. Leave out one."
+        )
     if not all(fits):
         return {}
     for name in ("out", "conv_state", "intermediate_conv_window"):
         if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
+                "expected one address per element. Pass a contiguous tensor."
+            )
     for name, t in views.items():
         check_strides(name, t, problems)
     return views
@@ -139,35 +146,41 @@ def _check_tree(named: Mapping[str, Tensor], batch: int, tokens: int | None, pro
     before, children = len(problems), [n for n in CHILDREN if n in named]
     given = [n for n in ("parents", *CHILDREN) if n in named]
     if children and len(children) < len(CHILDREN):
-        problems.append(f"{' and '.join(children)} of {', '.join(CHILDREN)} given: a tree by children takes them all")
+        problems.append(f"{' and '.join(children)} is given; expected all of {', '.join(CHILDREN)} for a tree by children")
     if children and "parents" in named:
-        problems.append(f"parents and {children[0]} both say what the tree is: give one of them")
+        problems.append(f"parents and {children[0]} are both given; expected one: each describes the tree. Leave out one.")
     if children and tokens is None:
-        problems.append(f"{children[0]} is given with query_start_loc: of packed sequences, give parents")
+        problems.append(f"{children[0]} is given with query_start_loc; expected parents for packed sequences. Pass parents.")
     if children and (tokens or 0) > MAX_TREE:
-        problems.append(f"{children[0]} is given, and x has {tokens} tokens per sequence: of more than {MAX_TREE}, give parents")
+        problems.append(f"{children[0]} is given and x has {tokens} tokens per sequence; expected at most {MAX_TREE}. Pass parents.")
     if len({named[n].dtype for n in children}) > 1:
-        problems.append(", ".join(f"{n} is {named[n].dtype}" for n in children) + ": they are of one dtype")
+        problems.append(", ".join(f"{n} is {named[n].dtype}" for n in children) + "; expected one dtype for all")
     for name in given:
         columns = named[name].shape[-1] if tokens is None and named[name].dim() else tokens or 0
         checks.check_shape(name, named[name], {"[batch, T]": (batch, columns)}, problems)
     if "parents_out" in named and checks.overlaps_itself(named["parents_out"]):
-        problems.append(f"parents_out has strides {list(named['parents_out'].stride())}: two of its elements share memory")
+        problems.append(
+            f"parents_out has strides {list(named['parents_out'].stride())}, and two of its elements share memory; "
+            "expected one address per element. Pass a contiguous tensor."
+        )
     return len(problems) == before
 
 
 def _check_state(named: Mapping[str, Tensor], batch: int, dim: int, width: int, tokens: int | None, problems: list[str]) -> bool:
     state = named["conv_state"]
     if state.dim() != 3 or state.shape[1] != dim:
-        problems.append(f"conv_state is {list(state.shape)}, not [slots, dim, state_len] = [slots, {dim}, {width - 1} or more]")
+        problems.append(f"conv_state is {list(state.shape)}; expected [slots, dim, state_len] = [slots, {dim}, {width - 1} or more]")
         return False
     slots, _, length = state.shape
     if length < width - 1:
-        problems.append(f"conv_state is {list(state.shape)}: state_len {length} is below width - 1 = {width - 1}")
+        problems.append(f"conv_state is {list(state.shape)}, of state_len {length}; expected width - 1 = {width - 1} or more")
     elif "num_accepted_tokens" in named and tokens is not None and length < width - 2 + tokens:
-        problems.append(f"conv_state is {list(state.shape)}: state_len {length} is below width - 2 + T = {width - 2 + tokens}")
+        problems.append(f"conv_state is {list(state.shape)}, of state_len {length}; expected width - 2 + T = {width - 2 + tokens} or more")
     if "conv_state_indices" not in named and slots < batch:
-        problems.append(f"conv_state has {slots} slots for a batch of {batch}, and there are no conv_state_indices")
+        problems.append(
+            f"conv_state has {slots} slots; expected {batch}, one per sequence of the batch. "
+            "Pass a larger conv_state, or conv_state_indices."
+        )
     return True
 
 
@@ -177,7 +190,7 @@ def _check_windows(named: Mapping[str, Tensor], batch: int, dim: int, width: int
     wanted = f"[{'rows' if rows == 0 else f'{rows} or more'}, {tokens or 'T'} or more, {dim}, {width - 1}]"
     enough = windows.dim() == 4 and windows.shape[0] >= rows and windows.shape[1] >= (tokens or 0)
     if not enough or tuple(windows.shape[2:]) != (dim, width - 1):
-        problems.append(f"intermediate_conv_window is {list(windows.shape)}, not [batch, T, dim, width - 1] = {wanted}")
+        problems.append(f"intermediate_conv_window is {list(windows.shape)}; expected [batch, T, dim, width - 1] = {wanted}")
         return False
     return True
 

@@ -136,27 +136,44 @@ class UpdateProblem(Problem):
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
         return [
-            *must(2 <= self.width <= MAX_WIDTH, f"width {self.width} is not 2 … {MAX_WIDTH}"),
-            *must(1 <= self.tokens <= MAX_TOKENS, f"tokens {self.tokens} is not 1 … {MAX_TOKENS}"),
-            *must((self.advance is Advance.SHIFT) == (self.position is Index.NONE), "a ring or a rolling window needs a position"),
-            *must((self.count is Tokens.RAGGED) == (self.query_start_loc is not Index.NONE), "packed sequences need query_start_loc"),
-            *must(self.layout is StateLayout.RUNS or not self.state_len, "state_len is of runs only"),
+            *must(2 <= self.width <= MAX_WIDTH, f"width is {self.width}; expected 2 … {MAX_WIDTH}"),
+            *must(1 <= self.tokens <= MAX_TOKENS, f"tokens is {self.tokens}; expected 1 … {MAX_TOKENS}"),
+            *must(
+                (self.advance is Advance.SHIFT) == (self.position is Index.NONE),
+                f"advance is {self.advance.value} and position is {self.position.value}; "
+                "expected none with shift, and a type with ring or roll",
+            ),
+            *must(
+                (self.count is Tokens.RAGGED) == (self.query_start_loc is not Index.NONE),
+                f"count is {self.count.value} and query_start_loc is {self.query_start_loc.value}; "
+                "expected a type if and only if count is ragged",
+            ),
+            *must(
+                self.layout is StateLayout.RUNS or not self.state_len,
+                f"state_len is {self.state_len} with layout={self.layout.value}; expected 0",
+            ),
             *must(
                 self.layout is not StateLayout.RUNS or self.state_len in self.runs_lens,
-                f"runs of {self.state_len} are not {' or '.join(map(str, self.runs_lens))}",
+                f"state_len is {self.state_len}; expected {' or '.join(map(str, self.runs_lens))} with layout=runs",
             ),
-            *must(self.layout is not StateLayout.RUNS or self.advance is not Advance.RING, "a ring is not rewritten whole"),
+            *must(
+                self.layout is not StateLayout.RUNS or self.advance is not Advance.RING,
+                "layout is runs with advance=ring; expected another layout, since a ring is not rewritten whole",
+            ),
             *must(
                 self.layout is not StateLayout.RUNS or self.advance is Advance.SHIFT or self.count is Tokens.FIXED,
-                "runs that roll need a fixed number of tokens",
+                f"count is {self.count.value} with runs that roll; expected fixed",
             ),
-            *must(self.saved is not Saved.NO or self.saved_index is Index.NONE, "slots of windows that are not saved"),
-            *must(self.several or self.tree is Index.NONE, "a draft tree has several tokens"),
-            *must(not self.gates or self.tree is Index.NONE, "gates of a draft tree"),
-            *must(Index.NONE in (self.parents, self.children), "parents and children both say what the tree is"),
+            *must(
+                self.saved is not Saved.NO or self.saved_index is Index.NONE,
+                f"saved_index is {self.saved_index.value} and saved is no; expected saved windows",
+            ),
+            *must(self.several or self.tree is Index.NONE, "tokens is 1 with a draft tree; expected several"),
+            *must(not self.gates or self.tree is Index.NONE, "input_gate or output_gate is yes with a draft tree; expected no"),
+            *must(Index.NONE in (self.parents, self.children), "parents and children are both set; expected one of them"),
             *must(
                 self.children is Index.NONE or self.count is not Tokens.RAGGED,
-                "first children and next siblings are of sequences with the same number of tokens",
+                "children is set with count=ragged; expected the same number of tokens in each sequence, or parents",
             ),
         ]
 
@@ -190,11 +207,13 @@ class UpdateSpec(KernelSpec, UpdateProblem):
         run = self.vec * self.width * self.weight.size
         return [
             *self.faults(),
-            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
-            *must(is_pow2(self.vec) and self.vec * self.x.size in (4, 8), f"vec {self.vec} of {self.x.value} is not 4 or 8 bytes"),
-            *must(self.taps is Loads.ELEMENT or run % 4 == 0, f"taps of {run} bytes are not whole words"),
-            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads is {self.threads}; expected 32 … 1024 in steps of 32"),
+            *must(is_pow2(self.vec) and self.vec * self.x.size in (4, 8), f"vec is {self.vec} of {self.x.value}; expected 4 or 8 bytes"),
+            *must(
+                self.taps is Loads.ELEMENT or run % 4 == 0, f"a lane's taps have {run} bytes; expected a multiple of 4. Use taps=element."
+            ),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
     def operands(self) -> list[str]:

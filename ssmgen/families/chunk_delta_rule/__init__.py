@@ -2,7 +2,7 @@
 
 from ...spec.family import Family, Kernels
 
-PART = "it is one of a call's kernels, and is checked with the last of them: give that one's spec"
+PART = "it is one of several kernels of a call, which are checked together. Pass the spec of the last one, the chain."
 PARTS = [f"chunk_delta_rule_{kind}{role}" for role in ("lead", "sums", "ends") for kind in ("", "warpgroup_")]
 
 FAMILY = Family(

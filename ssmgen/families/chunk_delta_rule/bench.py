@@ -153,7 +153,7 @@ BENCH = Bench(
         axes.forms(Form, (Form.BATCH,), "batch"),
         axes.several(
             "--shape", "shapes", axes.Shape("HK,HV,B,T", "16,64,1,8192"), SHAPES,
-            "Heads of k and v, sequences, tokens; may repeat. Default: nine.",
+            "Numbers of heads of k and of v, sequences and tokens; may repeat. Default: nine.",
         ),
         axes.one("--head-k", click.IntRange(16, 256), 128),
         axes.one("--head-v", click.IntRange(16, 256), 128),

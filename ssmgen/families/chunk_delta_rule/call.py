@@ -96,7 +96,10 @@ def chunk_gated_delta_rule(
     gate = "linear" if linear_gate else "log" if A_log is None else "raw"
     objections = gate_objections(A_log, dt_bias)
     if linear_gate and not (A_log is None and dt_bias is None):
-        objections = ("linear_gate says that g is the decay itself, and A_log and dt_bias make a raw gate a log decay",)
+        objections = (
+            "linear_gate=True is given with A_log or dt_bias; expected either: linear_gate takes g as the decay, A_log makes a "
+            "log decay of it",
+        )
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
         checkpoints_out, return_checkpoints, out, workspace,

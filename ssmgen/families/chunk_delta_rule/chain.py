@@ -7,7 +7,8 @@ passes between warps, and shared memory holds second operands only.
 
 With warpgroups, the tensor cores of sm_90a read operands directly from shared memory. A block has a warpgroup that loads, one that writes
 o, and one for every 64 rows of the state. All products are transposed: the rounded state, X and u are first operands,
-and nothing passes between the warps that compute them. S q^T and P u, which the state does not need, are issued where it would wait.
+and nothing passes between the warps that compute them. The next state does not depend on S q^T and P u: they are issued while a warpgroup
+would otherwise wait.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
     fetchers: int = 1  # warps
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     ahead_pdl: Pdl = Pdl.OFF  # PDL of the kernel that prepares
-    transitions: bool = field(default=True, metadata=NAMED)  # segment ends: also compute M
+    transitions: bool = field(default=True, metadata=NAMED)  # role ENDS: also compute M
 
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
         return PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
@@ -80,8 +81,8 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
 
     @property
     def stage_bytes(self) -> int:
-        """k, q, v, T, P and coefficients of a chunk; sums take no q and no P. Of warpgroups each begins at a multiple of 1024, and panels
-        have room for all rows."""
+        """k, q, v, T, P and coefficients of a chunk; sums take no q and no P. With warpgroups, each begins at a multiple of 1024, and
+        panels have room for all rows."""
         matrices = 1 if self.sums else 2
         if self.grouped:
             rows = CHUNK * 2 * (matrices * self.head_k + self.tile)

@@ -40,7 +40,7 @@ class DeltaAsk(Ask):
         return caller is not Client.MAMBA_SSM
 
     def absent(self, model: Model, asked: str) -> str:
-        return f"{model.name} is no gated delta rule, and {asked} is for those"
+        return f"{model.name} has no gated delta rule, which {asked} computes"
 
     def takes(self, model: Model) -> Collection[str]:
         return self.options

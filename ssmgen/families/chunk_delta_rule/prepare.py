@@ -80,7 +80,7 @@ class PrepareSpec(DeltaSpec):
 
     def violations(self, arch: Arch) -> list[str]:
         return self.faults() or [
-            *must(1 <= self.min_blocks <= 8, f"min_blocks {self.min_blocks} are not 1 … 8"),
+            *must(1 <= self.min_blocks <= 8, f"min_blocks is {self.min_blocks}; expected 1 … 8"),
             *self.common_violations(arch, self.shared_bytes),
         ]
 

@@ -50,15 +50,22 @@ class ChunkProblem(Problem, Chunked):
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
         return [
-            *must(self.head_k % 16 == 0 and 16 <= self.head_k <= 256, f"K {self.head_k} is not 16 … 256 in steps of 16"),
-            *must(self.x is not DType.F32, "q, k and v are f32: products are of bf16 or f16 numbers"),
+            *must(self.head_k % 16 == 0 and 16 <= self.head_k <= 256, f"K is {self.head_k}; expected 16 … 256 in steps of 16"),
+            *must(self.x is not DType.F32, "q, k and v are f32; expected bf16 or f16, for tensor cores"),
             *must(
                 self.copy in (4, 8, 16),
-                "q, k, v or out begins, or has tokens or heads that begin, at an odd element: kernels copy 4 bytes at once, or 8 or 16",
+                "the tokens or heads of q, k, v or out begin at an odd element; expected multiples of 4 bytes. Pass contiguous tensors.",
             ),
-            *must((self.g is None) == (self.gate is Gate.NONE), "a gate needs g, and g says of which gate it is"),
-            *must((self.A_log is None) == (self.gate is not Gate.RAW), "A_log makes a raw gate a decay"),
-            *must(self.dt_bias is None or self.gate is Gate.RAW, "dt_bias is of a raw gate"),
+            *must(
+                (self.g is None) == (self.gate is Gate.NONE),
+                f"g is {self.g.value if self.g else 'none'} and gate is {self.gate.value}; expected both or neither",
+            ),
+            *must(
+                (self.A_log is None) == (self.gate is not Gate.RAW),
+                f"A_log is {self.A_log.value if self.A_log else 'none'} with gate={self.gate.value}; "
+                "expected A_log if and only if gate is raw",
+            ),
+            *must(self.dt_bias is None or self.gate is Gate.RAW, f"dt_bias is set with gate={self.gate.value}; expected gate=raw"),
         ]
 
 
@@ -83,7 +90,10 @@ class DeltaProblem(ChunkProblem, Stated, Divided):
         return [
             *ChunkProblem.faults(self),
             *self.state_faults(),
-            *must(self.segments >= 1 and self.segment_chunks >= 1, "a sequence has at least one segment, and a segment one chunk"),
+            *must(
+                self.segments >= 1 and self.segment_chunks >= 1,
+                f"segments is {self.segments} and segment_chunks {self.segment_chunks}; expected 1 or more",
+            ),
         ]
 
 

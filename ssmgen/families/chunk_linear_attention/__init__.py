@@ -4,7 +4,7 @@ from ...spec.family import Family, Kernels
 
 _FUNCTIONS = ("chunk_kda", "chunk_gla", "chunk_gdn2", "chunk_comba", "chunk_rwkv7", "chunk_dplr_delta_rule")
 
-PART = "it is one of a call's kernels, and is checked with the last of them: give that one's spec"
+PART = "it is one of several kernels of a call, which are checked together. Pass the spec of the last one, the chain."
 PARTS = [f"chunk_linear_attention_{kind}{role}" for role in ("lead", "sums", "ends") for kind in ("", "warpgroup_")]
 
 FAMILY = Family(

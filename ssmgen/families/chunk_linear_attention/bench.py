@@ -152,10 +152,14 @@ BENCH = Bench(
     axes=(
         axes.forms(Form, (None,), "six cases, where neither forms nor shapes are given"),
         axes.several(
-            "--shape", "shapes", axes.Shape("HK,HV,B,T", "32,32,1,8192"), (None,), "Heads of k and v, sequences, tokens; may repeat."
+            "--shape",
+            "shapes",
+            axes.Shape("HK,HV,B,T", "32,32,1,8192"),
+            (None,),
+            "Numbers of heads of k and of v, sequences and tokens; may repeat.",
         ),
-        axes.one("--head-k", click.IntRange(16, 256), help="Default: 128; 64 of rwkv7."),
-        axes.one("--head-v", click.IntRange(16, 256), help="Default: as --head-k."),
+        axes.one("--head-k", click.IntRange(16, 256), help="Key channels per head. Default: 128; 64 for rwkv7."),
+        axes.one("--head-v", click.IntRange(16, 256), help="Value channels per head. Default: as --head-k."),
         PACKED,
     ),
     inputs=inputs,

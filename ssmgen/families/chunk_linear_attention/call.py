@@ -235,13 +235,13 @@ def chunk_linear_attention_workspace(
     """
     rules = [kind.value for kind in Rule]
     if rule not in rules:
-        raise ArgumentError(f"{OPERATOR}_workspace", [f"rule is {rule!r}, not one of {', '.join(rules)}"])
+        raise ArgumentError(f"{OPERATOR}_workspace", [f"rule is {rule!r}; expected one of {', '.join(rules)}"])
     return workspace_for(tokens, sequences, heads, head_k, head_v, Rule(rule), segments, tokens)
 
 
 _GV = (
-    "gv, a log decay per value channel, has no form in chunks: the products over tokens would be others for every value channel. "
-    "gla takes it, token by token"
+    "gv, a log decay per value channel, is given; expected None: its products over tokens would differ for every value channel. "
+    "Call gla, which takes it token by token."
 )
 
 

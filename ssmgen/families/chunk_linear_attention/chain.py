@@ -9,8 +9,9 @@ In the low-rank form, rows of the first half of a chunk read nothing and produce
 
 With warpgroups, the tensor cores of sm_90a read operands directly from shared memory. A block has one warpgroup that loads, one that writes
 o, and one for every 64 rows of the state. All products are transposed: the rounded state, X and u are first operands, and nothing passes
-between the warps that compute them. If the update reads the state, the next state does not depend on S Q^T and P u, so these are issued
-where it would wait. Otherwise chunks depend on each other only by the state, which is summed up while o is stored.
+between the warps that compute them. If the update reads the state, the next state does not depend on S Q^T and P u, so they are issued
+while a warpgroup would otherwise wait. Without such a read, chunks depend on each other only by the state, which is summed while o is
+stored.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
     fetchers: int = 2  # warps
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     ahead_pdl: Pdl = Pdl.OFF  # PDL of the kernel that prepares
-    transitions: bool = field(default=True, metadata=NAMED)  # segment ends: also compute M
+    transitions: bool = field(default=True, metadata=NAMED)  # role ENDS: also compute M
 
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
         return PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
@@ -103,7 +104,7 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
             return found
         return found + must(
             self.tile != 2 * ROWS or self.head_k == 64 or not self.rule.weighs or self.sums,
-            "64 rows of a chunk that read 128 columns, with 128 rows of a block, leave too few registers",
+            f"tile is {self.tile} with K = {self.head_k} and rule={self.rule.value}; expected {ROWS}, for enough registers",
         )
 
     def constants(self) -> dict[str, Any]:

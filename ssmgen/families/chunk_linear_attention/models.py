@@ -41,7 +41,7 @@ class LinearAsk(Ask):
         return caller is not Client.MAMBA_SSM and model.kind == "kda"
 
     def absent(self, model: Model, asked: str) -> str:
-        return f"the state of {model.name} does not decay per key channel, and {asked} is for those that do"
+        return f"the state of {model.name} does not decay per key channel, as {asked} computes it"
 
     def takes(self, model: Model) -> Collection[str]:
         return self.options

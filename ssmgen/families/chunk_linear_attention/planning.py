@@ -74,8 +74,8 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
 
 
 _BETA = (
-    "beta is {}, one per value channel, which has no form in chunks: each of them would have a triangular inverse of its own. "
-    "The decode steps take it, token by token"
+    "beta is {}, one per value channel; expected one per head: each value channel would need its own triangular inverse. "
+    "Call a decode step, which takes it token by token."
 )
 
 

@@ -93,21 +93,27 @@ class ImageProblem(Problem, Chunked):
         """Reasons why no variant can serve this problem."""
         low_rank, raw = self.rule is Rule.LOW_RANK, self.gate in (Gate.SOFTPLUS, Gate.BOUNDED)
         return [
-            *must(self.head_k % 16 == 0 and 16 <= self.head_k <= 256, f"K {self.head_k} is not 16 … 256 in steps of 16"),
-            *must(self.x is not DType.F32, "q, k and v are f32: products are of bf16 or f16 numbers"),
+            *must(self.head_k % 16 == 0 and 16 <= self.head_k <= 256, f"K is {self.head_k}; expected 16 … 256 in steps of 16"),
+            *must(self.x is not DType.F32, "q, k and v are f32; expected bf16 or f16, for tensor cores"),
             *must(
                 self.copy in (4, 8, 16),
-                "q, k, v or out begins, or has tokens or heads that begin, at an odd element: kernels copy 4 bytes at once, or 8 or 16",
+                "the tokens or heads of q, k, v or out begin at an odd element; expected multiples of 4 bytes. Pass contiguous tensors.",
             ),
-            *must(not (self.g and self.gk), "a state decays by g or by gk, not by both"),
+            *must(not (self.g and self.gk), "g and gk are both set; expected one of them"),
             *must(self.gate is Gate.LOG or self.decay is not None, "a gate needs g or gk"),
             *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),
             *must(raw or not (self.A_log or self.dt_bias), "A_log and dt_bias belong to a gate"),
-            *must(self.rule.reads or not (self.beta or self.read or self.erase), "beta, read and erase belong to a delta rule"),
-            *must(low_rank == (self.write or self.alpha is not None), "the low-rank form has write or alpha, and no other has"),
-            *must(not low_rank or self.read, "the low-rank form needs `read`"),
+            *must(
+                self.rule.reads or not (self.beta or self.read or self.erase),
+                "beta, read or erase is set with rule=plain; expected a delta rule",
+            ),
+            *must(
+                low_rank == (self.write or self.alpha is not None),
+                f"rule is {self.rule.value}; expected write or alpha if and only if it is low_rank",
+            ),
+            *must(not low_rank or self.read, "rule is low_rank and read is no; expected yes"),
             *must(not (self.write and self.alpha), "write and alpha exclude each other"),
-            *must(not low_rank or not (self.beta or self.erase), "the low-rank form has no beta or erase"),
+            *must(not low_rank or not (self.beta or self.erase), "rule is low_rank with beta or erase; expected neither"),
             *must(not (low_rank and self.l2norm), "the low-rank form takes normalised keys"),
         ]
 
@@ -133,8 +139,14 @@ class LinearPromptProblem(ImageProblem, Stated, Divided):
         return [
             *ImageProblem.faults(self),
             *self.state_faults(),
-            *must(self.segments >= 1 and self.segment_chunks >= 1, "a sequence has at least one segment, and a segment one chunk"),
-            *must(self.rule.weighs or not self.divided, "only what reads the state by one key per token is cut into segments"),
+            *must(
+                self.segments >= 1 and self.segment_chunks >= 1,
+                f"segments is {self.segments} and segment_chunks {self.segment_chunks}; expected 1 or more",
+            ),
+            *must(
+                self.rule.weighs or not self.divided,
+                f"segments is {self.segments} with rule={self.rule.value}; expected 1, or rule=delta or old",
+            ),
         ]
 
 

@@ -7,7 +7,7 @@ FAMILY = Family(
     kernels=(
         Kernels("spec:ScanSpec", "spec:ScanProblem", rules="rules"),
         Kernels("warpgroups:WarpgroupScanSpec"),
-        Kernels("ends:EndsSpec", unchecked="it is no call's kernel, but made for those of several ranks"),
+        Kernels("ends:EndsSpec", unchecked="only calls over several ranks use it"),
     ),
     functions={
         "chunk_scan": "call:chunk_scan",

@@ -140,7 +140,7 @@ BENCH = Bench(
         axes.forms(Form, (Form.BATCH,), "batch"),
         axes.several(
             "--shape", "shapes", axes.Shape("H,G,B,T", "128,8,1,8192"), SHAPES,
-            "Heads, groups, sequences, tokens; may repeat. Default: five.",
+            "Numbers of heads, groups, sequences and tokens; may repeat. Default: five.",
         ),
         axes.one("--headdim", click.IntRange(16, 256), 64),
         axes.one("--d-state", click.IntRange(16, 256), 128),

@@ -131,9 +131,9 @@ def views_of(table: Table, named: Mapping[str, Any], options: Options, problems:
         found["seq_idx"] = ids.unsqueeze(0)
     views = token_views(table, found, "x", "B", "the scan of a prompt", problems, "groups of B")
     if "seq_idx" in named and "cu_seqlens" in named:
-        problems.append("seq_idx and cu_seqlens both divide the tokens into sequences: give one of them")
+        problems.append("seq_idx and cu_seqlens are both given; expected one: each divides the tokens into sequences. Leave out one.")
     if views and options.slope and views["g"].dim() != 1:
-        problems.append(f"g is {list(named['g'].shape)}, not {table.label(('head',), '')}")
+        problems.append(f"g is {list(named['g'].shape)}; expected {table.label(('head',), '')}")
     if "D" in views and views["D"].dim() == 1:
         views["D"] = views["D"].unsqueeze(1).expand(*views["x"].shape[2:])
     if views:

@@ -43,6 +43,10 @@ class EndsSpec(WarpgroupScanSpec):
     def violations(self, arch: Arch) -> list[str]:
         return (
             super().violations(arch)
-            + must(self.ragged, "sequences are packed: a rank's tokens are several")
-            + must(self.halves == 1 and self.headdim % self.tile == 0, f"states of {self.headdim} x {self.d_state} are added up by warps")
+            + must(self.ragged, "cu_seqlens is none; expected a type: the tokens of a rank are packed")
+            + must(
+                self.halves == 1 and self.headdim % self.tile == 0,
+                f"tile is {self.tile} for states of {self.headdim} x {self.d_state}; "
+                "expected a divisor of headdim, and d_state of at most 128",
+            )
         )

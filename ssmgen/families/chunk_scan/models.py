@@ -43,7 +43,7 @@ class ScanAsk(Ask):
         return caller is not Client.MAMBA_SSM or model.kind == "mamba2"
 
     def absent(self, model: Model, asked: str) -> str:
-        return f"{model.name} is neither a Mamba-2 nor Lightning attention, and {asked} is for those"
+        return f"{model.name} is neither Mamba-2 nor Lightning attention, which {asked} computes"
 
     def takes(self, model: Model) -> Collection[str]:
         return self.options if isinstance(model, MambaModel) else self.options - {"intermediates"}

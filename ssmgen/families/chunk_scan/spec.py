@@ -104,24 +104,36 @@ class ScanProblem(Problem):
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
         return [
-            *must(self.headdim % 16 == 0 and 16 <= self.headdim <= 256, f"headdim {self.headdim} is not 16 … 256 in steps of 16"),
-            *must(self.d_state % 16 == 0 and 16 <= self.d_state <= 256, f"d_state {self.d_state} is not 16 … 256 in steps of 16"),
+            *must(self.headdim % 16 == 0 and 16 <= self.headdim <= 256, f"headdim is {self.headdim}; expected 16 … 256 in steps of 16"),
+            *must(self.d_state % 16 == 0 and 16 <= self.d_state <= 256, f"d_state is {self.d_state}; expected 16 … 256 in steps of 16"),
             *must(
                 self.copy in (4, 8, 16),
-                f"{'q, k, v' if self.attention else 'x, B, C, z'} or out begins, or has tokens or heads that begin, at an odd element: "
-                "kernels copy 4 bytes at once, or 8 or 16",
+                f"the tokens or heads of {'q, k, v' if self.attention else 'x, B, C, z'} or out begin at an odd element; "
+                "expected multiples of 4 bytes. Pass contiguous tensors.",
             ),
-            *must(not (self.pool and self.final), "a pool takes the place of final_states"),
-            *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
-            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+            *must(not (self.pool and self.final), "pool and final are both yes; expected one of them: a pool receives the final states"),
+            *must(
+                not (self.started and self.initial),
+                "initial and started are both yes; expected one of them: each says where a sequence starts",
+            ),
+            *must(
+                self.pool or (self.index is Index.NONE and not self.started), "index or started is set without a pool; expected pool=yes"
+            ),
             *must(
                 not self.attention or not (self.dt or self.A or self.D or self.dt_bias or self.z or self.dt_softplus or self.dt_limit),
-                "A, D, dt_bias, softplus, limits and z go with dt",
+                f"gate is {self.gate.value} with dt, A, D, dt_bias, z, dt_softplus or dt_limit; expected gate=dt",
             ),
-            *must(not self.attention or not (self.seq_idx or self.marked), "seq_idx and checkpoints go with dt"),
-            *must(self.attention or (self.dt is not None and self.A is not None), "the gate dt needs dt and A"),
-            *must((self.g is None) == (self.gate in (Gate.DT, Gate.NONE)), "a g is of linear attention's gates, which need it"),
-            *must(not (self.seq_idx and self.ragged), "seq_idx and cu_seqlens both divide the tokens into sequences"),
+            *must(
+                not self.attention or not (self.seq_idx or self.marked),
+                f"gate is {self.gate.value} with seq_idx or checkpoints; expected gate=dt",
+            ),
+            *must(self.attention or (self.dt is not None and self.A is not None), "gate is dt and dt or A is none; expected both"),
+            *must(
+                (self.g is None) == (self.gate in (Gate.DT, Gate.NONE)),
+                f"g is {self.g.value if self.g else 'none'} with gate={self.gate.value}; "
+                "expected g if and only if gate is log, constant or slope",
+            ),
+            *must(not (self.seq_idx and self.ragged), f"seq_idx is yes and cu_seqlens is {self.cu_seqlens.value}; expected one of them"),
         ]
 
 
@@ -245,25 +257,38 @@ class ScanSpec(KernelSpec, ScanProblem):
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
             *self.faults(),
-            *must(self.tile % 16 == 0 and 16 <= self.tile <= 128, f"tile {self.tile} is not 16 … 128 in steps of 16"),
+            *must(self.tile % 16 == 0 and 16 <= self.tile <= 128, f"tile is {self.tile}; expected 16 … 128 in steps of 16"),
         ]:
             return problems
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
-            *must(self.headdim % self.tile == 0, f"tile {self.tile} does not divide headdim {self.headdim}"),
-            *must(self.d_state <= 64 or self.tile <= 64, f"{self.walkers} walkers with rows of {self.d_state} have too few registers"),
-            *must(1 <= self.stages <= 8 and self.min_blocks >= 1, f"stages {self.stages} are not 1 … 8, or min_blocks is not positive"),
-            *must(0 <= self.copiers <= 4, f"copiers {self.copiers} are not 0 … 4"),
-            *must(not self.copiers or self.stages > 2, f"{self.stages} stages leave copiers no chunk to copy while others are worked on"),
-            *must(1 <= self.parts <= MOST_PARTS, f"parts {self.parts} are not 1 … {MOST_PARTS}"),
-            *must(self.parts == 1 or self.stages > 1, "with one stage no chunk is on its way while another is passed"),
+            *must(self.headdim % self.tile == 0, f"tile is {self.tile}; expected a divisor of headdim {self.headdim}"),
+            *must(
+                self.d_state <= 64 or self.tile <= 64,
+                f"tile is {self.tile} with d_state {self.d_state}; expected at most 64 above a d_state of 64, for enough registers",
+            ),
+            *must(
+                1 <= self.stages <= 8 and self.min_blocks >= 1,
+                f"stages is {self.stages} and min_blocks {self.min_blocks}; expected 1 … 8, and 1 or more",
+            ),
+            *must(0 <= self.copiers <= 4, f"copiers is {self.copiers}; expected 0 … 4"),
+            *must(
+                not self.copiers or self.stages > 2,
+                f"stages is {self.stages} with {self.copiers} copiers; expected 3 or more, or copiers=0",
+            ),
+            *must(1 <= self.parts <= MOST_PARTS, f"parts is {self.parts}; expected 1 … {MOST_PARTS}"),
+            *must(
+                self.parts == 1 or self.stages > 1,
+                f"stages is 1 with {self.parts} parts; expected 2 or more, to load a chunk while another is scanned",
+            ),
             *must(
                 arch >= SM90 or self.cluster_blocks == 1,
-                "last states may go where the first ones are, and only a cluster (sm_90) knows when all parts have read those",
+                f"parts is {self.parts} on {arch}; expected 1 before sm_90: final states may overwrite initial ones that other "
+                "parts still read",
             ),
-            *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
-            *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for asynchronous copies and bf16"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
     @property

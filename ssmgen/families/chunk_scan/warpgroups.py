@@ -124,19 +124,31 @@ class WarpgroupScanSpec(ScanSpec):
             return problems
         most = LIMITS[90].shared - SHARED_RESERVED
         return [
-            *must(str(arch) == "sm_90a", f"products of warpgroups need sm_90a, not {arch}"),
-            *must(self.tile == ROWS, f"tile {self.tile} is not a warpgroup's {ROWS} rows"),
-            *must(self.terms == 1, f"products of warpgroups are of bf16 or f16, not {self.x.value}"),
-            *must(not self.D_rows, "D is one number of a head, which M takes on its diagonal"),
-            *must(self.d_state in (64, 128, 256), f"d_state {self.d_state} is not 64, 128 or 256"),
-            *must(self.halves == 1 or self.stages == 2, f"beside states of {self.d_state} columns there is room for 2 stages"),
-            *must(self.halves == 1 or self.parts == 1 or self.ends, "two warpgroups with a state join parts by the ends of a sequence"),
-            *must(self.copy == 16, "x, B, C, z or out do not begin at multiples of 16 bytes"),
-            *must(self.stages in (2, 4, 6) and self.min_blocks == 1, f"stages {self.stages} are not 2, 4 or 6, or min_blocks is not 1"),
-            *must(1 <= self.parts <= MOST, f"parts {self.parts} are not 1 … {MOST}"),
-            *must(self.parts == 1 or not self.stays, "blocks of a cluster do not stay"),
-            *must(self.parts > 1 or not self.ends, "a sequence that no blocks divide has no ends to be shared"),
-            *must(self.shared_bytes <= most, f"{self.shared_bytes} bytes of shared memory exceed the {most} of {arch}"),
+            *must(str(arch) == "sm_90a", f"arch is {arch}; expected sm_90a for warpgroup products"),
+            *must(self.tile == ROWS, f"tile is {self.tile}; expected {ROWS}, the rows of a warpgroup"),
+            *must(self.terms == 1, f"x is {self.x.value}; expected bf16 or f16, for warpgroup products"),
+            *must(not self.D_rows, "D_rows is yes; expected no: D is added on the diagonal of M, one number per head"),
+            *must(self.d_state in (64, 128, 256), f"d_state is {self.d_state}; expected 64, 128 or 256"),
+            *must(
+                self.halves == 1 or self.stages == 2,
+                f"stages is {self.stages} with d_state {self.d_state}; expected 2, for enough shared memory",
+            ),
+            *must(
+                self.halves == 1 or self.parts == 1 or self.ends,
+                f"ends is no with {self.parts} parts and d_state {self.d_state}; expected yes",
+            ),
+            *must(self.copy == 16, f"x, B, C, z and out are contiguous and aligned for {self.copy} bytes; expected 16"),
+            *must(
+                self.stages in (2, 4, 6) and self.min_blocks == 1,
+                f"stages is {self.stages} and min_blocks {self.min_blocks}; expected 2, 4 or 6, and 1",
+            ),
+            *must(1 <= self.parts <= MOST, f"parts is {self.parts}; expected 1 … {MOST}"),
+            *must(
+                self.parts == 1 or not self.stays,
+                f"stays is yes with {self.parts} parts; expected no, since clustered blocks are not persistent",
+            ),
+            *must(self.parts > 1 or not self.ends, "ends is yes with parts=1; expected no, or 2 or more parts"),
+            *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
         ]
 
     @property
@@ -209,8 +221,8 @@ def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[
     """(rule, spec or None, why it does not apply), best first: parts where heads are few, blocks that stay where sequences are short."""
     stays, parts = problem.short, 1 if problem.short else parts_of(problem, heads)
     if not stays:
-        most = f"a call has at most {SMS[90]} heads of sequences, or more than {SHORT} tokens of each (packed: {SHORT_PACKED} on average)"
-        divided = f"{parts} blocks divide a sequence of more than {UNDIVIDED} chunks"
+        most = f"it is for more than {SMS[90]} heads of sequences, of at most {SHORT} tokens each (packed: {SHORT_PACKED} on average)"
+        divided = f"{parts} blocks share a sequence of more than {UNDIVIDED} chunks"
         yield "warpgroups, blocks that stay", None, divided if parts > 1 else most
     form = f"{parts} parts, " if parts > 1 else "blocks that stay, " if stays else ""
     for stages in (4, 2):  # an even number: each warpgroup that prepares then sees all uses of half of them

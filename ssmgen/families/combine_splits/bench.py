@@ -124,11 +124,12 @@ BENCH = Bench(
         axes.forms(Form, (Form.DENSE, Form.PREFIX), "dense, prefix"),
         axes.several(
             "--dtype", "dtypes", axes.Choice(DType), (DType.F32, DType.BF16),
-            "Of partial results; may repeat. Default: f32, bf16, of which peers have the second.",
+            "Dtype of partial results; may repeat. Default: f32, bf16; peers take bf16 only.",
         ),
-        axes.several("--d-v", "widths", click.IntRange(4, 1024), (128, 512), "May repeat. Default: 128, 512."),
+        axes.several("--d-v", "widths", click.IntRange(4, 1024), (128, 512), "Value channels; may repeat. Default: 128, 512."),
         axes.several(
-            "--shape", "shapes", axes.Shape("R,S", "128,16"), SHAPES, "Rows, splits; may repeat. Default: ten, from 16,2 to 16384,32."
+            "--shape", "shapes", axes.Shape("R,S", "128,16"), SHAPES, "Numbers of rows and splits; may repeat. "
+                "Default: ten, from 16,2 to 16384,32."
         ),
         axes.HOT,
     ),

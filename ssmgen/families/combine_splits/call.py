@@ -104,37 +104,37 @@ def combine_splits(
 
 def _check_forms(named: Mapping[str, Any], options: Options, problems: list[str]) -> None:
     if options.skip_single and "num_splits" not in named:
-        problems.append("skip_single is given without num_splits")
+        problems.append("skip_single is True without num_splits; expected both. Pass num_splits.")
     if ("o_other" in named) != ("lse_other" in named):
-        problems.append("one of o and lse is a pair, the other is not")
+        problems.append("one of o and lse is a pair; expected both or neither")
     if "o_other" in named and "num_splits" in named:
-        problems.append("num_splits is given together with a pair, whose rows have two splits each")
+        problems.append("num_splits is given with a pair, whose rows have two splits each; expected None. Leave out num_splits.")
 
 
 def _shapes_fit(named: Mapping[str, Tensor], problems: list[str]) -> bool:
     o, pair, indexed = named["o"], "o_other" in named, "num_splits" in named
     if o.dim() < (1 if pair else 2):
-        problems.append(f"o is {list(o.shape)}, not {'[*rows, d_v]' if pair else '[splits, *rows, d_v]'}")
+        problems.append(f"o is {list(o.shape)}; expected {'[*rows, d_v]' if pair else '[splits, *rows, d_v]'}")
         return False
     if indexed and (named["num_splits"].dim() != 1 or not named["num_splits"].numel()):
-        problems.append(f"num_splits is {list(named['num_splits'].shape)}, not [batch + 1]")
+        problems.append(f"num_splits is {list(named['num_splits'].shape)}; expected [batch + 1]")
         return False
     d_v = o.shape[-1]
     if not 1 <= d_v <= 1024:
-        problems.append(f"o is {list(o.shape)}: d_v {d_v} is not 1 … 1024")
+        problems.append(f"o is {list(o.shape)}, of d_v {d_v}; expected a d_v of 1 … 1024")
     rows = o.shape[:-1] if pair else (*([named["num_splits"].numel() - 1] if indexed else []), *o.shape[1:-1])
     words, of_rows = ("[batch, *rows", "[batch, *rows]") if indexed else ("[*rows", "[*rows]")
     allowed = {
         "lse": {"o's shape without d_v": tuple(o.shape[:-1])},
-        "o_other": {"that of the first split": tuple(o.shape)},
-        "lse_other": {"that of the first split": tuple(o.shape[:-1])},
+        "o_other": {"the shape of the first split": tuple(o.shape)},
+        "lse_other": {"the shape of the first split": tuple(o.shape[:-1])},
         "out": {f"{words}, d_v]": (*rows, d_v)},
         "lse_out": {of_rows: tuple(rows)},
     }
     fits = [checks.check_shape(name, t, allowed[name], problems) for name, t in named.items() if name in allowed]
     for name in ("attn_sink", "mask"):
         if name in named and not _expands(named[name].shape, rows):
-            problems.append(f"{name} is {list(named[name].shape)}, which does not expand to {of_rows} = {list(rows)}")
+            problems.append(f"{name} is {list(named[name].shape)}; expected a shape that expands to {of_rows} = {list(rows)}")
             fits.append(False)
     return all(fits)
 
@@ -153,24 +153,32 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not _shapes_fit(named, problems):
         return {}
     if "o_other" in named and named["o_other"].dtype != named["o"].dtype:
-        problems.append(f"the splits of a pair are {named['o'].dtype} and {named['o_other'].dtype}".replace("torch.", ""))
+        problems.append(f"o_other is {named['o_other'].dtype}; expected {named['o'].dtype}, the dtype of o".replace("torch.", ""))
     for name in ("o", "o_other", "out"):
         if name in named and named[name].stride(-1) != 1:
-            problems.append(f"{name} has strides {list(named[name].stride())}; its last axis, d_v, must be contiguous")
+            problems.append(
+                f"{name} has strides {list(named[name].stride())}; expected 1 for its last axis, d_v. Pass a contiguous tensor."
+            )
     for name in OPERANDS.written:
         if name in named and checks.overlaps_itself(named[name]):
-            problems.append(f"{name} has strides {list(named[name].stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(named[name].stride())}, and two of its elements share memory; "
+                "expected one address per element. Pass a contiguous tensor."
+            )
     for name, t in named.items():
         if any(s >= 2**32 for s in t.stride()):
-            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+            problems.append(f"{name} has strides {list(t.stride())}; expected strides below 2^32 elements")
     rows = named["out"].shape[:-1]
     if math.prod(rows) >= 2**31 or ("o_other" not in named and named["o"].shape[0] >= 2**31):
-        problems.append(f"out is {list(named['out'].shape)}, o is {list(named['o'].shape)}; kernels take rows and splits below 2^31")
+        problems.append(f"out is {list(named['out'].shape)}, o is {list(named['o'].shape)}; expected rows and splits below 2^31")
     wide = {n: t.expand(rows) if n in ("attn_sink", "mask") else t for n, t in named.items()}
     views = _merged(wide, len(rows))
     axes = views["out"].dim() - 1
     if axes > len(AXES):
-        problems.append(f"out is {list(named['out'].shape)}: its rows have {axes} axes that strides keep apart; kernels take {len(AXES)}")
+        problems.append(
+            f"out is {list(named['out'].shape)}, whose strides keep {axes} axes of rows apart; expected at most {len(AXES)}. "
+            "Pass a contiguous tensor."
+        )
     return views
 
 

@@ -70,14 +70,20 @@ class CombineProblem(Problem):
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
         return [
-            *must(1 <= self.d_v <= MAX_D_V, f"d_v {self.d_v} is not 1 … {MAX_D_V}"),
-            *must(not self.partial or self.loads is Loads.ELEMENT, f"d_v {self.d_v} needs loads by elements"),
-            *must(self.max_splits in (0, *BOUNDS), f"max_splits {self.max_splits} is none of {', '.join(map(str, BOUNDS))}, 0 for any"),
-            *must(1 <= self.axes <= len(AXES), f"axes {self.axes} is not 1 … {len(AXES)}"),
-            *must(not self.pair or self.max_splits == 2, "a pair has two splits"),
-            *must(not (self.pair and self.indexed), "a pair has no num_splits"),
-            *must(not self.skip_single or self.indexed, "only where num_splits says so has a row a single split"),
-            *must(not self.in_place or (self.pair and self.lse_out), "only the LSEs of a pair are written in place"),
+            *must(1 <= self.d_v <= MAX_D_V, f"d_v is {self.d_v}; expected 1 … {MAX_D_V}"),
+            *must(
+                not self.partial or self.loads is Loads.ELEMENT,
+                f"loads is {self.loads.value} with d_v {self.d_v}, no multiple of 4; expected element",
+            ),
+            *must(
+                self.max_splits in (0, *BOUNDS),
+                f"max_splits is {self.max_splits}; expected one of {', '.join(map(str, BOUNDS))}, or 0 for any number",
+            ),
+            *must(1 <= self.axes <= len(AXES), f"axes is {self.axes}; expected 1 … {len(AXES)}"),
+            *must(not self.pair or self.max_splits == 2, f"pair is yes and max_splits is {self.max_splits}; expected 2"),
+            *must(not (self.pair and self.indexed), f"pair is yes and num_splits is {self.num_splits.value}; expected none"),
+            *must(not self.skip_single or self.indexed, "skip_single is yes and num_splits is none; expected num_splits"),
+            *must(not self.in_place or (self.pair and self.lse_out), "in_place is yes without a pair and its lse_out; expected both"),
         ]
 
 
@@ -132,24 +138,28 @@ class CombineSpec(KernelSpec, CombineProblem):
 
     def violations(self, arch: Arch) -> list[str]:
         sizes = {"vec": self.vec, "lanes": self.lanes, "parts": self.parts, "ilp": self.ilp}
-        odd = [f"{name} {n}" for name, n in sizes.items() if not is_pow2(n)]
+        odd = [f"{name} is {n}" for name, n in sizes.items() if not is_pow2(n)]
         if odd or self.max_splits not in (0, *BOUNDS):
-            return [*self.faults(), *must(not odd, f"{', '.join(odd)} is no power of two")]
+            return [*self.faults(), *must(not odd, f"{', '.join(odd)}; expected a power of two for each")]
         # Threads that exit together: all threads of a row, if they meet at a barrier.
         together = self.unit * (self.tiles if self.in_place else 1)
         meets = self.unit > 32 or (self.in_place and self.tiles > 1)
         return [
             *self.faults(),
-            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
-            *must(self.threads % self.unit == 0, f"threads {self.threads} is not a multiple of lanes x parts = {self.unit}"),
-            *must(not meets or self.threads == together, f"a barrier of {together} threads needs blocks of as many, not {self.threads}"),
-            *must(self.vec in (4, self.widest), f"vec {self.vec} is not 4 or {self.widest}"),
-            *must(self.lanes <= 32, f"lanes {self.lanes} is above 32"),
-            *must(self.parts <= CHAINS, f"parts {self.parts} is above {CHAINS}"),
-            *must(self.ilp <= 4, f"ilp {self.ilp} is above 4: lanes hold the weights of 32 splits"),
-            *must(self.unit >= 32 or not self.loops, f"rows of a warp, {self.unit} threads each, cannot have more than {self.span} splits"),
-            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads is {self.threads}; expected 32 … 1024 in steps of 32"),
+            *must(self.threads % self.unit == 0, f"threads is {self.threads}; expected a multiple of lanes x parts = {self.unit}"),
+            *must(not meets or self.threads == together, f"threads is {self.threads}; expected {together}, as many as meet at a barrier"),
+            *must(self.vec in (4, self.widest), f"vec is {self.vec}; expected 4 or {self.widest}"),
+            *must(self.lanes <= 32, f"lanes is {self.lanes}; expected at most 32"),
+            *must(self.parts <= CHAINS, f"parts is {self.parts}; expected at most {CHAINS}"),
+            *must(self.ilp <= 4, f"ilp is {self.ilp}; expected at most 4, since lanes hold the weights of 32 splits"),
+            *must(
+                self.unit >= 32 or not self.loops,
+                f"lanes x parts is {self.unit} for any number of splits; "
+                f"expected 32 or more: fewer threads hold at most {self.span} splits",
+            ),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
     def operands(self) -> list[str]:

@@ -52,25 +52,42 @@ class DeltaLayerProblem(NormedLayer, LinearAttentionProblem):
             *self.layer_faults(self.nheads, self.dim_v),
             *must(
                 bool(read and bare and self.beta),
-                "a layer's delta rule reads the decayed state with k, and has a beta per head and no other operands",
+                "the delta rule is not a layer's; expected delta=decayed with beta per head, without read, erase, w, write, alpha and gv",
+            ),
+            *must(bool(per_head or (self.gk and not self.g)), "the decay is not a layer's; expected g with A_log and gate=softplus, or gk"),
+            *must(
+                self.gate in (Gate.SOFTPLUS, Gate.BOUNDED),
+                f"gate is {self.gate.value}; expected softplus or bounded: a layer's gate is raw",
+            ),
+            *must(self.beta_form is not Beta.PLAIN, "beta_form is plain; expected sigmoid or twice_sigmoid: a layer's beta is a logit"),
+            *must(
+                self.q == self.k == self.v,
+                f"q, k and v are {self.q.value}, {self.k.value} and {self.v.value}; expected one dtype: they are one tensor",
             ),
             *must(
-                bool(per_head or (self.gk and not self.g)),
-                "the decay is per head, with g and A_log, and a softplus, or per key channel, with gk",
+                self.norm.weight is None or self.norm.size == self.dim_v,
+                f"norm_size is {self.norm.size}; expected dim_v {self.dim_v}, a group per head",
             ),
-            *must(self.gate in (Gate.SOFTPLUS, Gate.BOUNDED), "a layer's gate is raw"),
-            *must(self.beta_form is not Beta.PLAIN, "a layer's beta is a logit"),
-            *must(self.q == self.k == self.v, "q, k and v are of one dtype: they are one tensor"),
-            *must(self.norm.weight is None or self.norm.size == self.dim_v, f"groups of {self.norm.size} are not heads of {self.dim_v}"),
-            *must(self.ring is Ring.NONE and not (self.layers or self.frozen), "a layer keeps no ring, and has no ring to replay"),
-            *must(self.tokens is not Tokens.RAGGED, "a layer of several tokens takes as many of every sequence, and no packed ones"),
-            *must(not self.scaled, "a layer's states are f32, f16 or bf16"),
-            *must(not self.guarded, f"a layer's dim_k is a multiple of 4, not {self.dim_k}"),
-            *must(self.several or self.update is Update.FINAL, "a layer's call of one token updates the state"),
+            *must(
+                self.ring is Ring.NONE and not (self.layers or self.frozen),
+                "ring, layers or frozen is set; expected none of them in a layer",
+            ),
+            *must(
+                self.tokens is not Tokens.RAGGED,
+                "tokens is ragged; expected one or many: a layer takes the same number of tokens from each sequence",
+            ),
+            *must(not self.scaled, f"state is {self.state.value}; expected f32, f16 or bf16 in a layer"),
+            *must(not self.guarded, f"dim_k is {self.dim_k} with dim_v {self.dim_v}; expected multiples of 4 in a layer"),
+            *must(self.several or self.update is Update.FINAL, f"update is {self.update.value} with one token; expected final"),
             *must(
                 self.pool is PoolMode.SINGLE or self.update is Update.EACH,
-                "the window and the state of a layer are updated in place, unless each token has a slot",
+                f"pool is split and update is {self.update.value}; expected pool=single, or update=each with a slot per token",
             ),
-            *must(self.intermediates or self.intermediate_indices is Index.NONE, "rows of states that are not kept"),
-            *must(self.parents is self.kept_index is Index.NONE, "a layer takes no draft trees, and has its own rows of states"),
+            *must(
+                self.intermediates or self.intermediate_indices is Index.NONE,
+                f"intermediate_indices is {self.intermediate_indices.value} and intermediates is no; expected both or neither",
+            ),
+            *must(
+                self.parents is self.kept_index is Index.NONE, "parents or kept_index is set; expected none: a layer takes no draft trees"
+            ),
         ]

@@ -67,10 +67,14 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
             return found
         found = [
             *must(
-                not self.several or self.chunk == self.conv.tokens, f"all {self.conv.tokens} tokens are staged at once, not {self.chunk}"
+                not self.several or self.chunk == self.conv.tokens,
+                f"chunk is {self.chunk}; expected conv_tokens {self.conv.tokens}, all staged at once",
             ),
-            *must(self.norm_inside or not self.clustered, "clusters are for a norm that is this kernel's"),
-            *must(not (self.norm_inside and self.several), "several tokens are normed by a kernel behind"),
+            *must(self.norm_inside or not self.clustered, "clustered is yes and norm_inside is no; expected both or neither"),
+            *must(
+                not (self.norm_inside and self.several),
+                "norm_inside is yes with several tokens; expected no: a second kernel computes their norm",
+            ),
         ]
         if found or not self.norm_inside:
             return found or [problem for kernel in self.kernels[1:] for problem in kernel.violations(arch)]
@@ -80,21 +84,27 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
         """Broken constraints of a norm in this kernel."""
         rows = self.norm_rows
         found = [
-            *must(self.norm.weight is not None, "norm_inside is of a norm, and there is none"),
+            *must(self.norm.weight is not None, "norm_inside is yes and norm is none; expected a norm"),
             *must(
                 rows % self.norm_vec == 0 and rows <= 32 * NORM_VEC,
-                f"a warp norms up to 128 rows, or up to {32 * NORM_VEC} in steps of {NORM_VEC}, not {rows}",
+                f"a warp normalises {rows} rows; expected at most 128, or at most {32 * NORM_VEC} in steps of {NORM_VEC}",
             ),
         ]
         if not self.clustered:
-            return [*found, *must(self.tiles == 1, f"a block of {self.tile} rows does not hold a head of {self.dim_v}, to norm it")]
+            return [
+                *found,
+                *must(
+                    self.tiles == 1,
+                    f"tile is {self.tile} with norm_inside=yes; expected dim_v {self.dim_v}, a whole head, or clustered=yes",
+                ),
+            ]
         return [
             *found,
-            *must(arch >= SM90, f"thread-block clusters need sm_90, not {arch}"),
-            *must(2 <= self.tiles <= MOST_BLOCKS, f"a head of {self.tiles} blocks is no cluster of 2 … {MOST_BLOCKS}"),
+            *must(arch >= SM90, f"arch is {arch}; expected sm_90 or later for thread-block clusters"),
+            *must(2 <= self.tiles <= MOST_BLOCKS, f"a head has {self.tiles} blocks; expected 2 … {MOST_BLOCKS} with clustered=yes"),
             *must(
                 is_pow2(self.tile) and self.dim_v % self.tile == 0,
-                f"the sum of a head of {self.dim_v} rows has no part that is the sum of blocks of {self.tile}",
+                f"tile is {self.tile} with clustered=yes; expected a power of two that divides dim_v {self.dim_v}, for the canonical sum",
             ),
         ]
 
@@ -212,9 +222,9 @@ def _clustered_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, launch:
     """The variant with a cluster of blocks per head, the most blocks that a cluster may have."""
     rule, rows = "clustered heads", CLUSTERS[problem.interleaved, problem.state.size]
     reasons = [
-        *must(problem.norm.weight is not None, "there is no norm that blocks could do together"),
-        *must(heads <= rows[-1][0], f"{heads} heads are above {rows[-1][0]}"),
-        *must(arch >= SM90, f"{arch} has no clusters"),
+        *must(problem.norm.weight is not None, "the layer has no norm, which a cluster would compute"),
+        *must(heads <= rows[-1][0], f"a call has {heads} heads; the rule is for at most {rows[-1][0]}"),
+        *must(arch >= SM90, f"{arch} has no thread-block clusters"),
     ]
     if reasons:
         return rule, None, "; ".join(reasons)
@@ -225,14 +235,14 @@ def _clustered_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, launch:
         spec = DeltaLayerSpec(**_given(problem), **with_registers(how, arch), norm_inside=True, clustered=True)
         if not spec.violations(arch):
             return rule, spec, ""
-    return rule, None, f"no 2 … {MOST_BLOCKS} blocks of {threads} threads have the {problem.dim_v} rows of a head"
+    return rule, None, f"no cluster of 2 … {MOST_BLOCKS} blocks with {threads} threads holds the {problem.dim_v} rows of a head"
 
 
 def _whole_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, pdl: bool) -> Choice:
     reasons = [
-        *must(problem.norm.weight is not None, "there is no norm that a block with a whole head could do"),
-        *must(not problem.interleaved, "keys come first: a whole head takes more registers than a block has"),
-        *must(heads >= FEW_HEADS, f"{heads} heads are below {FEW_HEADS}"),
+        *must(problem.norm.weight is not None, "the layer has no norm, which a block with a whole head would compute"),
+        *must(not problem.interleaved, "the layout is kv, in which a whole head takes more registers than a block has"),
+        *must(heads >= FEW_HEADS, f"a call has {heads} heads; the rule is for {FEW_HEADS} or more"),
     ]
     _, threads, *lanes = next(row for row in (WHOLE_PER_KEY if problem.gk else WHOLE)[problem.state.size] if heads <= row[0])
     return "whole heads", None if reasons else whole_heads(problem, threads, arch, pdl, *lanes), "; ".join(reasons)
@@ -241,23 +251,23 @@ def _whole_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, pdl: bool) 
 def _heads_in_two_steps(problem: DeltaLayerProblem, heads: int, arch: Arch, more: Mapping[str, Any]) -> Choice:
     rule = "heads in two steps"
     if not problem.interleaved:
-        return rule, None, "keys come last"
+        return rule, None, "the layout is vk; the rule is for kv"
     for first, last, threads, lanes in TWO_STEPS[problem.state.size]:
         if first <= heads <= last:
             how = row_engine.layout(problem) | {"threads": threads, "lanes": lanes, "tile": problem.dim_v, **more}
             spec = DeltaLayerSpec(**_given(problem), **with_registers(how, arch))
             fits = not spec.violations(arch) and spec.tile == 2 * spec.rows_per_step
-            return rule, spec if fits else None, "" if fits else f"{threads} threads do not hold half of {problem.dim_v} rows"
-    return rule, None, f"measured to be slower for {heads} heads of {problem.state.value}"
+            return rule, spec if fits else None, "" if fits else f"{threads} threads do not hold half of the {problem.dim_v} rows in flight"
+    return rule, None, f"it was measured slower for {heads} heads of {problem.state.value}"
 
 
 def _heads_in_long_pieces(problem: DeltaLayerProblem, heads: int, arch: Arch, more: Mapping[str, Any]) -> Choice:
     rule = "heads in long pieces"
     reasons = [
-        *must(problem.interleaved, "keys come last"),
-        *must(problem.state is DType.BF16 and not problem.gk, "measured for bf16 states of one decay only"),
-        *must(problem.dim_k == problem.dim_v == 128, f"measured for heads of 128 x 128, not {problem.dim_v} x {problem.dim_k}"),
-        *must(heads > LONG_PIECES, f"{heads} heads are not above {LONG_PIECES}"),
+        *must(problem.interleaved, "the layout is vk; the rule is for kv"),
+        *must(problem.state is DType.BF16 and not problem.gk, "it was measured only for bf16 states with one decay per head"),
+        *must(problem.dim_k == problem.dim_v == 128, f"heads are {problem.dim_v} x {problem.dim_k}; it was measured only for 128 x 128"),
+        *must(heads > LONG_PIECES, f"a call has {heads} heads; the rule is for more than {LONG_PIECES}"),
     ]
     if reasons:
         return rule, None, "; ".join(reasons)

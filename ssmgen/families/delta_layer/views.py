@@ -61,7 +61,7 @@ def _check_tokens(named: Mapping[str, Tensor], options: Options, problems: list[
     if not layer_tokens.check_tokens(named, "mixed_qkv", separate, options.update_state, problems):
         return
     if "intermediate_states" in named and named["intermediate_states"].dtype != named["state"].dtype:
-        problems.append(f"intermediate_states is {named['intermediate_states'].dtype}, not the state's {named['state'].dtype}")
+        problems.append(f"intermediate_states is {named['intermediate_states'].dtype}; expected {named['state'].dtype}, the dtype of state")
 
 
 def _check_operands(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> bool:
@@ -70,16 +70,16 @@ def _check_operands(named: Mapping[str, Tensor], options: Options, problems: lis
     state, qkv, window = named["state"], named["mixed_qkv"], named["conv_state"]
     if state.dim() != 4 or qkv.dim() not in (2, 3):
         wanted = f"[slots, heads, {'K, V' if options.layout == 'kv' else 'V, K'}] and [batch, channels] or [batch, tokens, channels]"
-        problems.append(f"state is {list(state.shape)} and mixed_qkv {list(qkv.shape)}, not {wanted}")
+        problems.append(f"state is {list(state.shape)} and mixed_qkv {list(qkv.shape)}; expected {wanted}")
         return False
     _, HV, V, K = _turned(state, options).shape
     key_heads, rest = divmod(qkv.shape[-1] - HV * V, 2 * K) if K else (0, 1)
     if key_heads < 1 or rest or HV % key_heads:
-        wanted = f"{HV * V} channels of v, and {K} of q and of k for each of the key heads, which divide the {HV} heads"
-        problems.append(f"mixed_qkv is {list(qkv.shape)}: not {wanted}")
+        wanted = f"{HV * V} channels of v, and {K} of q and of k for each key head, where the key heads divide the {HV} heads"
+        problems.append(f"mixed_qkv is {list(qkv.shape)}; expected {wanted}")
         return False
     if window.dtype != qkv.dtype:
-        problems.append(f"conv_state is {window.dtype} and mixed_qkv {qkv.dtype}: the window holds what comes in")
+        problems.append(f"conv_state is {window.dtype}; expected {qkv.dtype}, the dtype of mixed_qkv")
     sizes = {"head": HV, "value": V, "key": K, "head*value": HV * V, "head*key": HV * K}
     own = {n: t for n, t in named.items() if n in ("z", "out", "a", "b", "beta", "g", "A_log", "dt_bias", "norm_weight")}
     lead = ("batch, tokens" if qkv.dim() == 3 else "batch", qkv.shape[:-1])
@@ -88,9 +88,13 @@ def _check_operands(named: Mapping[str, Tensor], options: Options, problems: lis
         return False
     if ("norm_weight" in named) != ("z" in named):
         given, absent = ("z", "norm_weight") if "z" in named else ("norm_weight", "z")
-        problems.append(f"{given} is given without {absent}: the norm of a layer has a gate, and nothing else has")
+        problems.append(
+            f"{given} is given without {absent}; expected both or neither: z gates the norm. Pass {absent}, or leave out {given}."
+        )
     if "A_log" not in named and options.lower_bound is None:
-        problems.append("A_log is missing: without lower_bound the log decay is -e^A_log softplus(g + dt_bias)")
+        problems.append(
+            "A_log and lower_bound are None; expected one of them. Without lower_bound, the log decay is -exp(A_log) softplus(g + dt_bias)."
+        )
     layer_views.check_memory(named, qkv.shape[0], problems)
     layer_views.check_dense(named, ("z", "out", "norm_weight"), problems)
     return True

@@ -7,7 +7,9 @@ FAMILY = Family(
     name="gated_rms_norm",
     kernels=(
         Kernels("spec:NormSpec", "spec:NormProblem"),
-        Kernels("spec:LayerGatedNormSpec", unchecked="it is the last kernel of a layer and is checked with that layer's spec"),
+        Kernels(
+            "spec:LayerGatedNormSpec", unchecked="it is the last kernel of a layer, which is checked as a whole. Pass the layer's spec."
+        ),
     ),
     functions={"gated_rms_norm": "call:gated_rms_norm", "gated_layer_norm": "centred:gated_layer_norm", "rms_norm": "plain:rms_norm"},
     bench={"gated_rms_norm": "bench:BENCH"},

@@ -125,14 +125,14 @@ BENCH = Bench(
     op="gated_rms_norm",
     method=__doc__,
     axes=(
-        axes.several("--form", "forms", axes.Choice(Form), Form, "Of which layer; may repeat. Default: all."),
+        axes.several("--form", "forms", axes.Choice(Form), Form, "Kind of layer; may repeat. Default: all."),
         axes.several(
             "--shape", "shapes", axes.Shape("G,N", "32,128"), lambda at: SHAPES[at.form],
-            "Groups in a row, their size; may repeat. Default: one or two of a form.",
+            "Number of groups in a row and their size; may repeat. Default: one or two of a form.",
         ),
-        axes.several("--dtype", "dtypes", axes.Choice(DType), (DType.BF16,), "May repeat. Default: bf16."),
+        axes.several("--dtype", "dtypes", axes.Choice(DType), (DType.BF16,), "Dtype; may repeat. Default: bf16."),
         axes.HOT,
-        axes.several("--rows", "rows", click.IntRange(1), (1, 8, 32, 128, 512, 4096), "May repeat. Default: 1 … 4096."),
+        axes.several("--rows", "rows", click.IntRange(1), (1, 8, 32, 128, 512, 4096), "Number of rows; may repeat. Default: 1 … 4096."),
     ),
     inputs=inputs,
     words=words,

@@ -79,14 +79,14 @@ def gated_rms_norm(
 def _groups_of(x: Tensor, group_size: int | None, problems: list[str]) -> tuple[int, int] | None:
     """(groups in a row, size of a group)"""
     if x.dim() == 0:
-        problems.append("x is [], not [*rows, groups, size]")
+        problems.append("x is []; expected [*rows, groups, size]")
         return None
     size = x.shape[-1] if group_size is None else group_size
     if not 1 <= size <= MAX_GROUP:
-        problems.append(f"x is {list(x.shape)}: its groups have {size} elements, not 1 … {MAX_GROUP}")
+        problems.append(f"x is {list(x.shape)}, with groups of {size} elements; expected 1 … {MAX_GROUP}")
         return None
     if x.shape[-1] % size:
-        problems.append(f"x is {list(x.shape)}: group_size {size} does not divide its last axis")
+        problems.append(f"x is {list(x.shape)}and group_size {size}; expected a divisor of the last axis")
         return None
     if size != x.shape[-1] or group_size is not None:
         return x.shape[-1] // size, size
@@ -99,7 +99,10 @@ def _in_rows(name: str, t: Tensor, groups: int, size: int, problems: list[str]) 
     lead = t.dim() - (2 if apart else 1)
     axes = [(n, s) for n, s in zip(t.shape[:lead], t.stride()[:lead], strict=True) if n != 1]
     if any(outer != inner * n for (_, outer), (n, inner) in pairwise(axes)):
-        problems.append(f"{name} has strides {list(t.stride())}: its axes of rows, {list(t.shape[:lead])}, have no common distance")
+        problems.append(
+            f"{name} has strides {list(t.stride())}; expected one distance between rows over its axes {list(t.shape[:lead])}. "
+            "Pass a contiguous tensor."
+        )
         return t  # merged into one axis, they would end beyond its memory
     rows = math.prod(t.shape[:lead])
     step = axes[-1][1] if axes else t.stride(lead - 1) if lead else groups * size
@@ -114,7 +117,7 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
     checks.check_types(OPERANDS, named, "x", problems, what)
     x = named["x"]
     found = _groups_of(x, options.group_size, problems)
-    like_x: checks.Shapes = {"that of x": tuple(x.shape)}
+    like_x: checks.Shapes = {"the shape of x": tuple(x.shape)}
     others = {name: t for name, t in named.items() if name not in ("x", *SHARED)}
     if not checks.check_shapes(OPERANDS, others, {}, problems, dict.fromkeys(others, like_x)) or found is None:
         return {}
@@ -124,14 +127,17 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
         return {}
     for name, t in named.items():
         if t.stride(-1) != 1:
-            problems.append(f"{name} has strides {list(t.stride())}; its last axis must be contiguous")
+            problems.append(f"{name} has strides {list(t.stride())}; expected 1 for its last axis. Pass a contiguous tensor.")
         if any(s >= 2**32 for s in t.stride()):
-            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+            problems.append(f"{name} has strides {list(t.stride())}; expected strides below 2^32 elements")
     for name in OPERANDS.written:
         if name in named and checks.overlaps_itself(named[name]):
-            problems.append(f"{name} has strides {list(named[name].stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(named[name].stride())}, and two of its elements share memory; "
+                "expected one address per element. Pass a contiguous tensor."
+            )
     if x.numel() // size >= 2**31:
-        problems.append(f"x is {list(x.shape)}; kernels take rows and groups of them below 2^31")
+        problems.append(f"x is {list(x.shape)}; expected fewer than 2^31 groups in all rows")
     views = {name: _in_rows(name, t, groups, size, problems) for name, t in named.items() if name not in SHARED}
     for name in SHARED:
         if name in named:

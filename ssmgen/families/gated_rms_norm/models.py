@@ -24,7 +24,7 @@ class NormAsk(Ask):
         return caller is not Client.MAMBA_SSM or model.kind == "mamba2"
 
     def absent(self, model: Model, asked: str) -> str:
-        return f"{model.name} has no gated norm that a rank could compute by itself"
+        return f"{model.name} has no gated norm that one rank can compute"
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[NormProblem]:
         (groups, size), io = _shape(model), wanted.io

@@ -79,9 +79,9 @@ def rms_norm(
 def plain_views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """Like `views_of`, with a residual."""
     if ("residual" in named) != ("residual_out" in named):
-        problems.append("residual_out is given without residual, which it receives the sum of")
+        problems.append("one of residual and residual_out is missing; expected both: residual_out receives residual + x")
     if "weight" not in named and (options.unit_offset or options.round_before_weight):
-        problems.append("unit_offset and round_before_weight are of a weight, and weight is None")
+        problems.append("unit_offset or round_before_weight is True and weight is None; expected a weight")
     return views_of(named, options, problems, "the norm")
 
 

@@ -51,7 +51,7 @@ def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
 def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, NormSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem."""
     if groups > FEW:
-        yield "few-groups", None, f"{groups} groups are above {FEW}"
+        yield "few-groups", None, f"a call has {groups} groups; the rule is for at most {FEW}"
     elif MIDDLE // 2 < problem.size <= MIDDLE:
         yield "few-groups", _shape(problem, 4, 32, 4, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
     else:
@@ -59,9 +59,9 @@ def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iter
         yield "few-groups", _shape(problem, problem.widest, 32, pdl=early if pdl else Pdl.OFF), ""
     vec = min(4, problem.widest) if problem.size <= SHORT else 0
     if problem.size > SHORT:
-        yield "some-groups", None, f"groups of {problem.size} are above {SHORT} elements"
+        yield "some-groups", None, f"groups have {problem.size} elements; the rule is for at most {SHORT}"
     elif groups > SOME:
-        yield "some-groups", None, f"{groups} groups are above {SOME}"
+        yield "some-groups", None, f"a call has {groups} groups; the rule is for at most {SOME}"
     else:
         yield "some-groups", _shape(problem, 4, 128, vec, pdl=Pdl.TRIGGER_TOP if pdl else Pdl.OFF), ""
     yield "many-groups", _shape(problem, 8, 128, vec, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""

@@ -141,17 +141,20 @@ def mistakes(
     HV = heads or OPS[op].heads
     HK = key_heads or OPS[op].key_heads or HV
     split = PoolMode.SPLIT in pools
-    keeps = "--tree keeps every token's state: with --intermediates"
+    keeps = "--tree is given without --intermediates; expected both: a tree keeps every token's state"
     return [
-        *must(HV % HK == 0, f"{HV} heads are not a multiple of {HK} key heads"),
-        *must(key_heads is None or OPS[op].groups, f"{op} does not take --key-heads: every head has a key of its own"),
-        *must(not intermediates or max(tokens, default=1) > 1, "--intermediates needs --tokens of more than 1"),
-        *must(not ring or op in ("gated_delta_rule", "kda"), f"{op} has no ring"),
-        *must(not tree or min(tokens, default=1) > 1, "--tree needs --tokens of more than 1"),
+        *must(HV % HK == 0, f"--heads is {HV}; expected a multiple of {HK} key heads"),
+        *must(key_heads is None or OPS[op].groups, f"--key-heads does not apply to {op}, in which every head has its own key"),
+        *must(not intermediates or max(tokens, default=1) > 1, "--intermediates is given for one token; expected --tokens of 2 or more"),
+        *must(not ring or op in ("gated_delta_rule", "kda"), f"--ring does not apply to {op}, which has no ring"),
+        *must(not tree or min(tokens, default=1) > 1, "--tree is given for one token; expected --tokens of 2 or more"),
         *must(not tree or not (ring or intermediates is False or split), keeps),
-        *must(not (ring and intermediates), "--ring is instead of --intermediates"),
-        *must(not ring or not split, "--ring leaves the pool as it is: not with --pool-mode split"),
-        *must(not intermediates or not split, "--intermediates leaves the pool as it is: not with --pool-mode split"),
+        *must(not (ring and intermediates), "--ring and --intermediates are both given; expected one"),
+        *must(not ring or not split, "--ring is given with --pool-mode split; expected single, since the pool is not written"),
+        *must(
+            not intermediates or not split,
+            "--intermediates is given with --pool-mode split; expected single, since the pool is not written",
+        ),
     ]
 
 
@@ -172,16 +175,25 @@ def declared(op: str) -> Bench:
         method=str(__doc__),
         axes=(
             axes.states((recurrence.state,), "the model's or operator's", Narrow),
-            axes.several("--pool-mode", "pools", axes.Choice(PoolMode), (PoolMode.SINGLE,), "May repeat. Default: single.", "pool"),
+            axes.several(
+                "--pool-mode",
+                "pools",
+                axes.Choice(PoolMode),
+                (PoolMode.SINGLE,),
+                "Pool of states: in place (single) or to other slots (split); may repeat. Default: single.",
+                "pool",
+            ),
             axes.tokens(),
             axes.batches(*recurrence.batches),
             axes.intermediates((None,)),
-            axes.switch("--ring", "ring", (False,), "Keep the tokens' inputs instead, and time the commit of all of them too."),
+            axes.switch("--ring", "ring", (False,), "Keep the tokens' inputs in a ring, and also time the commit of all tokens."),
             axes.TREE,
-            axes.one("--heads", click.IntRange(1), of=(recurrence.heads,), help=f"Default: {recurrence.heads}.", head=True),
-            axes.one("--key-heads", click.IntRange(1), help=f"Default: {recurrence.key_heads or 'as many as heads'}.", head=True),
+            axes.one("--heads", click.IntRange(1), of=(recurrence.heads,), help=f"Heads. Default: {recurrence.heads}.", head=True),
+            axes.one(
+                "--key-heads", click.IntRange(1), help=f"Key heads. Default: {recurrence.key_heads or 'as many as heads'}.", head=True
+            ),
             axes.one("--dim", click.IntRange(4, 1024), of=(128,), help="Key channels per head. Default: 128.", head=True),
-            axes.one("--value-dim", click.IntRange(1, 1024), help="Value channels per head. Default: as many.", head=True, later=True),
+            axes.one("--value-dim", click.IntRange(1, 1024), help="Value channels per head. Default: as --dim.", head=True, later=True),
         ),
         inputs=inputs,
         words=words,

@@ -30,7 +30,7 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
     layered = state.dim() == 5
     if state.dim() not in (4, 5) or k.dim() != state.dim():
         problems.append(
-            f"state is {list(state.shape)} and ring.k is {list(k.shape)}, not [slots, heads, V, K] and [slots, tokens, key heads, K], "
+            f"state is {list(state.shape)} and ring.k is {list(k.shape)}; expected [slots, heads, V, K] and [slots, tokens, key heads, K], "
             "or both with a layers axis in front"
         )
         return {}
@@ -41,9 +41,9 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
     T, H, K = views["k"].shape[2:]
     batch = named["num_accepted_tokens"].numel()
     if state_k != K:
-        problems.append(f"state is {list(state.shape)} in layout {layout!r}, whose K is {state_k}; ring.k has K = {K}")
+        problems.append(f"state is {list(state.shape)} in layout {layout!r}, of K = {state_k}; expected {K}, the K of ring.k")
     if H == 0 or HV % H:
-        problems.append(f"state has {HV} heads, not a multiple of the {H} of ring.k")
+        problems.append(f"state has {HV} heads; expected a multiple of the {H} of ring.k")
     sizes = {"head": HV, "group": H, "key": K, "value": V, "batch": batch}
     bias = {"[layers, heads, K]": (L, HV, K), "[layers, heads * K]": (L, HV * K)} if "gk" in named else {"[layers, heads]": (L, HV)}
     own: dict[str, checks.Shapes] = {
@@ -58,11 +58,14 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
     dense = (V * K, K, 1) if layout == "vk" else (V * K, 1, V)
     have = views["state"].stride()
     if any(n > 1 and s != want for n, s, want in zip((HV, V, K), have[2:], dense, strict=True)):
-        problems.append(f"state has strides {list(state.stride())}; its last three axes must be dense")
+        problems.append(f"state has strides {list(state.stride())}; expected dense last three axes, {list(dense)}")
     elif checks.overlaps_itself(views["state"]):
-        problems.append(f"state has strides {list(state.stride())}: two of its slots share memory")
+        problems.append(
+            f"state has strides {list(state.stride())}, and two of its slots share memory; expected one address per element. "
+            "Pass a contiguous tensor."
+        )
     if "state_indices" not in views and slots < batch:
-        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+        problems.append(f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices.")
     for name, t in views.items():
         if name != "state":
             checks.check_strides_fit(name, t, {"A_log": 1, "dt_bias": 1}.get(name, 0 if t.dim() == 1 else 2), problems)

@@ -30,7 +30,7 @@ def ring_objections(ring: object) -> tuple[str, ...]:
     if ring is None or (isinstance(ring, (tuple, list)) and len(ring) == 4):
         return ()
     count = f" of {len(ring)}" if isinstance(ring, (tuple, list)) else ""
-    return (f"ring is a {type(ring).__name__}{count}, not Ring",)
+    return (f"ring is a {type(ring).__name__}{count}; expected Ring(k, v, g, beta)",)
 
 
 class Options(NamedTuple):
@@ -55,11 +55,11 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     state, q, v = named["state"], named["q"], named["v"]
     ragged = "cu_seqlens" in named
     if state.dim() != 4:
-        problems.append(f"state is {list(state.shape)}, not [slots, heads, {'V, K' if options.layout == 'vk' else 'K, V'}]")
+        problems.append(f"state is {list(state.shape)}; expected [slots, heads, {'V, K' if options.layout == 'vk' else 'K, V'}]")
     if q.dim() not in (3, 4):
-        problems.append(f"q is {list(q.shape)}, not [batch, heads, K] or [batch, tokens, heads, K]")
+        problems.append(f"q is {list(q.shape)}; expected [batch, heads, K] or [batch, tokens, heads, K]")
     if v.dim() != q.dim():
-        problems.append(f"v is {list(v.shape)} and q is {list(q.shape)}: both with a tokens axis, or neither")
+        problems.append(f"v is {list(v.shape)} and q is {list(q.shape)}; expected a tokens axis in both or in neither")
     if len(problems) > before:
         return {}
     views = dict(named)
@@ -70,11 +70,14 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     lead, (H, K), (_, HV, _, state_k) = q.shape[:-2], q.shape[-2:], state.shape
     batch = max(named["cu_seqlens"].numel() - 1, 0) if ragged else lead[0]
     if ragged and len(lead) == 2 and lead[0] != 1:
-        problems.append(f"q is {list(q.shape)} with cu_seqlens: sequences are packed, as [tokens, …] or [1, tokens, …]")
+        problems.append(f"q is {list(q.shape)} with cu_seqlens; expected packed sequences, [tokens, …] or [1, tokens, …]")
     if state_k != K:
-        problems.append(f"state is {list(named['state'].shape)} in layout {options.layout!r}, whose K is {state_k}; q has K = {K}")
+        problems.append(
+            f"state is {list(named['state'].shape)} in layout {options.layout!r}, of K = {state_k}; expected {K}, the K of q. "
+            "Check state_layout."
+        )
     if H == 0 or HV % H:
-        problems.append(f"state has {HV} heads, not a multiple of the {H} of q and k")
+        problems.append(f"state has {HV} heads; expected a multiple of the {H} of q and k")
     T = 1 if len(lead) == 1 else lead[1]
     sizes = {"slot": state.shape[0], "head": HV, "value": state.shape[2], "key": K, "group": H}
     sizes |= {"batch": batch, "starts": batch + 1, "token": T}
@@ -125,12 +128,12 @@ def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool,
     """Allowed shapes of a ring's tensors: [slots, tokens or more, …], the rest as in the operand they keep."""
     T = 1 if len(lead) == 1 else lead[1]
     if ragged:
-        problems.append("a ring takes the same number of tokens of every sequence: not with cu_seqlens")
+        problems.append("ring is given with cu_seqlens; expected the same number of tokens in each sequence. Leave out one.")
     if "state_indices" not in views:
-        problems.append("a ring goes by slots: give state_indices")
+        problems.append("ring is given without state_indices; expected both. Pass state_indices.")
     kept = [n for n in RINGED if n in views]
     if missing := [n for n in kept if f"ring_{n}" not in views]:
-        problems.append(f"the ring does not keep {', '.join(missing)}")
+        problems.append(f"ring has no {', '.join(missing)}; expected a tensor for each operand of the call that it keeps")
     shapes: Shapes = {}
     for name in kept:
         ring = views.get(f"ring_{name}")
@@ -139,13 +142,18 @@ def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool,
         tokens = ring.shape[1] if ring.dim() > 1 and ring.shape[1] >= T else T
         shapes[f"ring_{name}"] = {"[slots, tokens or more, …]": (views["state"].shape[0], tokens, *views[name].shape[len(lead) :])}
         if ring.dtype != views[name].dtype:
-            problems.append(f"ring_{name} is {ring.dtype}, and {name} is {views[name].dtype}")
+            problems.append(f"ring_{name} is {ring.dtype}; expected {views[name].dtype}, the dtype of {name}")
         if ring.dim() > 3 and ring.stride(-1) != 1:
-            problems.append(f"ring_{name} has strides {list(ring.stride())}; its last axis must be dense")
+            problems.append(f"ring_{name} has strides {list(ring.stride())}; expected 1 for its last axis")
         if checks.overlaps_itself(ring):
-            problems.append(f"ring_{name} has strides {list(ring.stride())}: two of its elements share memory")
+            problems.append(
+                f"ring_{name} has strides {list(ring.stride())}, and two of its elements share memory; expected one address per element. "
+                "Pass a contiguous tensor."
+            )
     problems += [
-        f"the ring keeps {n}, which the call does not have" for n in ("g", "gk", "beta") if f"ring_{n}" in views and n not in views
+        f"ring has {n} and the call has none; expected both or neither"
+        for n in ("g", "gk", "beta")
+        if f"ring_{n}" in views and n not in views
     ]
     return shapes
 
@@ -157,36 +165,56 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
     for name, t, axes, words in (("state", state, 2, "two"), ("intermediate_states", kept, 3, "three")):
         sizes = (HV, V, K)[-axes:]
         if t is not None and any(n > 1 and have != want for n, have, want in zip(sizes, t.stride()[-axes:], dense[-axes:], strict=True)):
-            problems.append(f"{name} has strides {list(t.stride())}; its last {words} axes must be dense")
+            problems.append(f"{name} has strides {list(t.stride())}; expected dense last {words} axes, {list(dense[-axes:])}")
     if slots > 1 and (HV == 1 or state.stride(1) == V * K) and state.stride(0) < HV * V * K:
-        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
+        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap; expected {state[0].numel()} or more")
     elif checks.overlaps_itself(state):
-        problems.append(f"state has strides {list(state.stride())}: two of its states share memory")
+        problems.append(
+            f"state has strides {list(state.stride())}, and two of its states share memory; expected one address per element. "
+            "Pass a contiguous tensor."
+        )
     if kept is not None:
         if kept.dtype != state.dtype:
-            problems.append(f"intermediate_states is {kept.dtype}, not the state's {state.dtype}")
+            problems.append(f"intermediate_states is {kept.dtype}; expected {state.dtype}, the dtype of state")
         if checks.overlaps_itself(kept):
-            problems.append(f"intermediate_states has strides {list(kept.stride())}: two of its states share memory")
+            problems.append(
+                f"intermediate_states has strides {list(kept.stride())}, and two of its states share memory; "
+                "expected one address per element. Pass a contiguous tensor."
+            )
     else:
-        problems += [f"{n} is given without intermediate_states" for n in ("parents", "intermediate_state_indices") if n in views]
+        problems += [
+            f"{n} is given without intermediate_states; expected both. Pass intermediate_states, or leave out {n}."
+            for n in ("parents", "intermediate_state_indices")
+            if n in views
+        ]
     for name, t in (("out", out), ("state_scale", views.get("state_scale"))):
         if t is not None and checks.overlaps_itself(t):
-            problems.append(f"{name} has strides {list(t.stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(t.stride())}, and two of its elements share memory; expected one address per element. "
+                "Pass a contiguous tensor."
+            )
     source, target = views.get("state_indices"), views.get("dst_state_indices")
     if source is None:
         if slots < batch:
-            problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
-        problems += [f"{n} is given without state_indices" for n in ("dst_state_indices", "num_accepted_tokens") if n in views]
+            problems.append(
+                f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices."
+            )
+        problems += [
+            f"{n} is given without state_indices; expected both. Pass state_indices, or leave out {n}."
+            for n in ("dst_state_indices", "num_accepted_tokens")
+            if n in views
+        ]
     elif target is not None and source.dtype != target.dtype:
-        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}")
+        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}; expected one dtype for both")
     if target is not None and not options.update_state:
-        problems.append("dst_state_indices is given, and update_state is False")
+        problems.append("dst_state_indices is given with update_state=False, which writes no state; expected one of them. Leave out one.")
     if "num_accepted_tokens" in views and target is None and options.update_state and views["state_indices"].shape[1] > 1:
         problems.append(
-            "num_accepted_tokens picks where to start; say with dst_state_indices where the new state goes, or update_state=False"
+            f"num_accepted_tokens is given with {views['state_indices'].shape[1]} columns of state_indices; expected a slot to write. "
+            "Pass dst_state_indices, or update_state=False."
         )
     if "cu_seqlens" in views and views["cu_seqlens"].stride(0) != 1:
-        problems.append("cu_seqlens is not contiguous")
+        problems.append(f"cu_seqlens has stride {views['cu_seqlens'].stride(0)}; expected 1. Pass cu_seqlens.contiguous().")
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens", *RINGS):
             # Offsets over batch and token are 64-bit products of 32-bit strides.

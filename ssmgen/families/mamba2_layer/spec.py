@@ -53,15 +53,21 @@ class Mamba2LayerProblem(NormedLayer, SsuProblem):
         return [
             *SsuProblem.faults(self),
             *self.layer_faults(self.nheads, self.headdim),
-            *must(self.norm.weight is None or self.z is None, "z gates by itself or in the norm"),
-            *must(not self.narrow, "a layer's states are f32, f16 or bf16"),
-            *must(not self.guarded, f"a layer's d_state is a multiple of 4, not {self.d_state}"),
-            *must(self.tied, "a layer's A, dt and dt_bias are one value per head"),
-            *must(self.x == self.B == self.C, "x, B and C are of one dtype: they are one tensor"),
-            *must(not self.ragged and self.parents is Index.NONE, "a layer takes no packed sequences and no draft trees"),
+            *must(self.norm.weight is None or self.z is None, "z is set with a norm, which has its own gate; expected one of them"),
+            *must(not self.narrow, f"state is {self.state.value}; expected f32, f16 or bf16 in a layer"),
+            *must(not self.guarded, f"d_state is {self.d_state}; expected a multiple of 4 in a layer"),
+            *must(self.tied, "tied is no; expected yes: a layer has one A, dt and dt_bias per head"),
+            *must(
+                self.x == self.B == self.C,
+                f"x, B and C are {self.x.value}, {self.B.value} and {self.C.value}; expected one dtype: they are one tensor",
+            ),
+            *must(
+                not self.ragged and self.parents is Index.NONE,
+                "cu_seqlens or parents is set; expected none: a layer takes neither packed sequences nor draft trees",
+            ),
             *must(
                 self.pool is PoolMode.SINGLE or self.update is Update.EACH,
-                "the window and the state of a layer are updated in place, unless each token has a slot",
+                f"pool is split and update is {self.update.value}; expected pool=single, or update=each with a slot per token",
             ),
         ]
 
@@ -98,7 +104,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
             return found
         ahead = must(
             not self.windows_ahead or (self.prefetch > 0 and not self.several and self.conv.layout is StateLayout.RUNS),
-            "windows are asked for ahead as runs, of one token, beside tiles",
+            "windows_ahead is yes; expected prefetch, one token and conv_layout=runs with it",
         )
         return [*ahead, *staged_violations(self), *(problem for kernel in self.kernels[1:] for problem in kernel.violations(arch))]
 

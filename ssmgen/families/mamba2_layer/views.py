@@ -53,12 +53,12 @@ def _check_operands(named: Mapping[str, Tensor], options: Options, problems: lis
     state, xBC, window = named["state"], named["xBC"], named["conv_state"]
     if state.dim() != 4 or xBC.dim() not in (2, 3):
         wanted = "[slots, heads, headdim, d_state] and [batch, channels] or [batch, tokens, channels]"
-        problems.append(f"state is {list(state.shape)} and xBC {list(xBC.shape)}, not {wanted}")
+        problems.append(f"state is {list(state.shape)} and xBC {list(xBC.shape)}; expected {wanted}")
         return False
     if window.dtype != xBC.dtype:
-        problems.append(f"conv_state is {window.dtype} and xBC {xBC.dtype}: the window holds what comes in")
+        problems.append(f"conv_state is {window.dtype}; expected {xBC.dtype}, the dtype of xBC")
     if "norm_weight" in named and "z" not in named:
-        problems.append("norm_weight is given without z: the norm of a layer has a gate")
+        problems.append("norm_weight is given without z; expected both, since a layer's norm has a gate. Pass z.")
     if not _check_shapes(named, options, problems):
         return False
     layer_views.check_memory(named, xBC.shape[0], problems)
@@ -72,12 +72,12 @@ def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[
     groups, rest = divmod(channels - inner, 2 * N) if N else (0, 1)
     if not inner or groups < 1 or rest or H % groups:
         problems.append(
-            f"xBC is {list(named['xBC'].shape)}: not {inner} channels of x, and {N} of B and of C for each group of the {H} heads"
+            f"xBC is {list(named['xBC'].shape)}; expected {inner} channels of x, and {N} of B and of C for each group of the {H} heads"
         )
         return False
     size = size_of(named, options)
     if inner % size:
-        problems.append(f"norm_group_size is {size}, which does not divide {inner} channels")
+        problems.append(f"norm_group_size is {size}; expected a divisor of the {inner} channels")
         return False
     sizes = {"head": H, "row": P, "head*row": inner, "size": size}
     own = {n: t for n, t in named.items() if n in ("z", "out", "dt", "A", "dt_bias", "D", "norm_weight")}

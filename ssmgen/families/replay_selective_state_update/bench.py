@@ -69,8 +69,12 @@ def fits(tokens: int, accepted: int, window: int, writing: float) -> str:
     if accepted > window:
         return f"{accepted} accepted tokens in a window of {window}"
     if tokens > window and writing < 1:
-        return f"{tokens} tokens do not fit into a window of {window}"
-    return "" if writing == 1 or accepted + tokens <= window else f"{accepted} + {tokens} tokens always outgrow a window of {window}"
+        return f"--tokens is {tokens} with a window of {window}; expected at most {window}"
+    return (
+        ""
+        if writing == 1 or accepted + tokens <= window
+        else f"--accepted {accepted} and --tokens {tokens} exceed a window of {window}; expected at most {window} together"
+    )
 
 
 def settle(at: At) -> Iterator[At]:
@@ -210,10 +214,12 @@ def mistakes(
 ) -> list[str]:  # fmt: skip
     found = [fits(*case) for case in product(tokens or [TOKENS], accepted or [ACCEPTED], windows or (0,), writing or (0.0,))]
     H, *_, G = shape
-    found += [f"{H} heads are not a multiple of {G} groups"] if H % G else []
-    found += ["--writing is of a ring: give --window"] if writing and not any(windows or WINDOWS) else []
-    found += ["--internal-pdl is of two kernels"] if internal_pdl and two_kernels is False else []
-    found += ["an f32 state is not rounded"] if rounding and DType.F32 in states else []
+    found += [f"--shape has {H} heads; expected a multiple of its {G} groups"] if H % G else []
+    found += (
+        ["--writing is given for a history of one step; expected a ring. Pass --window."] if writing and not any(windows or WINDOWS) else []
+    )
+    found += ["--internal-pdl is given for one kernel; expected --two-kernels"] if internal_pdl and two_kernels is False else []
+    found += ["--rounding is given with --state f32; expected a shorter state"] if rounding and DType.F32 in states else []
     return list(dict.fromkeys(filter(None, found)))
 
 
@@ -234,7 +240,9 @@ BENCH = Bench(
     method=__doc__,
     axes=(
         axes.states((DType.BF16,), "bf16", Narrow),
-        axes.several("--window", "windows", UP_TO_MAX, WINDOWS, "Of a ring; 0: one step's history. May repeat. Default: 0, 16."),
+        axes.several(
+            "--window", "windows", UP_TO_MAX, WINDOWS, "Tokens of the ring; 0: the history of one step; may repeat. Default: 0, 16."
+        ),
         axes.several(
             "--writing",
             "writing",
@@ -243,25 +251,25 @@ BENCH = Bench(
             "Share of steps on a ring that write; may repeat. Default: 0.",
             later=True,
         ),
-        axes.several("--tokens", "tokens", click.IntRange(1, MAX_TOKENS), (TOKENS,), "Per sequence; may repeat. Default: 6."),
-        axes.several("--accepted", "accepted", UP_TO_MAX, (ACCEPTED,), "Tokens of the history that count; may repeat. Default: 3."),
+        axes.several("--tokens", "tokens", click.IntRange(1, MAX_TOKENS), (TOKENS,), "Tokens per sequence; may repeat. Default: 6."),
+        axes.several("--accepted", "accepted", UP_TO_MAX, (ACCEPTED,), "Accepted tokens of the history; may repeat. Default: 3."),
         axes.batches(1, 8, 64, 256),
         axes.one("--shape", axes.Shape("H,P,N,G", "16,64,128,1"), SHAPE, head=True),
         axes.switch("--rounding", "rounding", (False,), "Round the state stochastically.", head=True),
-        axes.one("--precision", click.Choice([*PRECISION_GATE]), "f32", "Of our products.", head=True),
+        axes.one("--precision", click.Choice([*PRECISION_GATE]), "f32", "Precision of ssmgen's products.", head=True),
         axes.switch(
-            "--with-conv1d", "with_conv1d", (False,), "Behind the update of the convolution of x, B and C, in one graph.", head=True
+            "--with-conv1d", "with_conv1d", (False,), "Time it after the convolution's update of x, B and C, in one graph.", head=True
         ),
-        axes.switch("--two-kernels/--one-kernel", "two_kernels", (None,), "Default: both.", hidden=True),
+        axes.switch("--two-kernels/--one-kernel", "two_kernels", (None,), "Number of kernels. Default: both.", hidden=True),
         axes.switch(
             "--external-pdl/--no-external-pdl",
             "external_pdl",
             (None,),
-            "Of the first kernel, and the convolution. Default: both.",
+            "PDL of the first kernel and of the convolution. Default: both.",
             hidden=True,
         ),
         axes.switch(
-            "--internal-pdl/--no-internal-pdl", "internal_pdl", (None,), "Of the second of two kernels. Default: both.", hidden=True
+            "--internal-pdl/--no-internal-pdl", "internal_pdl", (None,), "PDL of the second of two kernels. Default: both.", hidden=True
         ),
     ),
     inputs=inputs,

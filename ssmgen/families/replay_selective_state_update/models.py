@@ -27,7 +27,7 @@ class ReplayAsk(Ask):
         return caller is Client.ENGINES
 
     def absent(self, model: Model, asked: str) -> str:
-        return f"{model.name} is no Mamba-2, and {asked} is for that"
+        return f"{model.name} is not Mamba-2, which {asked} computes"
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[ReplayProblem]:
         io, tokens, window = wanted.io, wanted.replay, wanted.window

@@ -60,15 +60,24 @@ class ReplayProblem(Problem):
         """Reasons why no variant can serve this problem."""
         room = range(8, MAX_TOKENS + 1, 8)
         return [
-            *must(self.d_state % 32 == 0 and 32 <= self.d_state <= 256, f"d_state {self.d_state} is not 32 … 256 in steps of 32"),
-            *must(self.headdim >= 8 and self.headdim % 8 == 0, f"headdim {self.headdim} is not a multiple of 8"),
-            *must(self.nheads % self.ngroups == 0, f"nheads {self.nheads} is not a multiple of ngroups {self.ngroups}"),
-            *must(self.headdim * self.d_state * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
-            *must(self.tokens in room and self.window in room, f"{self.tokens} tokens on {self.window} are not 8 … {MAX_TOKENS} each"),
-            *must(not self.philox_rounds or self.state is not DType.F32, "an f32 state is not rounded"),
-            *must(1 <= self.terms <= 3, f"terms {self.terms} is not 1 … 3"),
+            *must(self.d_state % 32 == 0 and 32 <= self.d_state <= 256, f"d_state is {self.d_state}; expected 32 … 256 in steps of 32"),
+            *must(self.headdim >= 8 and self.headdim % 8 == 0, f"headdim is {self.headdim}; expected a multiple of 8"),
+            *must(self.nheads % self.ngroups == 0, f"nheads is {self.nheads}; expected a multiple of ngroups {self.ngroups}"),
+            *must(
+                self.headdim * self.d_state * self.nheads < 2**31,
+                "one slot of the state has 2^31 elements or more; expected fewer, for 32-bit offsets",
+            ),
+            *must(
+                self.tokens in room and self.window in room,
+                f"tokens is {self.tokens} and window {self.window}; expected multiples of 8, up to {MAX_TOKENS}",
+            ),
+            *must(
+                not self.philox_rounds or self.state is not DType.F32,
+                f"philox_rounds is {self.philox_rounds} with an f32 state, which is not rounded; expected 0",
+            ),
+            *must(1 <= self.terms <= 3, f"terms is {self.terms}; expected 1 … 3"),
             *must(
                 not (self.materialize and (self.advance or self.after_conv or self.two_kernels)),
-                "materialize reads the history and leaves it",
+                "materialize is yes with advance, after_conv or two_kernels; expected none of them: it only reads the history",
             ),
         ]

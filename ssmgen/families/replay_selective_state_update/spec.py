@@ -137,7 +137,7 @@ class ReplaySpec(ReplayArguments):
 
     def violations(self, arch: Arch) -> list[str]:
         if not 1 <= self.warps <= 16:
-            return [*self.faults(), f"warps {self.warps} are not 1 … 16"]
+            return [*self.faults(), f"warps is {self.warps}; expected 1 … 16"]
         whole = self.headdim % self.tile == 0
         return [
             *self.faults(),
@@ -145,29 +145,30 @@ class ReplaySpec(ReplayArguments):
             *self._inputs_violations(),
             *must(
                 self.part is Part.PRECOMPUTE or self.tile < self.headdim + 16,
-                f"{self.warps} warps of 16 rows exceed the {self.headdim} rows of a head",
+                f"warps is {self.warps}, of 16 rows each; expected at most the {self.headdim} rows of a head",
             ),
-            *must((self.part is Part.FUSED) != self.two_kernels, f"{self.part.value} is of {'two kernels' if self.two_kernels else 'one'}"),
+            *must((self.part is Part.FUSED) != self.two_kernels, f"part is {self.part.value}; expected fused unless two_kernels"),
             *must(
                 self.group_heads == 1
                 or ((self.by_group or self.part is Part.PRECOMPUTE) and self.nheads // self.ngroups % self.group_heads == 0),
-                f"group_heads {self.group_heads} is for precompute and by_group, and divides the heads of a group",
+                f"group_heads is {self.group_heads}; expected a divisor of the heads of a group, with precompute or by_group, else 1",
             ),
             *must(
                 self.part is not Part.MAIN or self.d_state * self.state.size <= 512,
-                f"of two kernels the second holds its rows twice, and {self.d_state * self.state.size} bytes of each do not fit",
+                f"a row of the state has {self.d_state * self.state.size} bytes; "
+                "expected at most 512 with two kernels, of which the second holds it twice",
             ),
-            *must(0 <= self.helpers <= 8, f"helpers {self.helpers} are not 0 … 8"),
-            *must(not self.helpers or self.part is not Part.PRECOMPUTE, "helpers are for kernels that go through the states"),
-            *must(self.shared_bytes <= 48 * 1024, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
-            *must(arch >= FP8 or self.state is not Narrow.E4M3, f"fp8 states need sm_89, not {arch}"),
-            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
-            *must(self.part is Part.MAIN or self.ahead_pdl is Pdl.OFF, "ahead_pdl is of main"),
-            *must(arch >= SM90 or self.pdl is self.ahead_pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
-            *must(arch >= SM90 or not self.prefetch, f"the bulk L2 prefetch needs sm_90, not {arch}"),
+            *must(0 <= self.helpers <= 8, f"helpers is {self.helpers}; expected 0 … 8"),
+            *must(not self.helpers or self.part is not Part.PRECOMPUTE, f"helpers is {self.helpers}; expected 0 with part=precompute"),
+            *must(self.shared_bytes <= 48 * 1024, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most 49152"),
+            *must(arch >= FP8 or self.state is not Narrow.E4M3, f"arch is {arch}; expected sm_89 or later for fp8 states"),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
+            *must(self.part is Part.MAIN or self.ahead_pdl is Pdl.OFF, f"ahead_pdl is {self.ahead_pdl.value}; expected off, or part=main"),
+            *must(arch >= SM90 or self.pdl is self.ahead_pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *must(arch >= SM90 or not self.prefetch, f"arch is {arch}; expected sm_90 or later, or prefetch=0"),
             *must(
                 not self.prefetch or (self.state_loads is Loads.VECTOR and whole and self.part is not Part.PRECOMPUTE),
-                "the bulk L2 prefetch needs whole, aligned tiles of the state",
+                f"prefetch is {self.prefetch} and the state is not loaded as whole, aligned tiles; expected 0",
             ),
         ]
 
@@ -176,14 +177,14 @@ class ReplaySpec(ReplayArguments):
         if not self.prefetch_inputs:
             return []
         return [
-            *must(self.prefetch > 0, "inputs are asked for with the state ahead"),
-            *must(not self.by_group, "blocks of several heads do not ask for inputs ahead"),
-            *must(self.part is Part.FUSED and not self.materialize, "inputs ahead are for the one kernel that has tokens"),
+            *must(self.prefetch > 0, "prefetch_inputs is yes and prefetch is 0; expected both"),
+            *must(not self.by_group, "prefetch_inputs is yes with by_group=yes; expected one of them"),
+            *must(self.part is Part.FUSED and not self.materialize, "prefetch_inputs is yes; expected part=fused and materialize=no"),
             *must(
                 self.index is not Index.NONE and self.cu_seqlens is Index.NONE,
-                "inputs ahead are those of slots, of sequences as long as others",
+                "prefetch_inputs is yes; expected slot indices and no cu_seqlens with it",
             ),
-            *must(self.x.size == 2 and self.operand_loads is Loads.VECTOR, "inputs ahead are contiguous rows of 16 bits"),
+            *must(self.x.size == 2 and self.operand_loads is Loads.VECTOR, "prefetch_inputs is yes; expected 16-bit vectors of x"),
         ]
 
     def _by_group_violations(self) -> list[str]:
@@ -192,15 +193,18 @@ class ReplaySpec(ReplayArguments):
             return []
         half = (DType.BF16, DType.F16)
         return [
-            *must(self.part is Part.FUSED and not self.materialize, "blocks of several heads are for the one kernel that has tokens"),
-            *must(self.tile == self.headdim, f"a block of several heads has {self.headdim} rows of each, not {self.tile}"),
-            *must(not self.scaled, "a block of several heads has no scales of states"),
-            *must(self.entries <= 8 * self.warps, f"{self.warps} warps have 8 entries or tokens each, not {self.entries} in all"),
-            *must(not self.helpers, "rows of a warp's own leave nothing to helpers"),
-            *must(max(self.tokens, self.window) <= 16, f"{self.tokens} tokens on {self.window} are more than a warp's registers hold, 16"),
-            *must(self.x is DType.BF16, f"a warp turns x, B and C of bf16 by itself, not {self.x.value}"),
-            *must(self.out in half and self.z in (None, *half), "a warp turns z and out of 16 bits by itself"),
-            *must(self.operand_loads is self.state_loads is Loads.VECTOR, "rows of a warp's own are read by vectors"),
+            *must(self.part is Part.FUSED and not self.materialize, "by_group is yes; expected part=fused and materialize=no with it"),
+            *must(self.tile == self.headdim, f"by_group is yes with warps for {self.tile} rows; expected headdim {self.headdim}"),
+            *must(not self.scaled, "by_group is yes with scaled states; expected f32, f16 or bf16"),
+            *must(
+                self.entries <= 8 * self.warps,
+                f"entries are {self.entries}; expected at most 8 for each of {self.warps} warps with by_group",
+            ),
+            *must(not self.helpers, f"helpers is {self.helpers} with by_group=yes; expected 0"),
+            *must(max(self.tokens, self.window) <= 16, f"tokens is {self.tokens}, window {self.window}; expected at most 16 with by_group"),
+            *must(self.x is DType.BF16, f"by_group is yes with x={self.x.value}; expected bf16, which a warp transposes by itself"),
+            *must(self.out in half and self.z in (None, *half), "by_group is yes with a 32-bit z or out; expected 16 bits"),
+            *must(self.operand_loads is self.state_loads is Loads.VECTOR, "by_group is yes with loads by elements; expected vectors"),
         ]
 
     # --- data staged in shared memory

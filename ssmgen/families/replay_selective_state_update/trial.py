@@ -94,7 +94,9 @@ def _poison(made: dict[str, Tensor], slot: int, step: bool) -> None:
 def replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
     """Raises SsmgenError for the first of two kernels alone."""
     if spec.part is Part.PRECOMPUTE:
-        raise SsmgenError(f"{spec.name} is the first of two kernels and is checked with the second: give that one's spec, of part=main")
+        raise SsmgenError(
+            f"{spec.name} is the first of two kernels, which are checked together. Pass the spec of the second one, of part=main."
+        )
     named = operands(spec, batch, seed)
     precision = {terms: name for name, terms in PRECISIONS.items()}[spec.terms]
     room = named["old_x"].shape[1] - spec.window

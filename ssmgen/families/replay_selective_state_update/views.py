@@ -32,9 +32,9 @@ class Options(NamedTuple):
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as the reference takes them. Adds every error to `problems`."""
     if options.philox_rounds == 0 and "rand_seed" in named:
-        problems.append("philox_rounds is 0, and rand_seed is given: noise takes 1 … 10 of them")
+        problems.append("rand_seed is given and philox_rounds is 0; expected 1 … 10 rounds. Pass philox_rounds, or leave out rand_seed.")
     needed = ("A",) if options.materialize and "cache_buf_idx" not in named else () if options.materialize else ("x", "dt", "A", "B", "C")
-    problems += [f"{name} is needed" for name in needed if named.get(name) is None]
+    problems += [f"{name} is None; expected a tensor" for name in needed if named.get(name) is None]
     if not checks.check_tensors(named, problems) or not all(name in named for name in needed):
         return {}
     given = {name: t for name, t in named.items() if name not in BETWEEN}  # the call allocates these itself
@@ -42,11 +42,11 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
     step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
     if state.dim() != 4:
-        problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state]")
+        problems.append(f"state is {list(state.shape)}; expected [slots, heads, headdim, d_state]")
         return {}
     if old_x.dim() != 4 or old_B.dim() != (5 if step else 4):
         problems.append(
-            f"old_x is {list(old_x.shape)} and old_B is {list(old_B.shape)}, not [slots, W, heads, headdim] and "
+            f"old_x is {list(old_x.shape)} and old_B is {list(old_B.shape)}; expected [slots, W, heads, headdim] and "
             + ("[slots, 2, W, groups, d_state]" if step else "[slots, R, groups, d_state]")
         )
         return {}
@@ -60,7 +60,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     else:
         if named["x"].dim() != (3 if ragged else 4):
             problems.append(
-                f"x is {list(named['x'].shape)}, not " + ("[tokens, heads, headdim]" if ragged else "[batch, T, heads, headdim]")
+                f"x is {list(named['x'].shape)}; expected " + ("[tokens, heads, headdim]" if ragged else "[batch, T, heads, headdim]")
             )
             return {}
         if ragged:
@@ -72,14 +72,18 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         if "dt" in views and views["dt"].dim() == 4:
             if views["dt"].shape[3] != P or (P > 1 and views["dt"].stride(3) != 0):
                 problems.append(
-                    f"dt is {list(named['dt'].shape)} with strides {list(named['dt'].stride())}: its last axis must be expanded"
+                    f"dt is {list(named['dt'].shape)} with strides {list(named['dt'].stride())}; "
+                    "expected headdim with stride 0 for its last axis. Pass dt[..., None].expand(...)."
                 )
             views["dt"] = views["dt"][..., 0] if views["dt"].shape[3] else views["dt"]
     for name in ("A", "dt_bias"):
         if name in views and views[name].dim() > 1:
             t = views[name]
             if any(n > 1 and s != 0 for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)):
-                problems.append(f"{name} is {list(t.shape)} with strides {list(t.stride())}: it must be one value per head, expanded")
+                problems.append(
+                    f"{name} is {list(t.shape)} with strides {list(t.stride())}; "
+                    "expected one value per head, with stride 0 on the other axes"
+                )
             while views[name].dim() > 1 and views[name].shape[-1]:
                 views[name] = views[name][..., 0]
     if "D" in views and views["D"].dim() == 1:
@@ -102,39 +106,39 @@ def _check_dtypes(named: Mapping[str, Tensor], problems: list[str]) -> None:
     alike = named.get("x", named["old_x"]).dtype
     for name in ("B", "C", "old_x", "old_B"):
         if name in named and named[name].dtype != alike:
-            problems.append(f"{name} is {named[name].dtype}, {'x' if 'x' in named else 'old_x'} is {alike}")
+            problems.append(f"{name} is {named[name].dtype}; expected {alike}, the dtype of {'x' if 'x' in named else 'old_x'}")
     if "x" not in named and named["out"].dtype != named["state"].dtype and named["state"].dtype not in NARROW:
-        problems.append(f"out is {named['out'].dtype}, state is {named['state'].dtype}")
+        problems.append(f"out is {named['out'].dtype}; expected {named['state'].dtype}, the dtype of state")
     if "rand_seed" in named:
         seeds, slots = named["rand_seed"], named["state"].shape[0]
         if tuple(seeds.shape) not in ((1,), (slots,)):
-            problems.append(f"rand_seed is {list(seeds.shape)}, not [1] or [slots] = [{slots}]")
+            problems.append(f"rand_seed is {list(seeds.shape)}; expected [1] or [slots] = [{slots}]")
         if named["state"].dtype == torch.float32:
-            problems.append("rand_seed is given, and a float32 state is not rounded")
+            problems.append("rand_seed is given with a float32 state, which is not rounded; expected None. Leave out rand_seed.")
 
 
 def _check_sizes(named: Mapping[str, Tensor], W: int, T: int, step: bool, options: Options, problems: list[str]) -> None:
     if step:
         if "old_dA_cumsum" not in named:
-            problems.append("old_dA_cumsum is needed beside cache_buf_idx")
+            problems.append("old_dA_cumsum is None with cache_buf_idx; expected both. Pass old_dA_cumsum.")
         if T > W:
-            problems.append(f"x has {T} tokens, and the history has room for W = {W}")
+            problems.append(f"x has {T} tokens; expected at most W = {W}, the room of the history")
         window = W
     else:
         if "ring_start" not in named:
-            problems.append("neither cache_buf_idx nor ring_start is given")
+            problems.append("cache_buf_idx and ring_start are None; expected one of them")
         if options.max_tokens is None and "cu_seqlens" in named:
-            problems.append("max_tokens is needed with cu_seqlens: the window is R - max_tokens")
+            problems.append("max_tokens is None with cu_seqlens; expected a number: the window is R - max_tokens. Pass max_tokens.")
         most = T if options.max_tokens is None else options.max_tokens
         if most < T:
-            problems.append(f"x has {T} tokens, more than max_tokens {most}")
+            problems.append(f"x has {T} tokens; expected at most max_tokens = {most}")
         window = W - most
         if window < 1:
-            problems.append(f"a ring of {W} leaves no window for steps of {most} tokens")
+            problems.append(f"the ring has {W} entries for steps of {most} tokens; expected {most + 1} or more, to leave a window")
     if window > MAX_TOKENS:
-        problems.append(f"the window is {window} entries, more than {MAX_TOKENS}")
+        problems.append(f"the window has {window} entries; expected at most {MAX_TOKENS}")
     if T > MAX_TOKENS:
-        problems.append(f"x has {T} tokens, more than {MAX_TOKENS}")
+        problems.append(f"x has {T} tokens; expected at most {MAX_TOKENS}")
 
 
 def _check_layout(views: Mapping[str, Tensor], batch: int, problems: list[str]) -> None:
@@ -143,17 +147,20 @@ def _check_layout(views: Mapping[str, Tensor], batch: int, problems: list[str]) 
     for name in ("state", "out") if "x" not in views else ("state",):
         t = views[name]
         if any(n > 1 and have != want for n, have, want in zip((H, P, N), t.stride()[1:], (P * N, N, 1), strict=True)):
-            problems.append(f"{name} has strides {list(t.stride())}; its last three axes must be dense, {[P * N, N, 1]}")
+            problems.append(f"{name} has strides {list(t.stride())}; expected dense last three axes, {[P * N, N, 1]}")
         elif t.shape[0] > 1 and t.stride(0) < H * P * N:
-            problems.append(f"{name} has slots {t.stride(0)} elements apart, which overlap")
+            problems.append(f"{name} has slots {t.stride(0)} elements apart, which overlap; expected {H * P * N} or more")
     for name in ("out", "old_x", "old_B", "old_dt", "old_dA_cumsum", "state_scale"):
         if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
+                "expected one address per element. Pass a contiguous tensor."
+            )
     for name in ("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals", "rand_seed", "cu_seqlens"):
         if name in views and views[name].numel() > 1 and views[name].stride(0) != 1:
-            problems.append(f"{name} has stride {views[name].stride(0)}, not 1")
+            problems.append(f"{name} has stride {views[name].stride(0)}; expected 1. Pass {name}.contiguous().")
     if "state_indices" not in views and slots < batch:
-        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+        problems.append(f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices.")
     for name, t in views.items():
         if name != "state" and not (name == "out" and "x" not in views):
             checks.check_strides_fit(name, t, 0 if name in ("A", "D", "dt_bias") else 1, problems)

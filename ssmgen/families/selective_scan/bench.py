@@ -100,7 +100,11 @@ BENCH = Bench(
     axes=(
         axes.forms(Form, Form, "both"),
         axes.several(
-            "--shape", "shapes", axes.Shape("D,B,T", "8192,1,8192"), SHAPES, "Channels, sequences, tokens; may repeat. Default: four."
+            "--shape",
+            "shapes",
+            axes.Shape("D,B,T", "8192,1,8192"),
+            SHAPES,
+            "Numbers of channels, sequences and tokens; may repeat. Default: four.",
         ),
         axes.one("--d-state", click.IntRange(1, 256), 16),
         PACKED,

@@ -34,7 +34,7 @@ class SelectiveAsk(Ask):
         return model.kind == "mamba1"
 
     def absent(self, model: Model, asked: str) -> str:
-        return f"{model.name} is no Mamba-1, and {asked} is for those"
+        return f"{model.name} is not Mamba-1, which {asked} computes"
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[SelectiveProblem]:
         if not isinstance(model, MambaModel) or not self.used_by(model):

@@ -43,11 +43,11 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     words = "dim, T" if first else "T, dim"
     if u.dim() not in ((2, 3) if ragged else (3,)) or (ragged and u.dim() == 3 and u.shape[0] != 1):
         packed = words.replace("T", "tokens")
-        wanted = f"[{packed}] or [1, {packed}], as cu_seqlens asks for" if ragged else f"[batch, {words}]"
-        problems.append(f"u is {list(u.shape)}, not {wanted}")
+        wanted = f"[{packed}] or [1, {packed}], as cu_seqlens is given" if ragged else f"[batch, {words}]"
+        problems.append(f"u is {list(u.shape)}; expected {wanted}")
         return {}
     if named["A"].dim() != 2:
-        problems.append(f"A is {list(named['A'].shape)}, not [dim, N]")
+        problems.append(f"A is {list(named['A'].shape)}; expected [dim, N]")
         return {}
     views = dict(named)
     for name in ROWS:
@@ -72,24 +72,24 @@ def _shapes_fit(named: Mapping[str, Tensor], views: Mapping[str, Tensor], proble
     (batch, length, dim), (_, N) = views["u"].shape, views["A"].shape
     sequences = prompts.sequences_of(views, "u")
     if sequences < 0:
-        problems.append("cu_seqlens is empty; it is [sequences + 1]")
+        problems.append("cu_seqlens is empty; expected [sequences + 1]")
         return False
     others = {name: t for name, t in views.items() if name not in (*ROWS, *KEYS)}
     sizes = {"dim": dim, "n": N, **prompts.sizes_of(views, sequences)}
     fits = [checks.check_shapes(OPERANDS, others, sizes, problems)]
     for name in ROWS[1:]:
         if name in views and views[name].shape != views["u"].shape:
-            problems.append(f"{name} is {list(named[name].shape)}, u is {list(named['u'].shape)}; both are […, {words}]")
+            problems.append(f"{name} is {list(named[name].shape)}; expected {list(named['u'].shape)}, the shape of u [..., {words}]")
             fits.append(False)
     G = views["B"].shape[2] if views["B"].dim() == 4 else 1
     for name in KEYS:
         if tuple(views[name].shape) != (batch, length, G, N):
             axes = "G, N, T] or […, N, T" if words == "dim, T" else "T, G, N] or […, T, N"
-            problems.append(f"{name} is {list(named[name].shape)}, not […, {axes}], as u {list(named['u'].shape)} and N {N} ask for")
+            problems.append(f"{name} is {list(named[name].shape)}; expected […, {axes}], as u is {list(named['u'].shape)} and N is {N}")
             fits.append(False)
     prompts.states_go_together(views, sequences, problems)
     if G < 1 or dim % G:
-        problems.append(f"u has {dim} channels, which is not a multiple of the {G} groups of B")
+        problems.append(f"u has {dim} channels; expected a multiple of the {G} groups of B")
         fits.append(False)
     return all(fits)
 

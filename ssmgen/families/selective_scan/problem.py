@@ -96,14 +96,19 @@ class SelectiveProblem(Problem):
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
         return [
-            *must(1 <= self.d_state <= MAX_STATE, f"d_state {self.d_state} is not 1 … {MAX_STATE}"),
+            *must(1 <= self.d_state <= MAX_STATE, f"d_state is {self.d_state}; expected 1 … {MAX_STATE}"),
             *must(
                 self.copy in (0, 4, 8, 16) and self.key_copy in (0, 4, 8, 16),
-                f"copies of {self.copy} and {self.key_copy} bytes are not of 0, 4, 8 or 16",
+                f"copy is {self.copy} and key_copy {self.key_copy}; expected 0, 4, 8 or 16 bytes",
             ),
-            *must(not (self.pool and self.final), "a pool takes the place of final_states"),
-            *must(not (self.started and self.initial), "initial_states and has_initial_state both say what a sequence starts from"),
-            *must(1 <= self.segments <= MOST, f"segments {self.segments} are not 1 … {MOST}"),
-            *must(self.segment_tokens >= CUT, f"segments of {self.segment_tokens} tokens are less than {CUT}"),
-            *must(self.pool or (self.index is Index.NONE and not self.started), "slots and has_initial_state are of a pool"),
+            *must(not (self.pool and self.final), "pool and final are both yes; expected one of them: a pool receives the final states"),
+            *must(
+                not (self.started and self.initial),
+                "initial and started are both yes; expected one of them: each says where a sequence starts",
+            ),
+            *must(1 <= self.segments <= MOST, f"segments is {self.segments}; expected 1 … {MOST}"),
+            *must(self.segment_tokens >= CUT, f"segment_tokens is {self.segment_tokens}; expected {CUT} or more"),
+            *must(
+                self.pool or (self.index is Index.NONE and not self.started), "index or started is set without a pool; expected pool=yes"
+            ),
         ]

@@ -145,18 +145,18 @@ class RolesSpec(SelectiveSpec):
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
-            *must(is_pow2(self.aides) and self.aides <= 16, f"aides {self.aides} are not 1, 2, 4 … 16"),
-            *must(self.aides > 1 or not self.apart, "one warp is not two kinds of aides"),
-            *must(self.abreast in (1, 2), f"abreast {self.abreast} is not 1 or 2"),
-            *must(0 <= self.lead <= GROUP, f"lead {self.lead} is not 0 … {GROUP}"),
+            *must(is_pow2(self.aides) and self.aides <= 16, f"aides is {self.aides}; expected 1, 2, 4 … 16"),
+            *must(self.aides > 1 or not self.apart, f"apart is yes with {self.aides} aides; expected 2 or more warps"),
+            *must(self.abreast in (1, 2), f"abreast is {self.abreast}; expected 1 or 2"),
+            *must(0 <= self.lead <= GROUP, f"lead is {self.lead}; expected 0 … {GROUP}"),
         ]:
             return problems
         states, pieces = 4 * self.quads * self.abreast, max(self.pieces)
         return [
             *super().violations(arch),
-            *must(self.warps + self.aides <= 32, f"{self.warps} and {self.aides} warps are more than 32"),
-            *must(pieces <= self.hands, f"a row is copied in {pieces} pieces, more than {self.hands} lanes of aides"),
-            *must(self.abreast == 1 or states <= MOST_STATES, f"{states} states of a lane are more than {MOST_STATES}"),
+            *must(self.warps + self.aides <= 32, f"warps is {self.warps} and aides {self.aides}; expected at most 32 together"),
+            *must(pieces <= self.hands, f"a row is copied in {pieces} pieces; expected at most {self.hands}, the lanes of the aides"),
+            *must(self.abreast == 1 or states <= MOST_STATES, f"a lane holds {states} states; expected at most {MOST_STATES}"),
         ]
 
     def constants(self) -> dict[str, Any]:
@@ -183,9 +183,9 @@ def by_roles(problem: SelectiveProblem, size: int, wait: Pdl, parts: int) -> Ite
     """One candidate: for 16 states and 16-bit operands that can be copied, if one block per SM holds all channels."""
     name, warps = "4 lanes by roles, tile 32", next((warps for most, warps in BLOCKS if size <= most), 0)
     if problem.padded != 16 or problem.x.size != 2 or not problem.copy or not problem.key_copy or parts > 1:
-        yield name, None, "it is for 16 states and whole sequences of 16-bit operands that can be copied"
+        yield name, None, "the rule is for 16 states, whole sequences, and aligned 16-bit operands"
     elif not warps:
-        yield name, None, f"{size} channels of all sequences are above {BLOCKS[-1][0]}"
+        yield name, None, f"all sequences have {size} channels; the rule is for at most {BLOCKS[-1][0]}"
     else:
         fixed: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)}
         how: dict[str, Any] = {"lanes": 4, "warps": warps, "tile": 32, "polynomial": POLYNOMIAL[problem.x], "pdl": wait}

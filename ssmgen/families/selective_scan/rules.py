@@ -47,10 +47,10 @@ def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> I
     for lanes, above in ((2, TWO_LANES), (4, 0)):
         scaled = min(quads, 8, max(least, lanes * quads // 4))
         if parts > 1 and lanes == 2:
-            yield f"{scaled} lanes", None, "sequences may be cut, of few channels"
+            yield f"{scaled} lanes", None, "sequences may be cut: the rule is for whole sequences"
             continue
         if size < above:
-            yield f"{scaled} lanes", None, f"{size} channels of all sequences are below {above}"
+            yield f"{scaled} lanes", None, f"all sequences have {size} channels; the rule is for {above} or more"
             continue
         for tile in TILES[lanes]:
             how = {"warps": 4, "tile": tile, "polynomial": POLYNOMIAL[problem.x]}

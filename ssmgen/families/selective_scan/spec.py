@@ -145,25 +145,30 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
             *self.faults(),
-            *must(is_pow2(self.lanes) and self.lanes <= 8, f"lanes {self.lanes} are not 1, 2, 4 or 8"),
-            *must(is_pow2(self.warps) and self.warps <= 32, f"warps {self.warps} are not 1, 2, 4 … 32"),
+            *must(is_pow2(self.lanes) and self.lanes <= 8, f"lanes is {self.lanes}; expected 1, 2, 4 or 8"),
+            *must(is_pow2(self.warps) and self.warps <= 32, f"warps is {self.warps}; expected 1, 2, 4 … 32"),
         ]:
             return problems
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         shared = self.dynamic_bytes + self.static_bytes
         return [
-            *must(self.quads >= 1, f"{self.lanes} lanes are too many for {self.padded} states, four of each at least"),
-            *must(4 * self.quads <= MOST_STATES, f"{4 * self.quads} states of a lane are more than {MOST_STATES}"),
-            *must(self.channels >= 8, f"{self.channels} channels of a block are fewer than 8"),
-            *must(is_pow2(self.tile) and 8 <= self.tile <= 128, f"tile {self.tile} is not 8, 16 … 128"),
-            *must(0 <= self.polynomial <= len(TURNS), f"polynomial {self.polynomial} is not 0 … {len(TURNS)}"),
-            *must(self.min_blocks >= 1, "min_blocks is not positive"),
-            *must(self.parts in (1, self.segments), f"parts {self.parts} are not 1 or the {self.segments} segments of the problem"),
-            *must(arch >= SM90 or self.parts == 1, f"the parts of a sequence are blocks of a cluster, which needs sm_90, not {arch}"),
-            *must(self.static_bytes <= STATIC, f"{self.static_bytes} bytes of shared memory exceed the {STATIC} that a text may declare"),
-            *must(shared <= most, f"{shared} bytes of shared memory exceed the {most} of {arch}"),
-            *must(arch >= Arch(80), f"asynchronous copies and bf16 need sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(self.quads >= 1, f"lanes is {self.lanes} with {self.padded} states; expected 4 or more states per lane"),
+            *must(4 * self.quads <= MOST_STATES, f"a lane holds {4 * self.quads} states; expected at most {MOST_STATES}. Use more lanes."),
+            *must(self.channels >= 8, f"a block has {self.channels} channels; expected 8 or more"),
+            *must(is_pow2(self.tile) and 8 <= self.tile <= 128, f"tile is {self.tile}; expected 8, 16 … 128"),
+            *must(0 <= self.polynomial <= len(TURNS), f"polynomial is {self.polynomial}; expected 0 … {len(TURNS)}"),
+            *must(self.min_blocks >= 1, f"min_blocks is {self.min_blocks}; expected 1 or more"),
+            *must(self.parts in (1, self.segments), f"parts is {self.parts}; expected 1 or the problem's segments {self.segments}"),
+            *must(
+                arch >= SM90 or self.parts == 1, f"parts is {self.parts} on {arch}; expected 1 before sm_90, which has the first clusters"
+            ),
+            *must(
+                self.static_bytes <= STATIC,
+                f"a block declares {self.static_bytes} bytes of static shared memory; expected at most {STATIC}",
+            ),
+            *must(shared <= most, f"a block uses {shared} bytes of shared memory; expected at most {most} on {arch}"),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for asynchronous copies and bf16"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
     # Kernels take no stride for the axis along which they copy.

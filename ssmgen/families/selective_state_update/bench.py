@@ -45,7 +45,7 @@ def settle(at: At) -> Iterator[At]:
     """The case with its model's share, if that case exists. Raises SsmgenError for models that other functions decode."""
     model = share_of(at)
     if model.function != "selective_state_update":
-        raise SsmgenError(f"not decoded by selective_state_update: {model.name}")
+        raise SsmgenError(f"{model.name} is not decoded by selective_state_update; expected a Mamba model")
     usual = not isinstance(at.model, Unnamed) or at.state in DEFAULTS[at.model]
     if usual and (at.tokens == 1 or model.kind != "mamba1"):
         kept = at.tokens > 1 and at.intermediates is not False
@@ -144,8 +144,8 @@ def mistakes(names: Sequence[str], tokens: Sequence[int] = (), intermediates: bo
     several = max(tokens, default=1) > 1
     mamba1 = [name for name in names if find_model(name).kind == "mamba1"]
     return [
-        *must(not intermediates or several, "--intermediates needs --tokens of more than 1"),
-        *must(not (several and mamba1), f"several tokens are for Mamba-2, not {', '.join(mamba1)}"),
+        *must(not intermediates or several, "--intermediates is given for one token; expected --tokens of 2 or more"),
+        *must(not (several and mamba1), f"--tokens is given with {', '.join(mamba1)}; expected Mamba-2 models for several tokens"),
     ]
 
 
@@ -160,7 +160,9 @@ BENCH = Bench(
     op="selective_state_update",
     method=__doc__,
     axes=(
-        axes.several("--model", "names", str, tuple(map(Unnamed, DEFAULTS)), "May repeat. Default: those of docs/performance.md."),
+        axes.several(
+            "--model", "names", str, tuple(map(Unnamed, DEFAULTS)), "Model; may repeat. Default: the models of docs/performance.md."
+        ),
         axes.states(states_of, "the model's or operator's", Narrow),
         axes.tokens(),
         axes.batches(1, 2, 4, 8, 16, 32, 64, 128, 256),

@@ -36,7 +36,10 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
         return {}
     checks.check_types(OPERANDS, named, "state", problems)
     if "intermediate_state_scales" in named and "intermediate_states" not in named:
-        problems.append("intermediate_state_scales is given without intermediate_states")
+        problems.append(
+            "intermediate_state_scales is given without intermediate_states; expected both. "
+            "Pass intermediate_states, or leave out the scales."
+        )
         named = {n: t for n, t in named.items() if n != "intermediate_state_scales"}
     several = named["x"].dim() > 3 or not update_state or any(name in named for name in OF_SEVERAL)
     return _token_views(named, update_state, problems) if several else _headed_views(dict(named), problems)
@@ -56,17 +59,17 @@ def _headed_views(named: dict[str, Tensor], problems: list[str]) -> dict[str, Te
     """Operands of one token, as [slots, H, P, N], [batch, H, P], [H, P, N], [batch, G, N], [H, P], with stride 0 along shared axes."""
     state, x, B = named["state"], named["x"], named["B"]
     if state.dim() not in (3, 4):
-        problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state] or [slots, dim, d_state]")
+        problems.append(f"state is {list(state.shape)}; expected [slots, heads, headdim, d_state] or [slots, dim, d_state]")
         return {}
     heads = state.dim() == 4
     sizes = dict(zip(("slot", "head", "row", "n") if heads else ("slot", "dim", "n"), state.shape, strict=True))
     if x.dim() != (3 if heads else 2):
         wanted = "[batch, heads, headdim]" if heads else "[batch, dim]"
-        tokens = "; several tokens need heads" if x.dim() == 3 and not heads else ""
-        problems.append(f"x is {list(x.shape)}, not {wanted} as state {list(state.shape)} asks for{tokens}")
+        tokens = ". Several tokens need heads." if x.dim() == 3 and not heads else ""
+        problems.append(f"x is {list(x.shape)}; expected {wanted}, as state is {list(state.shape)}{tokens}")
         return {}
     if heads and B.dim() != 3:
-        problems.append(f"B is {list(B.shape)}, not [batch, groups, d_state]")
+        problems.append(f"B is {list(B.shape)}; expected [batch, groups, d_state]")
         return {}
     sizes |= {"batch": x.shape[0]} | ({"group": B.shape[1]} if heads else {})
     if heads:
@@ -89,20 +92,27 @@ def _check_layout(views: dict[str, Tensor], problems: list[str]) -> None:
     slots, H, P, N = state.shape
     dense = (P * N, N, 1)
     if any(n > 1 and have != want for n, have, want in zip((H, P, N), state.stride()[1:], dense, strict=True)):
-        problems.append(f"state has strides {list(state.stride())}; its last three axes must be dense, {list(dense)}")
+        problems.append(f"state has strides {list(state.stride())}; expected dense last three axes, {list(dense)}")
     elif slots > 1 and state.stride(0) < H * P * N:
-        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
+        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap; expected {state[0].numel()} or more")
     for name in ("out", "state_scale"):
         if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
+                "expected one address per element. Pass a contiguous tensor."
+            )
     source, target = views.get("state_indices"), views.get("dst_state_indices")
     if source is None and slots < x.shape[0]:
-        problems.append(f"state has {slots} slots for a batch of {x.shape[0]}, and there are no state_indices")
+        problems.append(
+            f"state has {slots} slots; expected {x.shape[0]}, one per sequence of the batch. Pass a larger state, or state_indices."
+        )
     if target is not None:
         if source is None:
-            problems.append("dst_state_indices is given without state_indices")
+            problems.append(
+                "dst_state_indices is given without state_indices; expected both. Pass state_indices, or leave out dst_state_indices."
+            )
         elif source.dtype != target.dtype:
-            problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}")
+            problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}; expected one dtype for both")
     for name, t in views.items():
         if name != "state":
             checks.check_strides_fit(name, t, 0 if name in _WEIGHTS else 1, problems)
@@ -113,13 +123,13 @@ def _token_views(named: Mapping[str, Tensor], update_state: bool, problems: list
     state, x, B = named["state"], named["x"], named["B"]
     ragged = "cu_seqlens" in named
     if state.dim() != 4:
-        problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state]: several tokens need heads")
+        problems.append(f"state is {list(state.shape)}; expected [slots, heads, headdim, d_state], since several tokens need heads")
     if x.dim() not in (3, 4):
-        problems.append(f"x is {list(x.shape)}, not [batch, tokens, heads, headdim]" + (" or packed, [tokens, …]" if ragged else ""))
+        problems.append(f"x is {list(x.shape)}; expected [batch, tokens, heads, headdim]" + (" or packed, [tokens, …]" if ragged else ""))
     elif B.dim() != x.dim():
-        problems.append(f"B is {list(B.shape)} and x is {list(x.shape)}: both with a tokens axis, or neither")
+        problems.append(f"B is {list(B.shape)} and x is {list(x.shape)}; expected a tokens axis in both or in neither")
     elif ragged and x.dim() == 4 and x.shape[0] != 1:
-        problems.append(f"x is {list(x.shape)} with cu_seqlens: sequences are packed, as [tokens, …] or [1, tokens, …]")
+        problems.append(f"x is {list(x.shape)} with cu_seqlens; expected packed sequences, [tokens, …] or [1, tokens, …]")
     if state.dim() != 4 or x.dim() not in (3, 4) or B.dim() != x.dim():
         return {}
     lead = x.shape[:-2]
@@ -169,29 +179,43 @@ def _check_layout_of_tokens(views: Mapping[str, Tensor], update_state: bool, bat
     dense = (P * N, N, 1)
     for name, t in (("state", state), ("intermediate_states", kept)):
         if t is not None and any(n > 1 and have != want for n, have, want in zip((H, P, N), t.stride()[-3:], dense, strict=True)):
-            problems.append(f"{name} has strides {list(t.stride())}; its last three axes must be dense, {list(dense)}")
+            problems.append(f"{name} has strides {list(t.stride())}; expected dense last three axes, {list(dense)}")
     if slots > 1 and state.stride(0) < H * P * N:
-        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap")
+        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap; expected {state[0].numel()} or more")
     for name in ("out", "intermediate_states", *OPERANDS.scales.values()):
         if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
+                "expected one address per element. Pass a contiguous tensor."
+            )
     source, target = views.get("state_indices"), views.get("dst_state_indices")
     if source is None:
         if slots < batch:
-            problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
-        problems += [f"{n} is given without state_indices" for n in ("dst_state_indices", "num_accepted_tokens") if n in views]
+            problems.append(
+                f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices."
+            )
+        problems += [
+            f"{n} is given without state_indices; expected both. Pass state_indices, or leave out {n}."
+            for n in ("dst_state_indices", "num_accepted_tokens")
+            if n in views
+        ]
     elif target is not None and source.dtype != target.dtype:
-        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}")
+        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}; expected one dtype for both")
     if target is not None and not update_state:
-        problems.append("dst_state_indices is given, and update_state is False")
+        problems.append("dst_state_indices is given with update_state=False, which writes no state; expected one of them. Leave out one.")
     if "num_accepted_tokens" in views and source is not None and target is None and update_state and source.shape[1] > 1:
         problems.append(
-            "num_accepted_tokens picks where to start; say with dst_state_indices where the new state goes, or update_state=False"
+            f"num_accepted_tokens is given with {views['state_indices'].shape[1]} columns of state_indices; expected a slot to write. "
+            "Pass dst_state_indices, or update_state=False."
         )
     if kept is None:
-        problems += [f"{n} is given without intermediate_states" for n in ("parents", "intermediate_state_indices") if n in views]
+        problems += [
+            f"{n} is given without intermediate_states; expected both. Pass intermediate_states, or leave out {n}."
+            for n in ("parents", "intermediate_state_indices")
+            if n in views
+        ]
     if ragged and views["cu_seqlens"].stride(0) != 1:
-        problems.append("cu_seqlens is not contiguous")
+        problems.append(f"cu_seqlens has stride {views['cu_seqlens'].stride(0)}; expected 1. Pass cu_seqlens.contiguous().")
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens"):
             # Offsets over batch and token are 64-bit products of 32-bit strides.

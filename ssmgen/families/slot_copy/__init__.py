@@ -4,7 +4,7 @@ from ...spec.family import Family, Kernels
 
 FAMILY = Family(
     name="slot_copy",
-    kernels=(Kernels("spec:SlotCopySpec", unchecked="benchmarks time it, and nobody has its results"),),
+    kernels=(Kernels("spec:SlotCopySpec", unchecked="it is a benchmark's copy, with no result to check"),),
     copies="bench:copies",
     defaults="defaults:DEFAULTS",
 )

@@ -34,11 +34,12 @@ class SlotCopySpec(KernelSpec):
 
     def violations(self, arch: Arch) -> list[str]:
         return [
-            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads is {self.threads}; expected 32 … 1024 in steps of 32"),
             *must(
-                self.slot_bytes % (16 * self.threads) == 0, f"slot_bytes {self.slot_bytes} is not a multiple of 16 x threads {self.threads}"
+                self.slot_bytes % (16 * self.threads) == 0,
+                f"slot_bytes is {self.slot_bytes}; expected a multiple of 16 x threads {self.threads}",
             ),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
     @property

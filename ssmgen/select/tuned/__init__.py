@@ -138,7 +138,7 @@ def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, boo
     if wrong := _unlike_a_table(content):
         raise TableError(f"{path} is not a table of tuned variants: {wrong}. Remove it, or tune again.")
     if own and path.name != file_name(content["gpu"]):
-        raise TableError(f"{path} is of another GPU, {reprlib.repr(content['gpu'])}")
+        raise TableError(f"{path} is for another GPU, {reprlib.repr(content['gpu'])}")
     rows: dict[tuple[str, str, bool, int], Row] = {}
     faults: list[str] = []
     for number, given in enumerate(content["rows"], 1):
@@ -157,29 +157,29 @@ def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, boo
 
 def _unlike_a_table(content: Any) -> str:
     if not isinstance(content, dict) or not {"schema", "gpu", "rows"} <= content.keys():
-        return "it is no object with schema, gpu and rows"
+        return "it is not an object with schema, gpu and rows"
     if type(content["schema"]) is not int or content["schema"] not in (BEFORE, SCHEMA):
-        return f"its schema is {reprlib.repr(content['schema'])}, not {SCHEMA}"
+        return f"its schema is {reprlib.repr(content['schema'])}; expected {SCHEMA}"
     if fault := _unfit("gpu", content["gpu"], "str"):
         return fault
-    return "" if isinstance(content["rows"], list) else "its rows are no list"
+    return "" if isinstance(content["rows"], list) else "its rows are not a list"
 
 
 def _fault(row: Any) -> str:
     """Why a row cannot be a measurement; empty if it can."""
     if not isinstance(row, dict) or (missing := [f.name for f in fields(Row) if f.name not in row]):
-        return f"{', '.join(missing)} missing" if isinstance(row, dict) else "it is no object"
+        return f"{', '.join(missing)} is missing" if isinstance(row, dict) else "it is not an object"
     if faults := [fault for f in fields(Row) if (fault := _unfit(f.name, row[f.name], str(f.type)))]:
         return ", ".join(faults)
     if name_of(row["operator"]) not in OPERATORS:
-        return f"there is no operator {reprlib.repr(row['operator'])}"
+        return f"operator {reprlib.repr(row['operator'])} does not exist"
     try:
         Arch.parse(row["arch"])
     except SpecError as e:
-        return f"arch {reprlib.repr(row['arch'])} is none: {e.problems[0]}"
+        return f"arch is {reprlib.repr(row['arch'])}: {e.problems[0]}"
     family = row["spec"].partition(":")[0]
     served = SERVED_BY.get(name_of(family)) == name_of(row["operator"])
-    return "" if served else f"its variant is of {reprlib.repr(family)}, not of {row['operator']}"
+    return "" if served else f"its variant is of {reprlib.repr(family)}; expected {row['operator']}"
 
 
 def _illegal(row: dict[str, Any], schema: int) -> str:
@@ -189,18 +189,18 @@ def _illegal(row: dict[str, Any], schema: int) -> str:
     except SpecError as e:
         return f"its variant is not legal: {plain(reprlib.repr(e.problems[0]))}"
     same = schema != SCHEMA or row["problem"] == bucket(spec, problem_of(name_of(row["operator"])))
-    return "" if same else "its variant is of another problem"
+    return "" if same else "its variant is for another problem"
 
 
 def _unfit(name: str, value: Any, kind: str) -> str:
     """How a value does not fit a field of Row, in words. Texts are shown on terminals."""
-    shown = f"{name} is {reprlib.repr(value)}, not"
+    shown = f"{name} is {reprlib.repr(value)}; expected"
     if kind == "str":
-        return "" if isinstance(value, str) and value == plain(value) else f"{shown} a text on one line"
+        return "" if isinstance(value, str) and value == plain(value) else f"{shown} a text of one line"
     if kind == "bool":
         return "" if isinstance(value, bool) else f"{shown} true or false"
     if kind == "int":
-        return "" if type(value) is int and 1 <= value <= LARGEST else f"{shown} a whole number from 1"
+        return "" if type(value) is int and 1 <= value <= LARGEST else f"{shown} a whole number of 1 or more"
     return "" if type(value) in (int, float) and 0 < value <= LARGEST else f"{shown} a number above 0"
 
 
@@ -292,11 +292,11 @@ def find(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str
 def staleness(row: Row, arch: Arch | None = None) -> str:
     """Why a row is not used on an architecture; empty if it is."""
     if arch is not None and Arch.parse(row.arch).number != arch.number:
-        return f"it is of {row.arch}"
+        return f"it is for {row.arch}"
     try:
         code = code_digest(parse(row.spec), Arch.parse(row.arch))
     except SpecError as e:
-        return f"its variant is no more: {e.problems[0]}"
+        return f"its variant no longer exists: {e.problems[0]}"
     return "" if code == row.code else f"the variant's code has changed since {row.date}"
 
 

@@ -240,9 +240,10 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
         (vllm.chunk_gated_delta_rule, vllm_call(g=None), ArgumentError, "g is None"),
         (vllm.fi_chunk_gated_delta_rule, vllm_call(initial_state=states(4), cu_seqlens=None), ArgumentError, "cu_seqlens is None"),
         (sglang.chunk_gated_delta_rule, sglang_call(), UnsupportedError, "initial_state is None"),
-        (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), head_first=True), UnsupportedError, "head_first=True"),
+        (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), head_first=True), UnsupportedError, r"head_first is True; "
+            r"expected False: operands are \[B, T, heads, …\]"),
         (sglang.chunk_gated_delta_rule, sglang_call(initial_state=states(9), initial_state_indices=SLOTS[:2]), ArgumentError, "initial_s"),
-        (sglang_delta.extend, extend_call(states(9), self=None, track_state=states(4)), ArgumentError, "go together"),
+        (sglang_delta.extend, extend_call(states(9), self=None, track_state=states(4)), ArgumentError, "is None; expected both or neither"),
         (
             sglang_delta.extend,
             extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED[:2]),
@@ -251,7 +252,7 @@ def test_kernels_make_what_is_asked_for(way, monkeypatch):
         (
             sglang_delta.extend,
             extend_call(states(9), self=None, track_state=states(4), track_chunk_idx=TRACKED[0]),
-            ArgumentError, r"track_chunk_idx is \[\], not \[N\]",
+            ArgumentError, r"track_chunk_idx is \[\]; expected \[N\]",
         ),
     ],
 )  # fmt: skip

@@ -106,5 +106,5 @@ def test_layers_that_are_refused(request, engine, caplog):
         calls = [given | {"w_v_t": x["taps"][2, :3]}, given | {"w_v_t": x["taps"][2], "mixed_qkv": x["x"].half()}]
     for c in calls:
         assert own(**c) == own.__wrapped__(**c)
-    assert "not [3, width, H V]" in caplog.text or "taps of q, k and v" in caplog.text
+    assert "; expected [3, width, H V] and [B, 3 H V]" in caplog.text or "taps of q, k and v" in caplog.text
     assert torch.equal(state, kept[0]) and torch.equal(window, kept[1]) and state.dtype == F32

@@ -109,19 +109,19 @@ def test_what_no_table_has_is_recognised_and_said(changed):
     assert hf_between.classes(changed) == ("OtherRMSNorm", "OtherBlock", "MambaBlock")
     assert norm_styles.style_of(OtherRMSNorm) == norm_styles.Style() and norm_styles.style_of(WrongRMSNorm) is None
     assert hf_between.recognised(OtherRMSNorm) == (
-        "its text is in no table; on random numbers it gives the bits of an RMSNorm that rounds behind its weight"
+        "its source is not in ssmgen's table; on random numbers it gives the bits of an RMSNorm that rounds behind its weight"
     )
-    assert hf_between.recognised(OtherBlock) == "it is in no table; its forward calls norms and adds to a residual 1 times"
+    assert hf_between.recognised(OtherBlock) == "it is not in ssmgen's table; its forward calls norms and adds to a residual 1 times"
     assert not hf_between.objection(OtherRMSNorm) and not hf_between.objection(OtherBlock)
 
 
 def test_a_known_block_with_other_sums_is_left_alone(changed):
-    assert hf_between.objection(MambaBlock) == "its forward adds to a residual 2 times, not 1 as known"
+    assert hf_between.objection(MambaBlock) == "its forward adds to a residual 2 times; expected 1"
     assert not hf_between.recognised(MambaBlock)
 
 
 def test_a_patch_says_what_it_recognised(monkeypatch):
-    words = "it is in no table; its forward calls norms and adds to a residual 1 times"
+    words = "it is not in ssmgen's table; its forward calls norms and adds to a residual 1 times"
     with monkeypatch.context() as without_tables:
         without_tables.setattr(block_sums, "KNOWN", {})
         hf_between.recognised.cache_clear()
@@ -274,6 +274,6 @@ def test_weights_that_make_f32_of_16_bits_are_the_originals():
     x = torch.randn(2, 1, 32).bfloat16()
     with torch.no_grad():
         want = norm(x)
-        with hf.patch(model, fuse=True) as patch, pytest.warns(RuntimeWarning, match="weight is float32 and makes float32 of bfloat16"):
+        with hf.patch(model, fuse=True) as patch, pytest.warns(RuntimeWarning, match="weight is float32 and promotes"):
             got = norm(x)
     assert torch.equal(got, want) and patch.calls() == {norm_label(norm): hf.Calls(0, 1)}

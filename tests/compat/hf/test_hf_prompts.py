@@ -198,7 +198,7 @@ def test_limits_of_the_step_and_rows_in_any_layout(limit, softplus):
 
 
 def test_packed_sequences_by_their_starts_are_refused():
-    with pytest.raises(ArgumentError, match="cu_seqlens is given: packed sequences are told apart by seq_idx"):
+    with pytest.raises(ArgumentError, match="cu_seqlens is given; expected seq_idx for packed sequences"):
         functions.mamba2_chunk_scan(**operands(), cu_seqlens=torch.tensor([0, 5]))
 
 
@@ -254,7 +254,7 @@ def test_packed_sequences_of_a_delta_rule_have_states_of_their_own():
 
 
 def test_packed_sequences_of_a_delta_rule_without_their_starts_are_refused():
-    with pytest.raises(ArgumentError, match="seq_idx is given: packed sequences are told apart by cu_seqlens"):
+    with pytest.raises(ArgumentError, match="seq_idx is given; expected cu_seqlens for packed sequences"):
         functions.torch_chunk_gated_delta_rule(**of_delta_rule(), seq_idx=torch.zeros(2, 9, dtype=torch.int32))
 
 

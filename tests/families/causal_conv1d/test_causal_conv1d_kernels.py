@@ -35,42 +35,62 @@ STEP_SPEC = UpdateSpec(width=4, state_len=3, vec=4)
 @pytest.mark.parametrize(
     ("spec", "change", "words"),
     [
-        (WHOLE_SPEC, {"width": 9}, "width 9 is not 1 … 8"),
-        (WHOLE_SPEC, {"width": 1, "final": True}, "a convolution of width 1 has no state"),
-        (WHOLE_SPEC, {"pool": True, "initial": True}, "conv_states take the place of initial_states and final_states"),
-        (WHOLE_SPEC, {"started": True}, "slots and has_initial_state are of conv_states"),
-        (WHOLE_SPEC, {"seq_idx": True, "query_start_loc": Index.I32}, "seq_idx and query_start_loc both divide the length"),
-        (CHANNELS_SPEC, {"shifted": True}, "only channel-first vectors are shifted"),
-        (WHOLE_SPEC, {"threads": 48}, "threads 48 is not 32 … 1024 in steps of 32"),
-        (WHOLE_SPEC, {"vectors": 0}, "vectors is not positive"),
-        (WHOLE_SPEC, {"vec": 4}, "vec 4 of bf16 is not 16 bytes"),
-        (CHANNELS_SPEC, {"vec": 8}, "vec 8 of bf16 is not 4 or 8 bytes"),
-        (CHANNELS_SPEC, {"vectors": 2}, "pieces of 2 tokens are shorter than the history of 3"),
-        (WHOLE_SPEC, {"width": 3}, "taps of 6 bytes are not whole words"),
-        (WHOLE_SPEC, {"width": 6}, "taps of 12 bytes do not keep their alignment"),
-        (CHANNELS_SPEC, {"loads": Loads.ELEMENT}, "taps of channels that a lane holds apart are not one run"),
-        (STEP_SPEC, {"width": 1}, "width 1 is not 2 … 8"),
-        (STEP_SPEC, {"tokens": 17}, "tokens 17 is not 1 … 16"),
-        (STEP_SPEC, {"advance": Advance.ROLL}, "a ring or a rolling window needs a position"),
-        (STEP_SPEC, {"count": Tokens.RAGGED}, "packed sequences need query_start_loc"),
-        (STEP_SPEC, {"layout": StateLayout.ANY}, "state_len is of runs only"),
-        (STEP_SPEC, {"state_len": 5}, "runs of 5 are not 3 or 4"),
-        (STEP_SPEC, {"advance": Advance.RING, "position": Index.I32}, "a ring is not rewritten whole"),
+        (WHOLE_SPEC, {"width": 9}, "width is 9; expected 1 … 8"),
+        (WHOLE_SPEC, {"width": 1, "final": True}, "width is 1 with a state; expected 2 or more, or no state"),
+        (
+            WHOLE_SPEC,
+            {"pool": True, "initial": True},
+            "pool is yes with initial or final; expected one or the other: a pool holds both states",
+        ),
+        (WHOLE_SPEC, {"started": True}, "index or started is set without a pool; expected pool=yes"),
+        (
+            WHOLE_SPEC,
+            {"seq_idx": True, "query_start_loc": Index.I32},
+            "seq_idx is yes and query_start_loc is i32; expected one of them",
+        ),
+        (CHANNELS_SPEC, {"shifted": True}, "shifted is yes with layout=channel_last, loads=vector; expected channel-first vectors"),
+        (WHOLE_SPEC, {"threads": 48}, "threads is 48; expected 32 … 1024 in steps of 32"),
+        (WHOLE_SPEC, {"vectors": 0}, "vectors is 0 and min_blocks 0; expected 1 or more"),
+        (WHOLE_SPEC, {"vec": 4}, "vec is 4 of bf16; expected 16 bytes"),
+        (CHANNELS_SPEC, {"vec": 8}, "vec is 8 of bf16; expected 4 or 8 bytes"),
+        (CHANNELS_SPEC, {"vectors": 2}, "a warp takes pieces of 2 tokens; expected 3 or more, the history"),
+        (WHOLE_SPEC, {"width": 3}, "a lane's taps have 6 bytes; expected a multiple of 4. Use taps=element."),
+        (WHOLE_SPEC, {"width": 6}, "a lane's taps have 12 bytes; expected 4, 8, 16 or 32, to stay aligned. Use taps=element."),
+        (CHANNELS_SPEC, {"loads": Loads.ELEMENT}, "taps is vector for lanes whose channels are apart; expected element"),
+        (STEP_SPEC, {"width": 1}, "width is 1; expected 2 … 8"),
+        (STEP_SPEC, {"tokens": 17}, "tokens is 17; expected 1 … 16"),
+        (
+            STEP_SPEC,
+            {"advance": Advance.ROLL},
+            "advance is roll and position is none; expected none with shift, and a type with ring or roll",
+        ),
+        (
+            STEP_SPEC,
+            {"count": Tokens.RAGGED},
+            "count is ragged and query_start_loc is none; expected a type if and only if count is ragged",
+        ),
+        (STEP_SPEC, {"layout": StateLayout.ANY}, "state_len is 3 with layout=any; expected 0"),
+        (STEP_SPEC, {"state_len": 5}, "state_len is 5; expected 3 or 4"),
+        (STEP_SPEC, {"advance": Advance.RING, "position": Index.I32}, "layout is runs with advance=ring; expected another layout"),
         (
             STEP_SPEC,
             {"advance": Advance.ROLL, "position": Index.I32, "count": Tokens.COUNTED},
-            "runs that roll need a fixed number of tokens",
+            "count is counted with runs that roll; expected fixed",
         ),
-        (STEP_SPEC, {"saved_index": Index.I32}, "slots of windows that are not saved"),
-        (STEP_SPEC, {"parents": Index.I32}, "a draft tree has several tokens"),
-        (replace(STEP_SPEC, tokens=2), {"parents": Index.I32, "children": Index.I32}, "parents and children both say what the tree is"),
+        (STEP_SPEC, {"saved_index": Index.I32}, "saved_index is i32 and saved is no; expected saved windows"),
+        (STEP_SPEC, {"parents": Index.I32}, "tokens is 1 with a draft tree; expected several"),
+        (
+            replace(STEP_SPEC, tokens=2),
+            {"parents": Index.I32, "children": Index.I32},
+            "parents and children are both set; expected one of them",
+        ),
         (
             replace(STEP_SPEC, tokens=2),
             {"children": Index.I32, "count": Tokens.RAGGED, "query_start_loc": Index.I32},
-            "first children and next siblings are of sequences with the same number of tokens",
+            "children is set with count=ragged",
         ),
-        (STEP_SPEC, {"threads": 2048}, "threads 2048 is not 32 … 1024"),
-        (STEP_SPEC, {"vec": 8}, "vec 8 of bf16 is not 4 or 8 bytes"),
+        (STEP_SPEC, {"threads": 2048}, "threads is 2048; expected 32 … 1024"),
+        (STEP_SPEC, {"vec": 8}, "vec is 8 of bf16; expected 4 or 8 bytes"),
     ],
 )
 def test_violations_in_words(spec, change, words):
@@ -80,8 +100,10 @@ def test_violations_in_words(spec, change, words):
 
 @pytest.mark.parametrize("spec", [WHOLE_SPEC, CHANNELS_SPEC, STEP_SPEC], ids=lambda s: s.stem)
 def test_violations_of_architectures(spec):
-    assert "programmatic dependent launch needs sm_90, not sm_80" in replace(spec, pdl=Pdl.WAIT).violations(SM80)
-    assert not spec.violations(SM80) and "bf16 arithmetic needs sm_80, not sm_75" in spec.violations(Arch.parse("sm_75"))
+    assert "arch is sm_80; expected sm_90 or later, or pdl=off" in replace(spec, pdl=Pdl.WAIT).violations(SM80)
+    assert not spec.violations(SM80) and "arch is sm_75; expected sm_80 or later for bf16 arithmetic" in spec.violations(
+        Arch.parse("sm_75")
+    )
 
 
 FULL = {"pool": True, "started": True, "index": Index.I64, "query_start_loc": Index.I32}

@@ -253,30 +253,36 @@ def operands(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"v": torch.zeros(2, 5, 32)}, "v is [2, 5, 32], not [batch, T, HV, V]"),
-        ({"cu_seqlens": torch.zeros(3).int()}, "not [tokens, HV, V] or [1, tokens, HV, V], as cu_seqlens asks for"),
-        ({"q": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads, which is not a multiple of the 3 key heads"),
-        ({"q": torch.zeros(2, 5, 32).bfloat16()}, "q is [2, 5, 32], not […, HK, K] as v [2, 5, 2, 32] asks for"),
-        ({"k": torch.zeros(2, 5, 1, 16).bfloat16()}, "k is [2, 5, 1, 16], not […, HK, K] = [2, 5, 1, 32]"),
-        ({"k": torch.zeros(2, 5, 1, 32)}, "k is float32, v is bfloat16"),
-        ({"beta": torch.zeros(2, 5)}, "beta is [2, 5], not […, HV] = [2, 5, 2]"),
-        ({"g": None}, "g is a NoneType, not a tensor"),
+        ({"v": torch.zeros(2, 5, 32)}, "v is [2, 5, 32]; expected [batch, T, HV, V]"),
+        ({"cu_seqlens": torch.zeros(3).int()}, "v is [2, 5, 2, 32]; expected [tokens, HV, V] or [1, tokens, HV, V]"),
+        ({"q": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads; expected a multiple of the 3"),
+        ({"q": torch.zeros(2, 5, 32).bfloat16()}, "q is [2, 5, 32]; expected […, HK, K], as v is [2, 5, 2, 32]"),
+        ({"k": torch.zeros(2, 5, 1, 16).bfloat16()}, "k is [2, 5, 1, 16]; expected […, HK, K] = [2, 5, 1, 32]"),
+        ({"k": torch.zeros(2, 5, 1, 32)}, "k is float32; expected bfloat16, the dtype of v"),
+        ({"beta": torch.zeros(2, 5)}, "beta is [2, 5]; expected […, HV] = [2, 5, 2]"),
+        ({"g": None}, "g is a NoneType; expected a tensor"),
         ({"dt_bias": torch.zeros(2)}, "dt_bias is given without A_log"),
-        ({"A_log": torch.zeros(2), "linear_gate": True}, "linear_gate says that g is the decay itself"),
-        ({"allow_neg_eigval": True}, "allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too"),
+        ({"A_log": torch.zeros(2), "linear_gate": True}, "linear_gate=True is given with A_log or dt_bias; expected either"),
+        ({"allow_neg_eigval": True}, "allow_neg_eigval is True and beta_sigmoid is False; expected both"),
         ({"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
-        ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [2, 2, 32, 32]"),
+        ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16]; expected [slots, HV, V, K] = [2, 2, 32, 32]"),
         (
             {"v": torch.zeros(2, 5, 2, 16).bfloat16(), "state": torch.zeros(2, 2, 16, 32), "state_layout": "kv"},
-            "state is [2, 2, 16, 32], not [slots, HV, K, V] = [2, 2, 32, 16]",
+            "state is [2, 2, 16, 32]; expected [slots, HV, K, V] = [2, 2, 32, 16]",
         ),
-        ({"state_layout": "kvv"}, "state_layout is 'kvv', not 'vk' or 'kv'"),
-        ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states_out is given together with state"),
+        ({"state_layout": "kvv"}, "state_layout is 'kvv'; expected 'vk' or 'kv'"),
+        (
+            {"state": torch.zeros(2, 2, 32, 32), "return_final_states": True},
+            "final_states_out is given with state, which receives the final states",
+        ),
         ({"out": torch.zeros(1, 5, 2, 32).bfloat16().expand(2, 5, 2, 32)}, "two of its elements share memory"),
-        ({"return_checkpoints": True}, "return_checkpoints asks for states after tokens, and checkpoint_positions"),
-        ({"workspace": torch.zeros(9)}, "workspace is [9] float32, not dense bytes: [44544 or more] uint8"),
-        ({"workspace": torch.zeros(9, dtype=torch.uint8)}, "and this call needs 44544: chunk_delta_rule_workspace(10, 2, 2, 32, 32)"),
-        ({"v": torch.zeros(2, 5, 2, 32, requires_grad=True)}, "v requires grad, and the delta rule of a prompt has no backward"),
+        ({"return_checkpoints": True}, "return_checkpoints is True and checkpoint_positions is None"),
+        ({"workspace": torch.zeros(9)}, "workspace is [9] float32; expected dense bytes, [44544 or more] uint8"),
+        ({"workspace": torch.zeros(9, dtype=torch.uint8)}, "bytes; expected 44544 or more. Get the size from"),
+        (
+            {"v": torch.zeros(2, 5, 2, 32, requires_grad=True)},
+            "v requires grad; expected no gradients, since the delta rule of a prompt has no backward",
+        ),
     ],
 )
 def test_what_is_wrong_in_words(changes, words):
@@ -294,7 +300,7 @@ def test_everything_wrong_is_in_one_message():
 def test_a_workspace_may_be_used_again_and_lies_at_a_multiple_of_16_bytes():
     memory = torch.empty(10**6, dtype=torch.uint8)
     assert problem_of(**operands(), workspace=memory) == problem_of(**operands())
-    with pytest.raises(ArgumentError, match="workspace does not begin at a multiple of 16 bytes"):
+    with pytest.raises(ArgumentError, match="bytes past a multiple of 16"):
         problem_of(**operands(), workspace=memory[8:])
     with pytest.raises(ArgumentError, match="out overlaps workspace in memory"):
         ssmgen.chunk_gated_delta_rule(**operands(), out=memory[:1280].view(BF16).view(2, 5, 2, 32), workspace=memory)
@@ -309,12 +315,12 @@ def refused(problem: DeltaProblem, arch: Arch = SM90) -> str:
 def test_what_no_kernel_serves_in_words():
     odd = make(SMALL, 2, 5)
     odd["v"] = torch.zeros(2, 5, 2, 33).bfloat16()[..., 1:]
-    assert "begin, at an odd element" in refused(problem_of(**odd))
+    assert "the tokens or heads of q, k, v or out begin at an odd element" in refused(problem_of(**odd))
     wide = {n: t.float() for n, t in make(SMALL, 2, 5).items() if n in PER_TOKEN}
-    assert "q, k and v are f32: products are of bf16 or f16 numbers" in refused(problem_of(**wide))
-    assert "K 72 is not 16 … 256 in steps of 16" in refused(DeltaProblem(head_k=72, head_v=64))
-    assert "V 272 is not 16 … 256 in steps of 16" in refused(DeltaProblem(head_k=64, head_v=272))
-    assert "need sm_80, not sm_75" in refused(DeltaProblem(head_k=64, head_v=16), Arch(75))
+    assert "q, k and v are f32; expected bf16 or f16, for tensor cores" in refused(problem_of(**wide))
+    assert "K is 72; expected 16 … 256 in steps of 16" in refused(DeltaProblem(head_k=72, head_v=64))
+    assert "V is 272; expected 16 … 256 in steps of 16" in refused(DeltaProblem(head_k=64, head_v=272))
+    assert "arch is sm_75; expected sm_80 or later" in refused(DeltaProblem(head_k=64, head_v=16), Arch(75))
 
 
 @costly(1)

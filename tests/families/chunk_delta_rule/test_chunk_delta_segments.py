@@ -228,8 +228,8 @@ def test_explain_says_it():
 
     assert "-> up to 8 segments, warpgroups, 64 rows, 3 stages" in explained(8, 8192)
     assert "-> up to 2 segments, " in explained(64, 8192, segments=2)
-    assert "segments: 64 heads of 128 rows fill 132 SMs with less than 2 segments" in explained(64, 8192)
-    assert "segments: not asked for, or no sequence has 48 chunks" in explained(8, 2048)
+    assert "segments: 64 heads of 128 rows fill 132 SMs with fewer than 2 segments" in explained(64, 8192)
+    assert "segments: the call asks for one segment, or no sequence has 48 chunks of 64 tokens: no sequence is cut" in explained(8, 2048)
 
 
 def test_a_workspace_holds_what_segments_leave():
@@ -240,9 +240,9 @@ def test_a_workspace_holds_what_segments_leave():
     assert ssmgen.chunk_delta_rule_workspace(8192, 3, 8, 64, 128, 2) == plain + 3 * 2 * 8 * (128 + 64) * 64 * 4
     assert ssmgen.chunk_delta_rule_workspace(8192, 3, 64) == (128 + 3) * 64 * 11136
     call = make(SMALL, 1, 200)
-    with pytest.raises(ArgumentError, match=r"this call needs 154624: chunk_delta_rule_workspace\(200, 1, 2, 32, 32, 4\)"):
+    with pytest.raises(ArgumentError, match=r"bytes; expected 154624 or more\. Get the size from"):
         ssmgen.chunk_gated_delta_rule(**call, segments=4, workspace=torch.empty(154623, dtype=torch.uint8))
-    with pytest.raises(ArgumentError, match=f"segments is 0, not an integer from 1 to {MOST}"):
+    with pytest.raises(ArgumentError, match=f"segments is 0; expected an integer from 1 to {MOST}"):
         ssmgen.chunk_gated_delta_rule(**call, segments=0)
 
 

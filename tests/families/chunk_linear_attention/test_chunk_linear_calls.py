@@ -36,41 +36,41 @@ def operands(function: str = "chunk_kda", **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("function", "changes", "words"),
     [
-        ("chunk_kda", {"v": torch.zeros(2, 5, 32)}, "v is [2, 5, 32], not [batch, T, HV, V]"),
-        ("chunk_kda", {"cu_seqlens": torch.zeros(3).int()}, "not [tokens, HV, V] or [1, tokens, HV, V], as cu_seqlens asks for"),
-        ("chunk_kda", {"g": torch.zeros(2, 5, 2)}, "g is [2, 5, 2], not […, HV, K] = [2, 5, 2, 32]"),
-        ("chunk_kda", {"g": None}, "g is a NoneType, not a tensor"),
-        ("chunk_kda", {"g": torch.zeros(2, 5, 2, 64)[..., ::2]}, "g has strides [640, 128, 64, 2]; its rows must be contiguous"),
-        ("chunk_kda", {"k": torch.zeros(2, 5, 1, 32)}, "k is float32, v is bfloat16"),
+        ("chunk_kda", {"v": torch.zeros(2, 5, 32)}, "v is [2, 5, 32]; expected [batch, T, HV, V]"),
+        ("chunk_kda", {"cu_seqlens": torch.zeros(3).int()}, "v is [2, 5, 2, 32]; expected [tokens, HV, V] or [1, tokens, HV, V]"),
+        ("chunk_kda", {"g": torch.zeros(2, 5, 2)}, "g is [2, 5, 2]; expected […, HV, K] = [2, 5, 2, 32]"),
+        ("chunk_kda", {"g": None}, "g is a NoneType; expected a tensor"),
+        ("chunk_kda", {"g": torch.zeros(2, 5, 2, 64)[..., ::2]}, "g has strides [640, 128, 64, 2]; expected contiguous rows"),
+        ("chunk_kda", {"k": torch.zeros(2, 5, 1, 32)}, "k is float32; expected bfloat16, the dtype of v"),
         ("chunk_kda", {"dt_bias": torch.zeros(2, 32)}, "dt_bias is given without A_log"),
-        ("chunk_kda", {"dt_bias": torch.zeros(2), "A_log": torch.zeros(2)}, "dt_bias is [2], not [HV, K] = [2, 32] or [HV K] = [64]"),
-        ("chunk_kda", {"allow_neg_eigval": True}, "allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too"),
-        ("chunk_kda", {"beta": torch.zeros(2, 5, 2, 32)}, "beta is [2, 5, 2, 32], one per value channel, which has no form in chunks"),
-        ("chunk_comba", {"beta": torch.zeros(2, 5, 2, 32)}, "one per value channel, which has no form in chunks"),
-        ("chunk_comba", {"p": torch.zeros(2, 5, 1, 16).bfloat16()}, "p is [2, 5, 1, 16], not […, HK, K] = [2, 5, 1, 32]"),
-        ("chunk_comba", {"g": torch.zeros(2, 5, 2, 32)}, "g is [2, 5, 2, 32], not […, HV] = [2, 5, 2]"),
-        ("chunk_gla", {"gv": torch.zeros(2, 5, 2, 32)}, "gv, a log decay per value channel, has no form in chunks"),
-        ("chunk_gdn2", {"b": torch.zeros(2, 5, 1, 32)}, "b is [2, 5, 1, 32], not […, HV, K] = [2, 5, 2, 32]"),
-        ("chunk_gdn2", {"w": torch.zeros(2, 5, 2)}, "w is [2, 5, 2], not […, HV, V] = [2, 5, 2, 32]"),
-        ("chunk_gdn2", {"w": None}, "w is a NoneType, not a tensor"),
-        ("chunk_gdn2", {"w": torch.zeros(2, 5, 2, 32).int()}, "w is torch.int32, not float32, float16 or bfloat16"),
-        ("chunk_gdn2", {"w": torch.zeros(2, 5, 2, 32, requires_grad=True)}, "w requires grad, and linear attention over a prompt has no"),
-        ("chunk_rwkv7", {"r": torch.zeros(2, 5, 32).bfloat16()}, "r is [2, 5, 32], not […, HK, K] as v [2, 5, 2, 32] asks for"),
-        ("chunk_rwkv7", {"kk": torch.zeros(2, 5, 1, 32)}, "kk is float32, v is bfloat16"),
-        ("chunk_rwkv7", {"a": torch.zeros(2, 5, 2, 32)}, "a is [2, 5, 2, 32], not […, HK, K] = [2, 5, 1, 32]"),
-        ("chunk_dplr_delta_rule", {"b": None}, "b is a NoneType, not a tensor"),
-        ("chunk_kda", {"q": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads, which is not a multiple of the 3 key heads"),
+        ("chunk_kda", {"dt_bias": torch.zeros(2), "A_log": torch.zeros(2)}, "dt_bias is [2]; expected [HV, K] = [2, 32] or [HV K] = [64]"),
+        ("chunk_kda", {"allow_neg_eigval": True}, "allow_neg_eigval is True and beta_sigmoid is False; expected both"),
+        ("chunk_kda", {"beta": torch.zeros(2, 5, 2, 32)}, "beta is [2, 5, 2, 32], one per value channel; expected one per head"),
+        ("chunk_comba", {"beta": torch.zeros(2, 5, 2, 32)}, "beta is [2, 5, 2, 32], one per value channel; expected one per head"),
+        ("chunk_comba", {"p": torch.zeros(2, 5, 1, 16).bfloat16()}, "p is [2, 5, 1, 16]; expected […, HK, K] = [2, 5, 1, 32]"),
+        ("chunk_comba", {"g": torch.zeros(2, 5, 2, 32)}, "g is [2, 5, 2, 32]; expected […, HV] = [2, 5, 2]"),
+        ("chunk_gla", {"gv": torch.zeros(2, 5, 2, 32)}, "gv, a log decay per value channel, is given; expected None"),
+        ("chunk_gdn2", {"b": torch.zeros(2, 5, 1, 32)}, "b is [2, 5, 1, 32]; expected […, HV, K] = [2, 5, 2, 32]"),
+        ("chunk_gdn2", {"w": torch.zeros(2, 5, 2)}, "w is [2, 5, 2]; expected […, HV, V] = [2, 5, 2, 32]"),
+        ("chunk_gdn2", {"w": None}, "w is a NoneType; expected a tensor"),
+        ("chunk_gdn2", {"w": torch.zeros(2, 5, 2, 32).int()}, "w is torch.int32; expected float32, float16 or bfloat16"),
+        ("chunk_gdn2", {"w": torch.zeros(2, 5, 2, 32, requires_grad=True)}, "w requires grad; expected no gradients"),
+        ("chunk_rwkv7", {"r": torch.zeros(2, 5, 32).bfloat16()}, "r is [2, 5, 32]; expected […, HK, K], as v is [2, 5, 2, 32]"),
+        ("chunk_rwkv7", {"kk": torch.zeros(2, 5, 1, 32)}, "kk is float32; expected bfloat16, the dtype of v"),
+        ("chunk_rwkv7", {"a": torch.zeros(2, 5, 2, 32)}, "a is [2, 5, 2, 32]; expected […, HK, K] = [2, 5, 1, 32]"),
+        ("chunk_dplr_delta_rule", {"b": None}, "b is a NoneType; expected a tensor"),
+        ("chunk_kda", {"q": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads; expected a multiple of the 3"),
         ("chunk_kda", {"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
-        ("chunk_kda", {"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [2, 2, 32, 32]"),
-        ("chunk_kda", {"state_layout": "kvv"}, "state_layout is 'kvv', not 'vk' or 'kv'"),
-        ("chunk_kda", {"return_checkpoints": True}, "return_checkpoints asks for states after tokens, and checkpoint_positions"),
-        ("chunk_kda", {"workspace": torch.zeros(9)}, "workspace is [9] float32, not dense bytes: [147968 or more] uint8"),
+        ("chunk_kda", {"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16]; expected [slots, HV, V, K] = [2, 2, 32, 32]"),
+        ("chunk_kda", {"state_layout": "kvv"}, "state_layout is 'kvv'; expected 'vk' or 'kv'"),
+        ("chunk_kda", {"return_checkpoints": True}, "return_checkpoints is True and checkpoint_positions is None"),
+        ("chunk_kda", {"workspace": torch.zeros(9)}, "workspace is [9] float32; expected dense bytes, [147968 or more] uint8"),
         (
             "chunk_rwkv7",
             {"workspace": torch.zeros(9, dtype=torch.uint8)},
-            "and this call needs 94720: chunk_linear_attention_workspace(10, 2, 2, 32, 'low_rank')",
+            "bytes; expected 94720 or more. Get the size from",
         ),
-        ("chunk_kda", {"v": torch.zeros(2, 5, 2, 32, requires_grad=True)}, "v requires grad, and linear attention over a prompt has no"),
+        ("chunk_kda", {"v": torch.zeros(2, 5, 2, 32, requires_grad=True)}, "v requires grad; expected no gradients"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_words(function, changes, words):
@@ -93,7 +93,7 @@ def test_a_workspace_is_as_large_as_its_rule_needs():
     assert ssmgen.chunk_linear_attention_workspace(640, 3, 2, 128) == workspace_bytes(640, 3, 2, 128, Rule.DELTA) == 13 * 2 * 61952
     assert ssmgen.chunk_linear_attention_workspace(640, 3, 2, 128, "low_rank") == 23 * 2 * 40448
     assert ssmgen.chunk_linear_attention_workspace(640, 3, 2, 128, "plain") == 13 * 2 * 38400
-    with pytest.raises(ArgumentError, match="rule is 'kda', not one of plain, delta, old, low_rank"):
+    with pytest.raises(ArgumentError, match="rule is 'kda'; expected one of plain, delta, old, low_rank"):
         ssmgen.chunk_linear_attention_workspace(640, 3, 2, 128, "kda")
 
 
@@ -142,12 +142,12 @@ def refused(problem: LinearPromptProblem, arch: Arch = SM90) -> str:
 
 def test_what_no_kernel_serves_in_words():
     odd = operands(v=torch.zeros(2, 5, 2, 33).bfloat16()[..., 1:])
-    assert "begin, at an odd element" in refused(problem_of(KDA, **odd))
+    assert "the tokens or heads of q, k, v or out begin at an odd element" in refused(problem_of(KDA, **odd))
     wide = {n: t.float() if n in KDA.per_token else t for n, t in operands().items()}
-    assert "q, k and v are f32: products are of bf16 or f16 numbers" in refused(problem_of(KDA, **wide))
-    assert "K 72 is not 16 … 256 in steps of 16" in refused(LinearPromptProblem(head_k=72, head_v=64))
-    assert "V 272 is not 16 … 256 in steps of 16" in refused(LinearPromptProblem(head_k=64, head_v=272))
-    assert "need sm_80, not sm_75" in refused(LinearPromptProblem(head_k=64, head_v=16), Arch(75))
+    assert "q, k and v are f32; expected bf16 or f16, for tensor cores" in refused(problem_of(KDA, **wide))
+    assert "K is 72; expected 16 … 256 in steps of 16" in refused(LinearPromptProblem(head_k=72, head_v=64))
+    assert "V is 272; expected 16 … 256 in steps of 16" in refused(LinearPromptProblem(head_k=64, head_v=272))
+    assert "arch is sm_75; expected sm_80 or later" in refused(LinearPromptProblem(head_k=64, head_v=16), Arch(75))
 
 
 @each
@@ -159,7 +159,7 @@ def test_every_size_is_served_where_there_is_shared_memory_for_it(case, arch):
             sizes = replace(case, head_k=head_k, head_v=head_v)
             found = problem_of(sizes, **make(sizes, 1, 2))
             if arch == "sm_120" and head_k > 192 and case.chunk == 64 and case.rule.reads:
-                assert "bytes of shared memory exceed the 101376 of sm_120" in refused(found, where)
+                assert "bytes of shared memory; expected at most 101376 on" in refused(found, where)
                 continue
             spec = select(OPERATOR, found, 1, where, False)
             prepare, chain = spec.kernels

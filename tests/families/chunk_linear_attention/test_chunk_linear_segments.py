@@ -176,7 +176,7 @@ def test_the_rule_is_that_of_the_delta_rule():
         assert posed(function, 8, 99, segments=3).segments == 3 and not posed(function, 8, 10**4, segments=1).divided
     assert not posed("chunk_gla", 8, long).divided and not posed("chunk_rwkv7", 8, long).divided
     wrong = LinearPromptProblem(head_k=64, head_v=64, rule=Rule.PLAIN, segments=2).faults()
-    assert wrong == ["only what reads the state by one key per token is cut into segments"]
+    assert wrong == ["segments is 2 with rule=plain; expected 1, or rule=delta or old"]
 
 
 def test_one_segment_is_the_kernel_that_knows_of_none():

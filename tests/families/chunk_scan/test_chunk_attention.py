@@ -100,13 +100,13 @@ def test_a_kernel_has_what_its_gate_needs(spec):
 @pytest.mark.parametrize(
     ("form", "changes", "words"),
     [
-        ("log", {"v": torch.zeros(2, 5, 32)}, "v is [2, 5, 32], not [batch, T, HV, P]".replace("P", "V")),
-        ("log", {"k": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads, which is not a multiple of the 3 groups of k"),
-        ("log", {"q": torch.zeros(2, 5, 1, 16).bfloat16()}, "q is [2, 5, 1, 16], not […, HK, K] = [2, 5, 1, 32]"),
-        ("log", {"q": torch.zeros(2, 5, 1, 32)}, "q is float32, v is bfloat16"),
-        ("log", {"g": torch.zeros(2, 2)}, "g is [2, 2], not […, HV] = [2, 5, 2]"),
-        ("slope", {"slope": torch.zeros(2, 5, 2)}, "slope is [2, 5, 2], not [HV]"),
-        ("slope", {"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, HV, V, K] = [2, 2, 32, 32]"),
+        ("log", {"v": torch.zeros(2, 5, 32)}, "v is [2, 5, 32]; expected [batch, T, HV, P]".replace("P", "V")),
+        ("log", {"k": torch.zeros(2, 5, 3, 32).bfloat16()}, "v has 2 heads; expected a multiple of the 3"),
+        ("log", {"q": torch.zeros(2, 5, 1, 16).bfloat16()}, "q is [2, 5, 1, 16]; expected […, HK, K] = [2, 5, 1, 32]"),
+        ("log", {"q": torch.zeros(2, 5, 1, 32)}, "q is float32; expected bfloat16, the dtype of v"),
+        ("log", {"g": torch.zeros(2, 2)}, "g is [2, 2]; expected […, HV] = [2, 5, 2]"),
+        ("slope", {"slope": torch.zeros(2, 5, 2)}, "slope is [2, 5, 2]; expected [HV]"),
+        ("slope", {"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16]; expected [slots, HV, V, K] = [2, 2, 32, 32]"),
     ],
 )
 def test_what_is_wrong_in_words(form, changes, words):
@@ -124,7 +124,11 @@ def test_what_is_written_shares_no_memory():
 
 def test_faults_in_words():
     words = " ".join(ScanSpec(**SPEC, gate=Gate.LOG, D=DType.F32).faults() + ScanSpec(**SPEC, gate=Gate.NONE, g=DType.F32, copy=2).faults())
-    assert "go with dt" in words and "a g is of linear attention's gates" in words and "q, k, v or out begins" in words
+    assert (
+        "with dt, A, D, dt_bias, z, dt_softplus or dt_limit; expected gate=dt" in words
+        and "; expected g if and only if gate is log, constant or slope" in words
+        and "the tokens or heads of q, k, v or out begin at an odd element" in words
+    )
 
 
 def test_what_a_model_asks_for():

@@ -176,37 +176,43 @@ def operands(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"x": torch.zeros(2, 5, 32)}, "x is [2, 5, 32], not [batch, T, H, P]"),
-        ({"cu_seqlens": torch.zeros(3).int()}, "not [tokens, H, P] or [1, tokens, H, P], as cu_seqlens asks for"),
-        ({"B": torch.zeros(2, 5, 3, 32).bfloat16()}, "x has 2 heads, which is not a multiple of the 3 groups of B"),
-        ({"C": torch.zeros(2, 5, 1, 16).bfloat16()}, "C is [2, 5, 1, 16], not […, G, N] = [2, 5, 1, 32]"),
-        ({"C": torch.zeros(2, 5, 1, 32)}, "C is float32, x is bfloat16"),
+        ({"x": torch.zeros(2, 5, 32)}, "x is [2, 5, 32]; expected [batch, T, H, P]"),
+        ({"cu_seqlens": torch.zeros(3).int()}, "x is [2, 5, 2, 32]; expected [tokens, H, P] or [1, tokens, H, P], as cu_seqlens is given"),
+        ({"B": torch.zeros(2, 5, 3, 32).bfloat16()}, "x has 2 heads; expected a multiple of the 3"),
+        ({"C": torch.zeros(2, 5, 1, 16).bfloat16()}, "C is [2, 5, 1, 16]; expected […, G, N] = [2, 5, 1, 32]"),
+        ({"C": torch.zeros(2, 5, 1, 32)}, "C is float32; expected bfloat16, the dtype of x"),
         ({"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
-        ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16], not [slots, H, P, N] = [2, 2, 32, 32]"),
-        ({"state": torch.zeros(1, 2, 32, 32)}, "state has 1 slots for 2 sequences, and there are no state_indices"),
-        ({"state": torch.zeros(2, 2, 32, 32), "return_final_states": True}, "final_states_out is given together with state"),
+        ({"state": torch.zeros(2, 2, 32, 16)}, "state is [2, 2, 32, 16]; expected [slots, H, P, N] = [2, 2, 32, 32]"),
+        ({"state": torch.zeros(1, 2, 32, 32)}, "state has 1 slots; expected 2, one per sequence. Pass a larger state, or state_indices."),
+        (
+            {"state": torch.zeros(2, 2, 32, 32), "return_final_states": True},
+            "final_states_out is given with state, which receives the final states",
+        ),
         (
             dict.fromkeys(("state", "initial_states"), torch.zeros(2, 2, 32, 32)) | {"has_initial_state": torch.ones(2).bool()},
             "initial_states and has_initial_state are both given",
         ),
-        ({"state": torch.zeros(2, 2, 32, 32).mT}, "the state of each head must be dense"),
-        ({"x": torch.zeros(2, 5, 32, 2).bfloat16().mT}, "its rows must be contiguous"),
+        ({"state": torch.zeros(2, 2, 32, 32).mT}, "expected a dense state for each head. Pass a contiguous tensor."),
+        ({"x": torch.zeros(2, 5, 32, 2).bfloat16().mT}, "expected contiguous rows. Pass a contiguous tensor."),
         ({"out": torch.zeros(1, 5, 2, 32).bfloat16().expand(2, 5, 2, 32)}, "two of its elements share memory"),
-        ({"seq_idx": torch.zeros(2, 4).int()}, "seq_idx is [2, 4], not [batch, T] = [2, 5]"),
-        ({"seq_idx": torch.zeros(2, 5).long()}, "seq_idx is int64, not int32"),
-        ({"checkpoint_positions": torch.ones(3).int()}, "is given, but neither checkpoints_out nor return_checkpoints"),
+        ({"seq_idx": torch.zeros(2, 4).int()}, "seq_idx is [2, 4]; expected [batch, T] = [2, 5]"),
+        ({"seq_idx": torch.zeros(2, 5).long()}, "seq_idx is int64; expected int32"),
+        ({"checkpoint_positions": torch.ones(3).int()}, "checkpoint_positions is given without a result"),
         ({"checkpoints_out": torch.zeros(3, 2, 32, 32)}, "checkpoints_out is given without checkpoint_positions"),
-        ({"return_checkpoints": True}, "return_checkpoints asks for states after tokens, and checkpoint_positions"),
-        ({"checkpoint_positions": torch.ones(3), "return_checkpoints": True}, "checkpoint_positions is torch.float32, not int32 or int64"),
+        ({"return_checkpoints": True}, "return_checkpoints is True and checkpoint_positions is None"),
+        (
+            {"checkpoint_positions": torch.ones(3), "return_checkpoints": True},
+            "checkpoint_positions is torch.float32; expected int32 or int64",
+        ),
         (
             {"checkpoint_positions": torch.ones(3).int(), "checkpoints_out": torch.zeros(2, 2, 32, 32)},
-            "checkpoints_out is [2, 2, 32, 32], not [count, H, P, N] = [3, 2, 32, 32]",
+            "checkpoints_out is [2, 2, 32, 32]; expected [count, H, P, N] = [3, 2, 32, 32]",
         ),
         (
             {"A": torch.zeros(2, requires_grad=True)},
-            "A requires grad, and the scan of a prompt has no backward: call it under torch.no_grad()",
+            "A requires grad; expected no gradients, since the scan of a prompt has no backward",
         ),
-        ({"dt_limit": (2, 1)}, "dt_limit is (2, 1), not a tuple (low, high)"),
+        ({"dt_limit": (2, 1)}, "dt_limit is (2, 1); expected a tuple (low, high)"),
     ],
 )
 def test_what_is_wrong_in_words(changes, words):
@@ -230,9 +236,11 @@ def refused(problem: ScanProblem, arch: Arch = SM90) -> str:
 def test_what_no_kernel_serves_in_words():
     odd = make(SMALL, 2, 5)
     odd["x"] = torch.zeros(2, 5, 2, 33).bfloat16()[..., 1:]
-    assert "begin, at an odd element" in refused(problem_of(**odd))
-    assert "headdim 72 is not 16 … 256 in steps of 16" in refused(ScanProblem(headdim=72, d_state=64))
-    assert "asynchronous copies and bf16 need sm_80, not sm_75" in refused(ScanProblem(headdim=64, d_state=16), Arch(75))
+    assert "the tokens or heads of x, B, C, z or out begin at an odd element" in refused(problem_of(**odd))
+    assert "headdim is 72; expected 16 … 256 in steps of 16" in refused(ScanProblem(headdim=72, d_state=64))
+    assert "arch is sm_75; expected sm_80 or later for asynchronous copies and bf16" in refused(
+        ScanProblem(headdim=64, d_state=16), Arch(75)
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120"])

@@ -122,7 +122,7 @@ def test_what_serves_which_heads():
     for places in ({"initial": True}, {"final": False, "pool": True, "started": True}):  # states that may be overwritten
         spec = chosen(16, "sm_90a", **places)
         assert (spec.parts, spec.cluster_blocks) == (4, 4) and chosen(16, "sm_80", **places).parts == 1
-    assert "only a cluster (sm_90) knows" in str(
+    assert "; expected 1 before sm_90" in str(
         explain(OPERATOR, ScanProblem(headdim=64, d_state=128, initial=True, final=True), 16, Arch(80), False)
     )
     for free in ({"final": False, "pool": True}, {"final": False, "pool": True, "initial": True}):

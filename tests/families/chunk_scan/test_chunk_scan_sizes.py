@@ -205,10 +205,10 @@ def test_no_variant_spills(spec):
 
 def test_what_is_refused():
     parts = WarpgroupScanSpec(headdim=64, d_state=256, stages=2, parts=2)
-    assert any("join parts by the ends" in words for words in parts.violations(SM90))
+    assert any("parts and d_state" in words for words in parts.violations(SM90))
     for sizes in ({"headdim": 80}, {"d_state": 256}):
         spec = EndsSpec.of(replace(parts, **{"headdim": 64, "d_state": 128} | sizes, parts=1, cu_seqlens=Index.I32))
-        assert any("are added up by warps" in words for words in spec.violations(SM90))
+        assert any("; expected a divisor of headdim, and d_state of at most 128" in words for words in spec.violations(SM90))
 
 
 # Mistakes. (sizes, parts, text to replace, replacement, words of the finding; off: a result is wrong)

@@ -328,8 +328,10 @@ def test_what_is_explained():
         return str(explain(OPERATOR, replace(problem, **more), heads, SM90, True))
 
     assert "-> warpgroups, blocks that stay, 4 stages" in said(128, short=True)
-    assert "warpgroups, blocks that stay: a call has at most 132 heads" in said(128) and "-> warpgroups, 4 stages" in said(128)
-    assert "warpgroups, blocks that stay: 6 blocks divide a sequence of more than 12 chunks" in said(16)
+    assert "warpgroups, blocks that stay: it is for more than 132 heads of sequences" in said(128) and "-> warpgroups, 4 stages" in said(
+        128
+    )
+    assert "warpgroups, blocks that stay: 6 blocks share a sequence of more than 12 chunks" in said(16)
     assert "-> warpgroups, 6 parts, 4 stages" in said(16)
 
 

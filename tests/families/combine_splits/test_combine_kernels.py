@@ -42,24 +42,24 @@ ANY = CombineSpec(
 @pytest.mark.parametrize(
     ("spec", "change", "words"),
     [
-        (MANY, {"d_v": 66}, "d_v 66 needs loads by elements"),
-        (MANY, {"d_v": 2048}, "d_v 2048 is not 1 … 1024"),
-        (MANY, {"max_splits": 7}, "max_splits 7 is none of 2, 4, 8,"),
-        (MANY, {"axes": 4}, "axes 4 is not 1 … 3"),
-        (TWO, {"max_splits": 4}, "a pair has two splits"),
-        (TWO, {"num_splits": Index.I32}, "a pair has no num_splits"),
-        (MANY, {"skip_single": True}, "only where num_splits says so"),
-        (MANY, {"in_place": True}, "only the LSEs of a pair are written in place"),
-        (MANY, {"threads": 48}, "threads 48 is not 32 … 1024 in steps of 32"),
-        (MANY, {"threads": 32, "parts": 2}, "threads 32 is not a multiple of lanes x parts = 64"),
-        (FEW, {"threads": 256}, "a barrier of 128 threads needs blocks of as many, not 256"),
-        (IN_PLACE, {"threads": 128}, "a barrier of 64 threads needs blocks of as many, not 128"),
-        (MANY, {"vec": 8}, "vec 8 is not 4 or 4"),
-        (MANY, {"lanes": 64}, "lanes 64 is above 32"),
-        (MANY, {"parts": 16, "threads": 512}, "parts 16 is above 8"),
-        (MANY, {"ilp": 8}, "ilp 8 is above 4"),
-        (MANY, {"parts": 3}, "parts 3 is no power of two"),
-        (TWO, {"pair": False, "max_splits": 16}, "rows of a warp, 16 threads each, cannot have more than 8 splits"),
+        (MANY, {"d_v": 66}, "loads is vector with d_v 66, no multiple of 4; expected element"),
+        (MANY, {"d_v": 2048}, "d_v is 2048; expected 1 … 1024"),
+        (MANY, {"max_splits": 7}, "max_splits is 7; expected one of 2, 4, 8, "),
+        (MANY, {"axes": 4}, "axes is 4; expected 1 … 3"),
+        (TWO, {"max_splits": 4}, "pair is yes and max_splits is 4; expected 2"),
+        (TWO, {"num_splits": Index.I32}, "pair is yes and num_splits is i32; expected none"),
+        (MANY, {"skip_single": True}, "skip_single is yes and num_splits is none; expected num_splits"),
+        (MANY, {"in_place": True}, "in_place is yes without a pair and its lse_out; expected both"),
+        (MANY, {"threads": 48}, "threads is 48; expected 32 … 1024 in steps of 32"),
+        (MANY, {"threads": 32, "parts": 2}, "threads is 32; expected a multiple of lanes x parts = 64"),
+        (FEW, {"threads": 256}, "threads is 256; expected 128, as many as meet at a barrier"),
+        (IN_PLACE, {"threads": 128}, "threads is 128; expected 64, as many as meet at a barrier"),
+        (MANY, {"vec": 8}, "vec is 8; expected 4 or 4"),
+        (MANY, {"lanes": 64}, "lanes is 64; expected at most 32"),
+        (MANY, {"parts": 16, "threads": 512}, "parts is 16; expected at most 8"),
+        (MANY, {"ilp": 8}, "ilp is 8; expected at most 4"),
+        (MANY, {"parts": 3}, "parts is 3; expected a power of two"),
+        (TWO, {"pair": False, "max_splits": 16}, "lanes x parts is 16 for any number of splits; expected 32 or more"),
     ],
 )
 def test_violations_in_words(spec, change, words):
@@ -68,8 +68,10 @@ def test_violations_in_words(spec, change, words):
 
 
 def test_violations_of_architectures():
-    assert "programmatic dependent launch needs sm_90, not sm_80" in replace(MANY, pdl=Pdl.WAIT).violations(ARCHS[0])
-    assert not MANY.violations(ARCHS[0]) and "bf16 arithmetic needs sm_80, not sm_75" in MANY.violations(Arch.parse("sm_75"))
+    assert "arch is sm_80; expected sm_90 or later, or pdl=off" in replace(MANY, pdl=Pdl.WAIT).violations(ARCHS[0])
+    assert not MANY.violations(ARCHS[0]) and "arch is sm_75; expected sm_80 or later for bf16 arithmetic" in MANY.violations(
+        Arch.parse("sm_75")
+    )
 
 
 TEXTS = [FEW, MANY, TWO, IN_PLACE, ANY, replace(FEW, skip_single=True, parts=8, threads=256), replace(MANY, lse_out=False)]

@@ -34,33 +34,33 @@ def problems(**changes) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"o": None}, "o is a NoneType, not a tensor"),
-        ({"o": [torch.zeros(2, 4, 64)] * 3}, "o is a list, not a tensor"),
-        ({"o": torch.zeros(3, 2, 4, 64, dtype=torch.float64)}, "o is torch.float64, not float32, float16 or bfloat16"),
-        ({"lse": torch.zeros(3, 2, 4, dtype=F16)}, "lse is float16, not float32"),
-        ({"lse": torch.zeros(3, 4, 2)}, "lse is [3, 4, 2], not o's shape without d_v = [3, 2, 4]"),
-        ({"o": torch.zeros(3, 2, 4, 0)}, "d_v 0 is not 1 … 1024"),
-        ({"o": torch.zeros(3, 2, 4, 1028)}, "d_v 1028 is not 1 … 1024"),
-        ({"o": torch.zeros(64)}, "o is [64], not [splits, *rows, d_v]"),
-        ({"o": torch.zeros(3, 2, 4, 128)[..., ::2]}, "its last axis, d_v, must be contiguous"),
-        ({"num_splits": torch.zeros(3)}, "num_splits is torch.float32, not int32 or int64"),
-        ({"num_splits": torch.zeros(0, dtype=I32)}, "num_splits is [0], not [batch + 1]"),
-        ({"num_splits": torch.zeros(3, dtype=I32), "out": torch.zeros(2, 4, 64)}, "out is [2, 4, 64], not [batch, *rows, d_v]"),
-        ({"out": torch.zeros(4, 2, 64)}, "out is [4, 2, 64], not [*rows, d_v] = [2, 4, 64]"),
-        ({"lse_out": torch.zeros(4, 2)}, "lse_out is [4, 2], not [*rows] = [2, 4]"),
-        ({"lse_out": torch.zeros(2, 4, dtype=BF16)}, "lse_out is bfloat16, not float32"),
+        ({"o": None}, "o is a NoneType; expected a tensor"),
+        ({"o": [torch.zeros(2, 4, 64)] * 3}, "o is a list; expected a tensor"),
+        ({"o": torch.zeros(3, 2, 4, 64, dtype=torch.float64)}, "o is torch.float64; expected float32, float16 or bfloat16"),
+        ({"lse": torch.zeros(3, 2, 4, dtype=F16)}, "lse is float16; expected float32"),
+        ({"lse": torch.zeros(3, 4, 2)}, "lse is [3, 4, 2]; expected o's shape without d_v = [3, 2, 4]"),
+        ({"o": torch.zeros(3, 2, 4, 0)}, "o is [3, 2, 4, 0], of d_v 0; expected a d_v of 1 … 1024"),
+        ({"o": torch.zeros(3, 2, 4, 1028)}, "of d_v 1028; expected a d_v of 1 … 1024"),
+        ({"o": torch.zeros(64)}, "o is [64]; expected [splits, *rows, d_v]"),
+        ({"o": torch.zeros(3, 2, 4, 128)[..., ::2]}, "; expected 1 for its last axis, d_v. Pass a contiguous tensor"),
+        ({"num_splits": torch.zeros(3)}, "num_splits is torch.float32; expected int32 or int64"),
+        ({"num_splits": torch.zeros(0, dtype=I32)}, "num_splits is [0]; expected [batch + 1]"),
+        ({"num_splits": torch.zeros(3, dtype=I32), "out": torch.zeros(2, 4, 64)}, "out is [2, 4, 64]; expected [batch, *rows, d_v]"),
+        ({"out": torch.zeros(4, 2, 64)}, "out is [4, 2, 64]; expected [*rows, d_v] = [2, 4, 64]"),
+        ({"lse_out": torch.zeros(4, 2)}, "lse_out is [4, 2]; expected [*rows] = [2, 4]"),
+        ({"lse_out": torch.zeros(2, 4, dtype=BF16)}, "lse_out is bfloat16; expected float32"),
         ({"out": torch.zeros(1, 1, 64).expand(2, 4, 64)}, "two of its elements share memory"),
-        ({"attn_sink": torch.zeros(2)}, "attn_sink is [2], which does not expand to [*rows] = [2, 4]"),
-        ({"mask": torch.zeros(4)}, "mask is float32, not bool"),
-        ({"mask": torch.ones(2, dtype=torch.bool)}, "mask is [2], which does not expand"),
-        ({"lse_base": 10}, "lse_base is 10, not 2 or 'e'"),
-        ({"lse_base": None}, "lse_base is None, not 2 or 'e'"),
-        ({"lse_base_out": [2]}, "lse_base_out is [2], not 2 or 'e'"),
-        ({"empty_lse": 0.0}, "empty_lse is 0.0, not inf or -inf"),
-        ({"skip_single": True}, "skip_single is given without num_splits"),
-        ({"skip_single": "no"}, "skip_single is 'no', not True or False"),
-        ({"pdl": 1.5}, "pdl is 1.5, not True, False or None"),
-        ({"o": pair(F32)[0]}, "one of o and lse is a pair, the other is not"),
+        ({"attn_sink": torch.zeros(2)}, "attn_sink is [2]; expected a shape that expands to [*rows] = [2, 4]"),
+        ({"mask": torch.zeros(4)}, "mask is float32; expected bool"),
+        ({"mask": torch.ones(2, dtype=torch.bool)}, "mask is [2]; expected a shape that expands to"),
+        ({"lse_base": 10}, "lse_base is 10; expected 2 or 'e'"),
+        ({"lse_base": None}, "lse_base is None; expected 2 or 'e'"),
+        ({"lse_base_out": [2]}, "lse_base_out is [2]; expected 2 or 'e'"),
+        ({"empty_lse": 0.0}, "empty_lse is 0.0; expected inf or -inf"),
+        ({"skip_single": True}, "skip_single is True without num_splits; expected both. Pass num_splits."),
+        ({"skip_single": "no"}, "skip_single is 'no'; expected True or False"),
+        ({"pdl": 1.5}, "pdl is 1.5; expected True, False or None"),
+        ({"o": pair(F32)[0]}, "one of o and lse is a pair; expected both or neither"),
         ({"o": torch.zeros(3, 2, 4, 64, requires_grad=True)}, "o requires grad"),
         ({"out": torch.zeros(2, 4, 64, device="meta")}, "out is on meta, o is on cpu"),
     ],
@@ -71,10 +71,13 @@ def test_what_is_wrong_in_words(change, words):
 
 def test_pairs_that_do_not_fit():
     o, lse = pair()
-    assert any("the splits of a pair are bfloat16 and float16" in p for p in problems(o=(o[0], o[1].half()), lse=lse))
+    assert any("; expected bfloat16, the dtype of o" in p for p in problems(o=(o[0], o[1].half()), lse=lse))
     assert any("o[1] is [4, 2, 64]" in p for p in problems(o=(o[0], torch.zeros(4, 2, 64)), lse=lse))
     starts = torch.zeros(3, dtype=I32)
-    assert any("num_splits is given together with a pair" in p for p in problems(o=o, lse=lse, num_splits=starts))
+    assert any(
+        "num_splits is given with a pair, whose rows have two splits each; expected None" in p
+        for p in problems(o=o, lse=lse, num_splits=starts)
+    )
 
 
 def test_all_that_is_wrong_at_once_and_nothing_is_written():
@@ -86,7 +89,7 @@ def test_all_that_is_wrong_at_once_and_nothing_is_written():
 def test_rows_that_three_strides_cannot_describe():
     call = operands(2, 2, 3, 2, 3)
     out = torch.empty(3, 4, 3, 4, 72)[:2, :3, :2, :3, :64]
-    assert any("4 axes that strides keep apart; kernels take 3" in p for p in problems(**call, out=out))
+    assert any("axes of rows apart; expected at most" in p for p in problems(**call, out=out))
     assert ssmgen.combine_splits(**call).shape == (2, 3, 2, 3, 64)
 
 
@@ -210,7 +213,7 @@ def test_flashinfer_merge_state():
         close((v[~keep], s[~keep]), [t[~keep] for t in want])
     flashinfer.merge_state_in_place(va, sa, vb, sb)
     close((va, sa), want)
-    with pytest.raises(ArgumentError, match="lse is float16, not float32"):
+    with pytest.raises(ArgumentError, match="lse is float16; expected float32"):
         flashinfer.merge_state_in_place(va, sa.half(), vb, sb)
 
 

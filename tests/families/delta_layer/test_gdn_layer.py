@@ -185,36 +185,36 @@ def problems(case: Gdn = GDN, **changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mixed_qkv": None}, "mixed_qkv is a NoneType, not a tensor"),
-        ({"state": torch.zeros(19, 4, 16)}, "state is [19, 4, 16] and mixed_qkv [5, 192], not [slots, heads, V, K] and [batch, channels]"),
-        ({"mixed_qkv": torch.zeros(5, 191, dtype=BF16)}, "mixed_qkv is [5, 191]: not 64 channels of v, and 32 of q and of k for each"),
-        ({"mixed_qkv": torch.zeros(5, 256, dtype=BF16)}, "for each of the key heads, which divide the 4 heads"),
-        ({"mixed_qkv": torch.zeros(5, 192)}, "conv_state is torch.bfloat16 and mixed_qkv torch.float32: the window holds what comes in"),
-        ({"a": torch.zeros(5, 3)}, "a is [5, 3], not [batch, heads] = [5, 4]"),
-        ({"b": torch.zeros(5, 4, dtype=torch.float64)}, "b is torch.float64, not float32, float16 or bfloat16"),
-        ({"z": torch.zeros(5, 16)}, "z is [5, 16], not [batch, heads * V] = [5, 64] or [batch, heads, V] = [5, 4, 16]"),
-        ({"z": torch.zeros(5, 128)[:, ::2]}, "z has strides [128, 2]; the channels of a row must be dense"),
+        ({"mixed_qkv": None}, "mixed_qkv is a NoneType; expected a tensor"),
+        ({"state": torch.zeros(19, 4, 16)}, "state is [19, 4, 16] and mixed_qkv [5, 192]; expected [slots, heads, V, K] and [batch"),
+        ({"mixed_qkv": torch.zeros(5, 191, dtype=BF16)}, "mixed_qkv is [5, 191]; expected"),
+        ({"mixed_qkv": torch.zeros(5, 256, dtype=BF16)}, "of q and of k for each key head"),
+        ({"mixed_qkv": torch.zeros(5, 192)}, "conv_state is torch.bfloat16; expected torch.float32, the dtype of mixed_qkv"),
+        ({"a": torch.zeros(5, 3)}, "a is [5, 3]; expected [batch, heads] = [5, 4]"),
+        ({"b": torch.zeros(5, 4, dtype=torch.float64)}, "b is torch.float64; expected float32, float16 or bfloat16"),
+        ({"z": torch.zeros(5, 16)}, "z is [5, 16]; expected [batch, heads * V] = [5, 64] or [batch, heads, V] = [5, 4, 16]"),
+        ({"z": torch.zeros(5, 128)[:, ::2]}, "z has strides [128, 2]; expected a last stride of 1"),
         ({"z": None}, "norm_weight is given without z"),
         ({"norm_weight": None}, "z is given without norm_weight"),
-        ({"norm_weight": torch.zeros(64)}, "norm_weight is [64], not [V] = [16]"),
-        ({"A_log": torch.zeros(1)}, "A_log is [1], not [heads] = [4]"),
-        ({"conv_weight": torch.zeros(192)}, "conv_weight is [192], not [channels, width]"),
-        ({"conv_state": torch.zeros(19, 190, 3, dtype=BF16)}, "conv_state is [19, 190, 3], not [slots, channels, width - 1 or width]"),
-        ({"arrivals": torch.zeros(19, 4, dtype=I32)}, "arrivals is [19, 4], not [slots, groups] = [19, 2]"),
-        ({"arrivals": torch.zeros(19, 2, dtype=I64)}, "arrivals is int64, not int32"),
-        ({"state_indices": torch.zeros(5)}, "state_indices is torch.float32, not int32 or int64"),
+        ({"norm_weight": torch.zeros(64)}, "norm_weight is [64]; expected [V] = [16]"),
+        ({"A_log": torch.zeros(1)}, "A_log is [1]; expected [heads] = [4]"),
+        ({"conv_weight": torch.zeros(192)}, "conv_weight is [192]; expected [channels, width]"),
+        ({"conv_state": torch.zeros(19, 190, 3, dtype=BF16)}, "conv_state is [19, 190, 3]; expected [slots, channels, width - 1 or width]"),
+        ({"arrivals": torch.zeros(19, 4, dtype=I32)}, "arrivals is [19, 4]; expected [slots, groups] = [19, 2]"),
+        ({"arrivals": torch.zeros(19, 2, dtype=I64)}, "arrivals is int64; expected int32"),
+        ({"state_indices": torch.zeros(5)}, "state_indices is torch.float32; expected int32 or int64"),
         ({"state_indices": None, "state": torch.zeros(4, 4, 16, 32), "conv_state": torch.zeros(4, 192, 3, dtype=BF16),
-          "arrivals": torch.zeros(4, 2, dtype=I32)}, "state has 4 slots for a batch of 5, and there are no state_indices"),
-        ({"state": torch.zeros(19, 4, 32, 16).mT}, "its last three axes must be dense"),
+          "arrivals": torch.zeros(4, 2, dtype=I32)}, "state has 4 slots; expected 5, one per sequence of the batch"),
+        ({"state": torch.zeros(19, 4, 32, 16).mT}, "state has strides [2048, 512, 1, 16]; expected dense last three axes, [512, 32, 1]"),
         ({"out": torch.zeros(1, 64).expand(5, 64)}, "two of its elements share memory"),
         ({"out": torch.zeros(5, 64, device="meta")}, "out is on meta, state is on cpu"),
-        ({"state_layout": "kk"}, "state_layout is 'kk', not 'vk' or 'kv'"),
-        ({"norm_eps": 0}, "norm_eps is 0, not a positive number"),
-        ({"norm_activation": "gelu"}, "norm_activation is 'gelu', not 'silu', 'swish' or 'sigmoid'"),
-        ({"norm_before_gate": "no"}, "norm_before_gate is 'no', not True or False"),
-        ({"scale": "1"}, "scale is '1', not a number"),
-        ({"use_qk_l2norm": None}, "use_qk_l2norm is None, not True or False"),
-        ({"pdl": 1.5}, "pdl is 1.5, not True, False or None"),
+        ({"state_layout": "kk"}, "state_layout is 'kk'; expected 'vk' or 'kv'"),
+        ({"norm_eps": 0}, "norm_eps is 0; expected a positive number"),
+        ({"norm_activation": "gelu"}, "norm_activation is 'gelu'; expected 'silu', 'swish' or 'sigmoid'"),
+        ({"norm_before_gate": "no"}, "norm_before_gate is 'no'; expected True or False"),
+        ({"scale": "1"}, "scale is '1'; expected a number"),
+        ({"use_qk_l2norm": None}, "use_qk_l2norm is None; expected True or False"),
+        ({"pdl": 1.5}, "pdl is 1.5; expected True, False or None"),
         ({"mixed_qkv": torch.zeros(5, 192, requires_grad=True)}, "mixed_qkv requires grad"),
     ],
 )  # fmt: skip
@@ -247,13 +247,13 @@ def test_supported_and_explained(case):
     told = ssmgen.explain(ssmgen.gdn_layer, **kwargs, arch="sm_90a")
     assert told.operator == "delta_layer" and told.chosen.spec.function == "gdn_layer"
     good, why = ssmgen.supported(ssmgen.gdn_layer, **kwargs | {"norm_eps": None}, arch="sm_90a")
-    assert not good and why == ["norm_eps is None, not a positive number that float32 or int64 holds"]
+    assert not good and why == ["norm_eps is None; expected a positive number in the range of float32 or int64"]
 
 
 def test_heads_that_no_kernel_serves_are_refused():
     call = make(replace(GDN, V=18))
     good, why = ssmgen.supported(ssmgen.gdn_layer, **call.kwargs, arch="sm_90a")
-    assert not good and any("are not multiples of 4" in reason for reason in why), why
+    assert not good and any("; expected multiples of" in reason for reason in why), why
 
 
 def test_problems_say_where_operands_lie():
@@ -292,35 +292,35 @@ ONE, TWO, BARE = spec_of("one"), spec_of("two"), spec_of("bare")
 @pytest.mark.parametrize(
     ("spec", "change", "words"),
     [
-        (ONE, {"tile": 8, "ilp": 1}, "a block of 8 rows does not hold a head of 16, to norm it"),
-        (BARE, {"norm_inside": True}, "norm_inside is of a norm, and there is none"),
-        (ONE, {"norm_inside": True, "clustered": True}, "a head of 1 blocks is no cluster of 2 … 8"),
-        (TWO, {"clustered": True}, "clusters are for a norm that is this kernel's"),
+        (ONE, {"tile": 8, "ilp": 1}, "tile is 8 with norm_inside=yes; expected dim_v 16, a whole head, or clustered=yes"),
+        (BARE, {"norm_inside": True}, "norm_inside is yes and norm is none; expected a norm"),
+        (ONE, {"norm_inside": True, "clustered": True}, "a head has 1 blocks; expected 2 …"),
+        (TWO, {"clustered": True}, "clustered is yes and norm_inside is no; expected both or neither"),
         (
             ONE,
             {"dim_v": 264, "norm_size": 264, "tile": 272},
-            "up to 128 rows, or up to 256 in steps of 8, not 264",
+            "rows; expected at most 128, or at most 256 in steps of 8",
         ),
         (
             ONE,
             {"dim_v": 132, "norm_size": 132, "tile": 144},
-            "up to 128 rows, or up to 256 in steps of 8, not 132",
+            "rows; expected at most 128, or at most 256 in steps of 8",
         ),
-        (TWO, {"norm_threads": 48}, "threads 48 is not 32"),
-        (TWO, {"norm_size": 32}, "groups of 32 are not heads of 16"),
-        (TWO, {"conv_width": 1}, "conv_width 1 is not 2"),
+        (TWO, {"norm_threads": 48}, "threads is 48; expected 32"),
+        (TWO, {"norm_size": 32}, "norm_size is 32; expected dim_v"),
+        (TWO, {"conv_width": 1}, "conv_width is 1; expected 2"),
         (TWO, {"conv_len": 5}, "conv_state holds 5 inputs per channel"),
-        (TWO, {"dim_v": 18}, "64 channels of a group and 18 of a head are not multiples of 4"),
-        (TWO, {"lanes": 16, "vec": 2, "ilp": 1, "tile": 2}, "vec 2 is below 4"),
-        (BARE, {"lanes": 32, "vec": 4, "ilp": 1, "dim_k": 128, "tile": 1}, "tile 1 is not a multiple of the 4 channels"),
-        (TWO, {"q": DType.F16}, "q, k and v are of one dtype"),
-        (TWO, {"beta": None, "beta_form": Beta.PLAIN}, "a layer's delta rule reads the decayed state with k, and has a beta per head"),
-        (TWO, {"delta": Delta.OLD}, "a layer's delta rule reads the decayed state"),
+        (TWO, {"dim_v": 18}, "a group has 64 channels and a head 18; expected multiples of"),
+        (TWO, {"lanes": 16, "vec": 2, "ilp": 1, "tile": 2}, "vec is 2; expected 4 or more, the chain of the canonical sum"),
+        (BARE, {"lanes": 32, "vec": 4, "ilp": 1, "dim_k": 128, "tile": 1}, "tile is 1; expected a multiple of the 4 channels"),
+        (TWO, {"q": DType.F16}, "; expected one dtype: they are one tensor"),
+        (TWO, {"beta": None, "beta_form": Beta.PLAIN}, "the delta rule is not a layer's"),
+        (TWO, {"delta": Delta.OLD}, "the delta rule is not a layer's"),
         (TWO, {"gate": Gate.LOG, "A_log": None, "dt_bias": None}, "a layer's gate is raw"),
-        (TWO, {"gk": DType.BF16}, "the decay is per head, with g and A_log, and a softplus"),
+        (TWO, {"gk": DType.BF16}, "the decay is not a layer's"),
         (TWO, {"beta_form": Beta.PLAIN}, "a layer's beta is a logit"),
-        (TWO, {"tokens": Tokens.MANY}, "0 tokens per sequence, of a call of several"),
-        (TWO, {"pool": PoolMode.SPLIT}, "the window and the state of a layer are updated in place"),
+        (TWO, {"tokens": Tokens.MANY}, "conv_tokens is 0 in a call of"),
+        (TWO, {"pool": PoolMode.SPLIT}, "; expected pool=single, or update=each with a slot per token"),
     ],
 )
 def test_violations_in_words(spec, change, words):

@@ -135,17 +135,17 @@ def test_check_finds_what_is_wrong(name, old, new, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"g": torch.zeros(5, 4, 31)}, "g is [5, 4, 31], not [batch, heads * K] = [5, 128] or [batch, heads, K] = [5, 4, 32]"),
-        ({"g": None}, "g is a NoneType, not a tensor"),
-        ({"beta": torch.zeros(5, 4, 32)}, "beta is [5, 4, 32], not [batch, heads] = [5, 4]"),
-        ({"dt_bias": torch.zeros(4)}, "dt_bias is [4], not [heads * K] = [128] or [heads, K] = [4, 32]"),
-        ({"A_log": None}, "A_log is missing: without lower_bound the log decay is -e^A_log softplus(g + dt_bias)"),
-        ({"A_log": torch.zeros(4, 32)}, "A_log is [4, 32], not [heads] = [4]"),
-        ({"lower_bound": "-5"}, "lower_bound is '-5', not a number"),
-        ({"lower_bound": float("nan")}, "lower_bound is nan, not a number"),
+        ({"g": torch.zeros(5, 4, 31)}, "g is [5, 4, 31]; expected [batch, heads * K] = [5, 128] or [batch, heads, K] = [5, 4, 32]"),
+        ({"g": None}, "g is a NoneType; expected a tensor"),
+        ({"beta": torch.zeros(5, 4, 32)}, "beta is [5, 4, 32]; expected [batch, heads] = [5, 4]"),
+        ({"dt_bias": torch.zeros(4)}, "dt_bias is [4]; expected [heads * K] = [128] or [heads, K] = [4, 32]"),
+        ({"A_log": None}, "A_log and lower_bound are None; expected one of them"),
+        ({"A_log": torch.zeros(4, 32)}, "A_log is [4, 32]; expected [heads] = [4]"),
+        ({"lower_bound": "-5"}, "lower_bound is '-5'; expected a number"),
+        ({"lower_bound": float("nan")}, "lower_bound is nan; expected a number"),
         ({"z": None}, "norm_weight is given without z"),
-        ({"arrivals": torch.zeros(19, 2, dtype=I32)}, "arrivals is [19, 2], not [slots, groups] = [19, 4]"),
-        ({"mixed_qkv": torch.zeros(5, 321, dtype=BF16)}, "mixed_qkv is [5, 321]: not 64 channels of v, and 32 of q and of k for each"),
+        ({"arrivals": torch.zeros(19, 2, dtype=I32)}, "arrivals is [19, 2]; expected [slots, groups] = [19, 4]"),
+        ({"mixed_qkv": torch.zeros(5, 321, dtype=BF16)}, "mixed_qkv is [5, 321]; expected"),
     ],
 )
 def test_what_is_wrong_in_words(change, words):
@@ -197,11 +197,11 @@ def test_compiled_whole():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"gk": None}, "a gate needs g or gk"),
-        ({"g": DType.BF16}, "or per key channel, with gk"),
+        ({"gk": None}, "the decay is not a layer's; expected g with A_log and gate=softplus, or gk"),
+        ({"g": DType.BF16}, "the decay is not a layer's"),
         ({"gate": Gate.LOG, "A_log": None, "dt_bias": None}, "a layer's gate is raw"),
-        ({"A_log": None}, "the softplus gate needs A_log"),
-        ({"beta_rows": True}, "a layer's delta rule reads the decayed state with k, and has a beta per head"),
+        ({"A_log": None}, "gate is softplus and A_log is none; expected A_log"),
+        ({"beta_rows": True}, "the delta rule is not a layer's"),
     ],
 )
 def test_violations_in_words(change, words):

@@ -172,7 +172,7 @@ def test_the_drop_ins():
     assert torch.equal(mamba_ssm.layernorm_fn(x, weight, bias, z, 1e-5, size), want[None])
     plain = ssmgen.gated_rms_norm(x, z, weight, 1e-6, group_size=size)
     assert torch.equal(mamba_ssm.rmsnorm_fn(x, weight, None, z, group_size=size, norm_before_gate=False), plain)
-    with pytest.raises(UnsupportedError, match="RMS norms have none"):
+    with pytest.raises(UnsupportedError, match="bias is given; expected None for an RMS norm"):
         mamba_ssm.rmsnorm_fn(x, weight, bias)
 
 
@@ -188,10 +188,10 @@ def test_everything_wrong_is_said_at_once():
 
 def test_what_a_spec_without_the_mean_has_not():
     problem = kernels.NormProblem(size=64, bias=DType.BF16)
-    assert problem.faults() == ["a bias is of a norm that subtracts the mean"]
+    assert problem.faults() == ["bias is set and centred is no; expected centred=yes"]
     plain = replace(problem, centred=True, gate=None)
     assert not plain.faults()
-    assert replace(plain, unit_offset=True).faults() == ["a norm that subtracts the mean goes with no residual and no rounding"]
+    assert replace(plain, unit_offset=True).faults() == ["centred is yes with residual, unit_offset or rounded; expected none of them"]
 
 
 def test_torch_compile_and_opcheck():

@@ -42,20 +42,20 @@ ODD = NormSpec(size=100, gate=None, weight=None, out=DType.F32, loads=Loads.ELEM
 @pytest.mark.parametrize(
     ("spec", "change", "words"),
     [
-        (HEAD, {"size": 130}, "size 130 needs loads by elements"),
-        (HEAD, {"size": 16388}, "size 16388 is not 1 … 16384"),
-        (ODD, {"norm_first": True}, "norm_first is of a gate, and there is none"),
-        (ODD, {"activation": Activation.SIGMOID}, "the activation is of a gate, and there is none"),
-        (HEAD, {"vec": 2}, "vec 2 is not 4 or 8"),
-        (ODD, {"vec": 8}, "size 100 is not a multiple of vec 8"),
-        (HEAD, {"team": 12}, "team 12 is no power of two below a warp, and not 1 … 32 warps"),
-        (BLOCK, {"team": 2048}, "team 2048 is no power of two below a warp"),
-        (BLOCK, {"team": 96, "threads": 96}, "team 96 is no power of two, and has 2 passes to sum"),
-        (HEAD, {"threads": 48}, "threads 48 is not 32 … 1024 in steps of 32"),
-        (BLOCK, {"team": 128}, "threads 160 is not a multiple of team 128"),
-        (BLOCK, {"team": 64, "threads": 128}, "a barrier of 64 threads needs blocks of as many"),
-        (HEAD, {"team": 2}, "a thread of 128 would hold 64 elements of its group, above 32"),
-        (HEAD, {"team": 4, "threads": 1024}, "a thread of 1024 would hold 32 elements of its group, above 16"),
+        (HEAD, {"size": 130}, " with size 130, no multiple of 4; expected loads=element"),
+        (HEAD, {"size": 16388}, "size is 16388; expected 1 … 16384"),
+        (ODD, {"norm_first": True}, "norm_first is yes and gate is none; expected a gate"),
+        (ODD, {"activation": Activation.SIGMOID}, " and gate is none; expected a gate"),
+        (HEAD, {"vec": 2}, "vec is 2; expected 4 or 8"),
+        (ODD, {"vec": 8}, "size is 100; expected a multiple of vec 8"),
+        (HEAD, {"team": 12}, "team is 12; expected 1, 2, 4, 8 or 16 threads, or 32 … 1024 in steps of 32"),
+        (BLOCK, {"team": 2048}, "team is 2048; expected 1, 2, 4, 8 or 16 threads"),
+        (BLOCK, {"team": 96, "threads": 96}, "team is 96 with 2 passes; expected a power of two"),
+        (HEAD, {"threads": 48}, "threads is 48; expected 32 … 1024 in steps of 32"),
+        (BLOCK, {"team": 128}, "threads is 160; expected a multiple of team 128"),
+        (BLOCK, {"team": 64, "threads": 128}, "; expected 64, as many as meet at the team's barrier"),
+        (HEAD, {"team": 2}, "a thread holds 64 elements of its group; expected at most"),
+        (HEAD, {"team": 4, "threads": 1024}, "a thread holds 32 elements of its group; expected at most"),
     ],
 )
 def test_violations_in_words(spec, change, words):
@@ -64,8 +64,10 @@ def test_violations_in_words(spec, change, words):
 
 
 def test_violations_of_architectures():
-    assert "programmatic dependent launch needs sm_90, not sm_80" in replace(HEAD, pdl=Pdl.WAIT).violations(ARCHS[0])
-    assert not HEAD.violations(ARCHS[0]) and "bf16 arithmetic needs sm_80, not sm_75" in HEAD.violations(Arch.parse("sm_75"))
+    assert "arch is sm_80; expected sm_90 or later, or pdl=off" in replace(HEAD, pdl=Pdl.WAIT).violations(ARCHS[0])
+    assert not HEAD.violations(ARCHS[0]) and "arch is sm_75; expected sm_80 or later for bf16 arithmetic" in HEAD.violations(
+        Arch.parse("sm_75")
+    )
 
 
 TEXTS = [HEAD, WARP, BLOCK, LONG, ODD]

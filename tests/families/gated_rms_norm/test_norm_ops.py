@@ -25,28 +25,28 @@ def problems(**changes) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"x": None}, "x is a NoneType, not a tensor"),
-        ({"gate": 1.0}, "gate is a float, not a tensor"),
-        ({"x": torch.zeros(2, 4, 64, dtype=torch.float64)}, "x is torch.float64, not float32, float16 or bfloat16"),
-        ({"weight": torch.zeros(64, dtype=torch.int32)}, "weight is torch.int32, not float32"),
-        ({"x": torch.zeros(())}, "x is [], not [*rows, groups, size]"),
-        ({"x": torch.zeros(2, 16388)}, "its groups have 16388 elements, not 1 … 16384"),
-        ({"group_size": 48}, "x is [2, 4, 64]: group_size 48 does not divide its last axis"),
-        ({"group_size": 0}, "its groups have 0 elements"),
-        ({"group_size": 32.0}, "group_size is 32.0, not an integer or None"),
-        ({"gate": torch.zeros(2, 256)}, "gate is [2, 256], not that of x = [2, 4, 64]"),
-        ({"out": torch.zeros(4, 2, 64)}, "out is [4, 2, 64], not that of x = [2, 4, 64]"),
-        ({"weight": torch.zeros(128)}, "weight is [128], not [size] = [64] or [groups * size] = [256] or [groups, size] = [4, 64]"),
-        ({"x": torch.zeros(2, 4, 128)[..., ::2]}, "x has strides [512, 128, 2]; its last axis must be contiguous"),
-        ({"weight": torch.zeros(128)[::2]}, "weight has strides [2]; its last axis must be contiguous"),
+        ({"x": None}, "x is a NoneType; expected a tensor"),
+        ({"gate": 1.0}, "gate is a float; expected a tensor"),
+        ({"x": torch.zeros(2, 4, 64, dtype=torch.float64)}, "x is torch.float64; expected float32, float16 or bfloat16"),
+        ({"weight": torch.zeros(64, dtype=torch.int32)}, "weight is torch.int32; expected float32"),
+        ({"x": torch.zeros(())}, "x is []; expected [*rows, groups, size]"),
+        ({"x": torch.zeros(2, 16388)}, "x is [2, 16388], with groups of 16388 elements; expected 1 … 16384"),
+        ({"group_size": 48}, "x is [2, 4, 64]and group_size 48; expected a divisor of the last axis"),
+        ({"group_size": 0}, ", with groups of 0 elements; expected 1 …"),
+        ({"group_size": 32.0}, "group_size is 32.0; expected an integer or None"),
+        ({"gate": torch.zeros(2, 256)}, "gate is [2, 256]; expected the shape of x = [2, 4, 64]"),
+        ({"out": torch.zeros(4, 2, 64)}, "out is [4, 2, 64]; expected the shape of x = [2, 4, 64]"),
+        ({"weight": torch.zeros(128)}, "weight is [128]; expected [size] = [64] or [groups * size] = [256] or [groups, size] = [4, 64]"),
+        ({"x": torch.zeros(2, 4, 128)[..., ::2]}, "x has strides [512, 128, 2]; expected 1 for its last axis. Pass a contiguous tensor."),
+        ({"weight": torch.zeros(128)[::2]}, "weight has strides [2]; expected 1 for its last axis. Pass a contiguous tensor."),
         ({"out": torch.zeros(1, 1, 64).expand(2, 4, 64)}, "two of its elements share memory"),
-        ({"eps": -1e-5}, "eps is -1e-05, not a number from 0 on"),
-        ({"eps": NAN}, "eps is nan, not a number from 0 on"),
-        ({"eps": None}, "eps is None, not a number from 0 on"),
-        ({"norm_before_gate": "yes"}, "norm_before_gate is 'yes', not True or False"),
-        ({"activation": "gelu"}, "activation is 'gelu', not 'silu', 'swish' or 'sigmoid'"),
-        ({"activation": ["silu"]}, "activation is ['silu'], not 'silu'"),
-        ({"pdl": 1.5}, "pdl is 1.5, not True, False or None"),
+        ({"eps": -1e-5}, "eps is -1e-05; expected a number of 0 or more"),
+        ({"eps": NAN}, "eps is nan; expected a number of 0 or more"),
+        ({"eps": None}, "eps is None; expected a number of 0 or more"),
+        ({"norm_before_gate": "yes"}, "norm_before_gate is 'yes'; expected True or False"),
+        ({"activation": "gelu"}, "activation is 'gelu'; expected 'silu', 'swish' or 'sigmoid'"),
+        ({"activation": ["silu"]}, "activation is ['silu']; expected 'silu'"),
+        ({"pdl": 1.5}, "pdl is 1.5; expected True, False or None"),
         ({"x": torch.zeros(2, 4, 64, requires_grad=True)}, "x requires grad"),
         ({"out": torch.zeros(2, 4, 64, device="meta")}, "out is on meta, x is on cpu"),
     ],
@@ -63,7 +63,9 @@ def test_all_that_is_wrong_at_once_and_nothing_is_written():
 
 def test_rows_that_one_stride_cannot_describe():
     x = torch.randn(2, 5, 4, 64)[:, :3]
-    assert any("its axes of rows, [2, 3], have no common distance" in p for p in problems(x=x, gate=None, out=torch.empty(2, 3, 4, 64)))
+    assert any(
+        "; expected one distance between rows over its axes [2, 3]" in p for p in problems(x=x, gate=None, out=torch.empty(2, 3, 4, 64))
+    )
     want = ssmgen.gated_rms_norm(x.contiguous())
     assert torch.equal(ssmgen.gated_rms_norm(x[:1]), want[:1]) and torch.equal(ssmgen.gated_rms_norm(x[:, 0]), want[:, 0])
     wide = torch.randn(2, 3, 512)[..., :256]  # rows of rows that lie in one another, with gaps
@@ -108,7 +110,7 @@ def test_rules():
     assert chosen(empty(1, 8192), empty(1, 8192), group_size=1024)[1].team == 256
     assert chosen(empty(256, 8192), empty(256, 8192), group_size=1024)[1].team == 128
     text = str(ssmgen.explain(ssmgen.gated_rms_norm, empty(512, 32, 128), arch="sm_90a"))
-    assert "groups 16384" in text and "16384 groups are above" in text
+    assert "groups 16384" in text and "a call has 16384 groups; the rule is for at most" in text
     assert ssmgen.supported(ssmgen.gated_rms_norm, empty(3, 66), arch="sm_90a")[0] is True
     assert ssmgen.supported(ssmgen.gated_rms_norm, empty(3, 16388), arch="sm_90a")[0] is False
 

@@ -149,7 +149,11 @@ def test_everything_wrong_is_said_at_once():
     x = torch.randn(2, 64)
     with pytest.raises(ArgumentError) as e:
         ssmgen.rms_norm(x, residual_out=torch.empty(2, 64), unit_offset=True, out=torch.empty(3, 64))
-    for words in ("residual_out is given without residual", "unit_offset and round_before_weight are of a weight", "out is [3, 64]"):
+    for words in (
+        "one of residual and residual_out is missing; expected both",
+        "unit_offset or round_before_weight is True and weight is None",
+        "out is [3, 64]",
+    ):
         assert words in str(e.value)
     with pytest.raises(ArgumentError, match="out overlaps residual_out"):
         ssmgen.rms_norm(x, residual=x.clone(), residual_out=(out := torch.empty(2, 64)), out=out)
@@ -159,9 +163,12 @@ def test_everything_wrong_is_said_at_once():
 
 def test_what_a_spec_with_a_gate_has_not():
     spec = kernels.NormProblem(size=64, residual=DType.BF16)
-    assert spec.faults() == ["a gate goes with no residual and no rounding", "a residual and what receives its sum go together"]
+    assert spec.faults() == [
+        "a gate is set with residual, unit_offset or rounded; expected either",
+        "one of residual and sum is none; expected both or neither",
+    ]
     assert replace(spec, gate=None, residual=None, weight=None, rounded=True).faults() == [
-        "unit_offset and rounded are of a weight, and there is none"
+        "unit_offset or rounded is yes and weight is none; expected a weight"
     ]
 
 

@@ -150,36 +150,38 @@ def bad(change: dict, **case) -> str:
 
 INT = torch.zeros(5, dtype=I32)
 WRONG = [
-    ({"q": lambda n: n["q"][:, :, :1]}, "k is [5, 3, 2, 128], not [batch, tokens, key heads, K] = [5, 3, 1, 128]"),
-    ({"q": lambda n: n["q"][:, 0]}, "v is [5, 3, 4, 64] and q is [5, 2, 128]: both with a tokens axis, or neither"),
-    ({"k": lambda n: n["k"][..., :96]}, "k is [5, 3, 2, 96], not [batch, tokens, key heads, K] = [5, 3, 2, 128]"),
+    ({"q": lambda n: n["q"][:, :, :1]}, "k is [5, 3, 2, 128]; expected [batch, tokens, key heads, K] = [5, 3, 1, 128]"),
+    ({"q": lambda n: n["q"][:, 0]}, "v is [5, 3, 4, 64] and q is [5, 2, 128]; expected a tokens axis in both or in neither"),
+    ({"k": lambda n: n["k"][..., :96]}, "k is [5, 3, 2, 96]; expected [batch, tokens, key heads, K] = [5, 3, 2, 128]"),
     ({"beta": lambda n: n["beta"][..., None]}, "beta is [5, 3, 4, 1]"), ({"v": lambda n: n["v"].double()}, "v is torch.float64"),
-    ({"A_log": lambda n: n["A_log"][:3]}, "A_log is [3], not [heads] = [4]"),
+    ({"A_log": lambda n: n["A_log"][:3]}, "A_log is [3]; expected [heads] = [4]"),
     ({"dt_bias": lambda n: n["dt_bias"].expand(2, 4)}, "dt_bias is [2, 4]"),
     ({"k": lambda n: n["k"].float().requires_grad_()}, "k requires grad"),
     ({"k": lambda n: n["k"].to("meta")}, "k is on meta, state is on cpu"),
-    ({"state": lambda n: n["state"][0]}, "state is [4, 64, 128], not [slots, heads, V, K]"),
-    ({"state": lambda n: n["state"][:, :3]}, "state has 3 heads, not a multiple of the 2 of q and k"),
+    ({"state": lambda n: n["state"][0]}, "state is [4, 64, 128]; expected [slots, heads, V, K]"),
+    ({"state": lambda n: n["state"][:, :3]}, "state has 3 heads; expected a multiple of the 2 of q and k"),
     ({"state": lambda n: n["state"][:1].expand(5, -1, -1, -1)}, "which overlap"),
-    ({"state": lambda n: n["state"].mT.contiguous().mT}, "its last two axes must be dense"),
-    ({"state_layout": "kv"}, "in layout 'kv', whose K is 64; q has K = 128"),
-    ({"state_layout": "vkv"}, "state_layout is 'vkv', not 'vk' or 'kv'"), ({"scale": "one"}, "scale is 'one', not a number"),
-    ({"state_indices": None}, "dst_state_indices is given without state_indices"), ({"q": None}, "q is a NoneType, not a tensor"),
-    ({"state_indices": INT[:4]}, "state_indices is [4], not [batch] = [5]"),
-    ({"state_indices": INT.float()}, "state_indices is torch.float32, not int32 or int64"),
+    ({"state": lambda n: n["state"].mT.contiguous().mT}, "; expected dense last two axes,"),
+    ({"state_layout": "kv"}, "in layout 'kv', of K = 64; expected"),
+    ({"state_layout": "vkv"}, "state_layout is 'vkv'; expected 'vk' or 'kv'"), ({"scale": "one"}, "scale is 'one'; expected a number"),
+    ({"state_indices": None}, "dst_state_indices is given without state_indices"), ({"q": None}, "q is a NoneType; expected a tensor"),
+    ({"state_indices": INT[:4]}, "state_indices is [4]; expected [batch] = [5]"),
+    ({"state_indices": INT.float()}, "state_indices is torch.float32; expected int32 or int64"),
     ({"dst_state_indices": INT.long()}, "state_indices is torch.int32 and dst_state_indices is torch.int64"),
-    ({"dst_state_indices": INT[:, None].expand(5, 4)}, "dst_state_indices is [5, 4], not [batch] = [5] or [batch, tokens] = [5, 3]"),
-    ({"num_accepted_tokens": INT}, "state_indices is [5], not [batch, columns], of which num_accepted_tokens picks one, = [5, "),
-    ({"num_accepted_tokens": INT, "state_indices": INT[:, None].expand(5, 2), "dst_state_indices": None}, "say with dst_state_indices"),
-    ({"state_indices": None, "dst_state_indices": None, "state": lambda n: n["state"][:4]}, "state has 4 slots for a batch of 5"),
-    ({"update_state": False}, "dst_state_indices is given, and update_state is False"),
-    ({"cu_seqlens": INT}, "q is [5, 3, 2, 128] with cu_seqlens: sequences are packed"),
-    ({"intermediate_states": torch.zeros(5, 2, 4, 64, 128)}, "intermediate_states is [5, 2, 4, 64, 128], not [batch, tokens or more,"),
-    ({"intermediate_states": torch.zeros(5, 3, 4, 64, 128, dtype=BF16)}, "intermediate_states is torch.bfloat16, not the state's"),
+    ({"dst_state_indices": INT[:, None].expand(5, 4)}, "dst_state_indices is [5, 4]; expected [batch] = [5] or [batch, tokens] = [5, 3]"),
+    ({"num_accepted_tokens": INT}, "state_indices is [5]; expected [batch, columns], of which num_accepted_tokens picks one, = [5, "),
+    ({"num_accepted_tokens": INT, "state_indices": INT[:, None].expand(5, 2), "dst_state_indices": None}, "columns of state_indices; "
+        "expected a slot to write"),
+    ({"state_indices": None, "dst_state_indices": None, "state": lambda n: n["state"][:4]}, ", one per sequence of the batch"),
+    ({"update_state": False}, "dst_state_indices is given with update_state=False, which writes no state"),
+    ({"cu_seqlens": INT}, "q is [5, 3, 2, 128] with cu_seqlens"),
+    ({"intermediate_states": torch.zeros(5, 2, 4, 64, 128)}, "intermediate_states is [5, 2, 4, 64, 128]; expected [batch, tokens or more,"),
+    ({"intermediate_states": torch.zeros(5, 3, 4, 64, 128, dtype=BF16)}, "intermediate_states is torch.bfloat16; "
+        "expected torch.float32, the dtype of state"),
     ({"intermediate_states": torch.zeros(1, 1, 4, 64, 128).expand(5, 3, -1, -1, -1)}, "two of its states share memory"),
     ({"out": lambda n: n["out"][:1].expand(5, -1, -1, -1)}, "two of its elements share memory"),
     ({"out": lambda n: n["state"].view(-1)[: 5 * 3 * 4 * 64].view(5, 3, 4, 64)}, "out overlaps state in memory"),
-    ({"out": lambda n: n["v"]}, "out overlaps v in memory"), ({"pdl": "yes"}, "pdl is 'yes', not True, False or None"),
+    ({"out": lambda n: n["v"]}, "out overlaps v in memory"), ({"pdl": "yes"}, "pdl is 'yes'; expected True, False or None"),
 ]  # fmt: skip
 
 
@@ -201,20 +203,26 @@ def test_a_bias_without_its_gate_is_refused_on_every_device():
 
 PROBLEM = LinearAttentionProblem(dim_k=128, dim_v=64, nheads=4, key_heads=2, g=DType.BF16, beta=DType.BF16)
 FAULTS = [
-    ({"update": Update.EACH, "index": Index.I32, "pool": PoolMode.SPLIT}, "a state per token needs tokens=many or ragged"),
-    ({"alpha": DType.F32, "read": DType.F32, "delta": Delta.OLD}, "the low-rank form has no beta, w or erase"),
-    ({"pool": PoolMode.SPLIT, "index": Index.I32, "update": Update.NONE}, "a split pool that is not written"),
-    ({"gate": Gate.SOFTPLUS, "gk": DType.F32, "A_log": DType.F32}, "a gate computes g or gk, not both"),
-    ({"beta": None, "beta_rows": True, "beta_form": Beta.PLAIN}, "beta_rows needs beta"), ({"dim_k": 2048}, "dim_k 2048 is above 1024"),
-    ({"write": DType.F32, "alpha": DType.F32}, "write and alpha exclude each other"), ({"dim_v": 2**22}, "2^31 elements or more"),
-    ({"alpha": DType.F32}, "the low-rank form reads the old state, with `read`"), ({"dim_k": 0}, "dim_k 0 is not positive"),
-    ({"dim_k": 126}, "dim_k 126 with dim_v 64 in layout vk needs loads by elements"),
-    ({"intermediates": True}, "a state per token needs tokens=many or ragged"), ({"dim_v": 0}, "dim_v 0 is not positive"),
-    ({"delta": Delta.NONE}, "beta, read, erase and w belong to a delta rule"),
-    ({"tokens": Tokens.RAGGED}, "ragged tokens and cu_seqlens go together"), ({"gate": Gate.SOFTPLUS}, "the softplus gate needs A_log"),
-    ({"accepted": Index.I32}, "num_accepted_tokens needs slot indices"), ({"dt_bias": DType.F32}, "A_log and dt_bias belong to a gate"),
-    ({"key_heads": 3}, "nheads 4 is not a multiple of key_heads 3"), ({"pool": PoolMode.SPLIT}, "a split pool needs slot indices"),
-    ({"gate": Gate.SOFTPLUS, "g": None}, "a gate needs g or gk"),
+    ({"update": Update.EACH, "index": Index.I32, "pool": PoolMode.SPLIT}, "tokens is one with intermediates or update=each; "
+        "expected many or ragged"),
+    ({"alpha": DType.F32, "read": DType.F32, "delta": Delta.OLD}, "write or alpha is set with beta, w or erase; expected none of those"),
+    ({"pool": PoolMode.SPLIT, "index": Index.I32, "update": Update.NONE}, "pool is split and update is none; "
+        "expected pool=single, or a state that is written"),
+    ({"gate": Gate.SOFTPLUS, "gk": DType.F32, "A_log": DType.F32}, "gate is softplus with g and gk; expected one of them"),
+    ({"beta": None, "beta_rows": True, "beta_form": Beta.PLAIN}, "beta_rows is yes and beta is none; "
+        "expected beta"), ({"dim_k": 2048}, "dim_k is 2048; expected 1 … 1024"),
+    ({"write": DType.F32, "alpha": DType.F32}, "write and alpha are both set"), ({"dim_v": 2**22}, "2^31 elements or more"),
+    ({"alpha": DType.F32}, "write or alpha is set; expected delta=old and read with it"), ({"dim_k": 0}, "dim_k is 0; expected 1 … 1024"),
+    ({"dim_k": 126}, "loads are by vectors with dim_k 126 and dim_v 64 in layout vk; expected element for both"),
+    ({"intermediates": True}, "tokens is one with intermediates or update=each; "
+        "expected many or ragged"), ({"dim_v": 0}, "dim_v is 0; expected 1 or more"),
+    ({"delta": Delta.NONE}, "beta, read, erase or w is set without a delta rule; expected a delta rule"),
+    ({"tokens": Tokens.RAGGED}, "expected tokens=ragged if and only if "
+        "cu_seqlens is set"), ({"gate": Gate.SOFTPLUS}, "gate is softplus and A_log is none"),
+    ({"accepted": Index.I32}, "accepted is i32 with index=none"), ({"dt_bias": DType.F32}, "A_log or dt_bias is set with gate=log"),
+    ({"key_heads": 3}, "nheads is 4; expected a multiple of key_heads 3"), ({"pool": PoolMode.SPLIT}, "pool is split and index is none; "
+        "expected a type of state_indices for index"),
+    ({"gate": Gate.SOFTPLUS, "g": None}, "gate is softplus and neither g nor gk is set"),
 ]  # fmt: skip
 
 
@@ -253,7 +261,7 @@ def test_explain_and_supported_of_a_call_without_a_gpu():
     assert ssmgen.supported(call.function, **call.kwargs, arch="sm_80") == (True, [])
     assert not ssmgen.supported(call.function, **call.kwargs | {"state_indices": INT.float()[:3]}, arch="sm_80")[0]
     yes, reasons = ssmgen.supported(call.function, **call.kwargs)
-    assert not yes and "name an architecture" in reasons[0]
+    assert not yes and ", which has no CUDA architecture; expected arch" in reasons[0]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -97,9 +97,9 @@ def test_a_step_is_that_of_f32_rounded(dtype):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"state_scale": None}, "state is int8 without state_scale"),
-        ({"state_scale": torch.ones(SLOTS, H, K)}, r"state_scale is \[5, 2, 32\], not \[slots, heads, V\] = \[5, 2, 8\]"),
-        ({"state": torch.zeros(SLOTS, H, V, K)}, "state_scale is given, and state is float32"),
+        ({"state_scale": None}, "state is int8 and state_scale is None; expected a float32 scale for each row"),
+        ({"state_scale": torch.ones(SLOTS, H, K)}, r"state_scale is \[5, 2, 32\]; expected \[slots, heads, V\] = \[5, 2, 8\]"),
+        ({"state": torch.zeros(SLOTS, H, V, K)}, "; expected int16, int8 or float8_e4m3fn. Leave out state_scale"),
         (
             {"intermediate_states": torch.zeros(B, 1, H, V, K, dtype=torch.int8)},
             "intermediate_states is int8|intermediate_states is torch.int8",
@@ -116,4 +116,7 @@ def test_says_what_is_wrong(change, words):
 
 def test_keys_first_states_are_not_served():
     wanted = LinearAttentionProblem(**SHAPE, state=Narrow.I8, g=DType.F32, beta=DType.F32, layout=Layout.KV)
-    assert any("layout vk" in reason for reason in registry.explain("linear_attention", wanted, 4, SM90, True).reasons)
+    assert any(
+        "; expected layout=vk, ring=none and intermediates=no with it" in reason
+        for reason in registry.explain("linear_attention", wanted, 4, SM90, True).reasons
+    )

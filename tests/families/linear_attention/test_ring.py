@@ -141,11 +141,11 @@ def test_short_states_take_the_tensor_cores_and_f32_does_not():
 
 
 WRONG = {
-    "no slots": ({"state_indices": None}, lambda r: r, "a ring goes by slots"),
-    "short": ({}, lambda r: r._replace(k=r.k[:, :3]), "not [slots, tokens or more, …]"),
-    "other dtype": ({}, lambda r: r._replace(v=r.v.float()), "ring.v is torch.float32, and v is torch.bfloat16"),
-    "incomplete": ({}, lambda r: r._replace(g=None), "the ring does not keep g"),
-    "strided": ({}, lambda r: r._replace(k=r.k.repeat(1, 1, 1, 2)[..., ::2]), "its last axis must be dense"),
+    "no slots": ({"state_indices": None}, lambda r: r, "ring is given without state_indices; expected both"),
+    "short": ({}, lambda r: r._replace(k=r.k[:, :3]), "ring.k is [7, 3, 2, 64]; expected [slots, tokens or more, …] = [7, 5, 2, 64]"),
+    "other dtype": ({}, lambda r: r._replace(v=r.v.float()), "ring.v is torch.float32; expected torch.bfloat16, the dtype of v"),
+    "incomplete": ({}, lambda r: r._replace(g=None), "; expected a tensor for each operand of the call that it keeps"),
+    "strided": ({}, lambda r: r._replace(k=r.k.repeat(1, 1, 1, 2)[..., ::2]), "; expected 1 for its last axis"),
 }
 
 
@@ -165,9 +165,9 @@ def test_a_wrong_commit_says_everything():
     ring = step.ring._replace(v=step.ring.v[:, :2], beta=None)
     with pytest.raises(ArgumentError) as e:
         ssmgen.gated_delta_rule_commit(step.state, ring, torch.tensor([1, 2]), **step.options)
-    for words in ("beta is a NoneType", "not a tensor"):
+    for words in ("beta is a NoneType", "; expected a tensor"):
         assert words in str(e.value)
     with pytest.raises(ArgumentError) as e:
         ssmgen.gated_delta_rule_commit(step.state, ring._replace(beta=step.ring.beta), torch.tensor([1, 2]), **step.options)
-    for words in ("v is [1, 7, 2, 4, 96], not [layers, slots, tokens, heads, V]", "state_indices is [3], not [batch]"):
+    for words in ("v is [1, 7, 2, 4, 96]; expected [layers, slots, tokens, heads, V]", "state_indices is [3]; expected [batch]"):
         assert words in str(e.value)

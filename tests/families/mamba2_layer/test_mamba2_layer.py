@@ -105,7 +105,7 @@ def test_windows_asked_for_ahead_change_no_bit():
 
 def test_windows_are_asked_for_ahead_beside_tiles():
     spec = replace(spec_of("ahead"), prefetch=0)
-    assert "windows are asked for ahead as runs, of one token, beside tiles" in spec.violations(SM90)
+    assert "windows_ahead is yes; expected prefetch, one token and conv_layout=runs with it" in spec.violations(SM90)
 
 
 # The emulator's check, on operands made from a spec.
@@ -195,30 +195,30 @@ def problems(**changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"xBC": None}, "xBC is a NoneType, not a tensor"),
-        ({"state": torch.zeros(19, 4, 16)}, "state is [19, 4, 16] and xBC [5, 192], not [slots, heads, headdim, d_state]"),
-        ({"xBC": torch.zeros(5, 191, dtype=BF16)}, "xBC is [5, 191]: not 64 channels of x, and 32 of B and of C for each group"),
-        ({"xBC": torch.zeros(5, 192)}, "conv_state is torch.bfloat16 and xBC torch.float32: the window holds what comes in"),
-        ({"dt": torch.zeros(5, 3)}, "dt is [5, 3], not [batch, heads] = [5, 4]"),
-        ({"z": torch.zeros(5, 16)}, "z is [5, 16], not [batch, heads * headdim] = [5, 64]"),
-        ({"z": torch.zeros(5, 128)[:, ::2]}, "z has strides [128, 2]; the channels of a row must be dense"),
+        ({"xBC": None}, "xBC is a NoneType; expected a tensor"),
+        ({"state": torch.zeros(19, 4, 16)}, "state is [19, 4, 16] and xBC [5, 192]; expected [slots, heads, headdim, d_state]"),
+        ({"xBC": torch.zeros(5, 191, dtype=BF16)}, "xBC is [5, 191]; expected 64 channels of x"),
+        ({"xBC": torch.zeros(5, 192)}, "conv_state is torch.bfloat16; expected torch.float32, the dtype of xBC"),
+        ({"dt": torch.zeros(5, 3)}, "dt is [5, 3]; expected [batch, heads] = [5, 4]"),
+        ({"z": torch.zeros(5, 16)}, "z is [5, 16]; expected [batch, heads * headdim] = [5, 64]"),
+        ({"z": torch.zeros(5, 128)[:, ::2]}, "z has strides [128, 2]; expected a last stride of 1"),
         ({"z": None}, "norm_weight is given without z"),
-        ({"norm_weight": torch.zeros(16)}, "norm_weight is [16], not [heads * headdim] = [64] or [norm_group_size] = [64]"),
-        ({"norm_group_size": 24}, "norm_group_size is 24, which does not divide 64 channels"),
-        ({"norm_group_size": 16.0}, "norm_group_size is 16.0, not a positive integer or None"),
-        ({"norm_eps": "1e-5"}, "norm_eps is '1e-5', not a number from 0 on"),
-        ({"A_is_log": "yes"}, "A_is_log is 'yes', not True or False"),
-        ({"dt_limit": (1.0, 0.0)}, "dt_limit is (1.0, 0.0), not a tuple (low, high)"),
-        ({"A": torch.zeros(4, 16)}, "A is [4, 16], not [heads] = [4]"),
-        ({"D": torch.zeros(16)}, "D is [16], not [heads] = [4] or [heads, headdim] = [4, 16]"),
-        ({"conv_state": torch.zeros(19, 190, 3, dtype=BF16)}, "conv_state is [19, 190, 3], not [slots, channels, width - 1 or width]"),
-        ({"arrivals": torch.zeros(19, 4, dtype=I32)}, "arrivals is [19, 4], not [slots, groups] = [19, 2]"),
-        ({"arrivals": torch.zeros(19, 2, dtype=I64)}, "arrivals is int64, not int32"),
-        ({"arrivals": torch.zeros(19, 4, dtype=I32)[:, ::2]}, "the counts of a slot must be dense"),
-        ({"state": torch.zeros(19, 4, 32, 16).mT}, "its last three axes must be dense"),
+        ({"norm_weight": torch.zeros(16)}, "norm_weight is [16]; expected [heads * headdim] = [64] or [norm_group_size] = [64]"),
+        ({"norm_group_size": 24}, "norm_group_size is 24; expected a divisor of the 64 channels"),
+        ({"norm_group_size": 16.0}, "norm_group_size is 16.0; expected a positive integer or None"),
+        ({"norm_eps": "1e-5"}, "norm_eps is '1e-5'; expected a number of 0 or more"),
+        ({"A_is_log": "yes"}, "A_is_log is 'yes'; expected True or False"),
+        ({"dt_limit": (1.0, 0.0)}, "dt_limit is (1.0, 0.0); expected a tuple (low, high)"),
+        ({"A": torch.zeros(4, 16)}, "A is [4, 16]; expected [heads] = [4]"),
+        ({"D": torch.zeros(16)}, "D is [16]; expected [heads] = [4] or [heads, headdim] = [4, 16]"),
+        ({"conv_state": torch.zeros(19, 190, 3, dtype=BF16)}, "conv_state is [19, 190, 3]; expected [slots, channels, width - 1 or width]"),
+        ({"arrivals": torch.zeros(19, 4, dtype=I32)}, "arrivals is [19, 4]; expected [slots, groups] = [19, 2]"),
+        ({"arrivals": torch.zeros(19, 2, dtype=I64)}, "arrivals is int64; expected int32"),
+        ({"arrivals": torch.zeros(19, 4, dtype=I32)[:, ::2]}, "; expected a last stride of 1"),
+        ({"state": torch.zeros(19, 4, 32, 16).mT}, "state has strides [2048, 512, 1, 16]; expected dense last three axes, [512, 32, 1]"),
         ({"out": torch.zeros(1, 64).expand(5, 64)}, "two of its elements share memory"),
         ({"out": torch.zeros(5, 64, device="meta")}, "out is on meta, state is on cpu"),
-        ({"pdl": 1.5}, "pdl is 1.5, not True, False or None"),
+        ({"pdl": 1.5}, "pdl is 1.5; expected True, False or None"),
         ({"xBC": torch.zeros(5, 192, requires_grad=True)}, "xBC requires grad"),
     ],
 )
@@ -276,16 +276,16 @@ TWO, BARE = spec_of("two"), spec_of("bare")
 @pytest.mark.parametrize(
     ("spec", "change", "words"),
     [
-        (TWO, {"norm_threads": 48}, "threads 48 is not 32"),
-        (TWO, {"norm_size": 24}, "groups of 24 channels do not make up 64"),
-        (TWO, {"conv_width": 1}, "conv_width 1 is not 2"),
+        (TWO, {"norm_threads": 48}, "threads is 48; expected 32"),
+        (TWO, {"norm_size": 24}, "norm_size is 24; expected a divisor of the"),
+        (TWO, {"conv_width": 1}, "conv_width is 1; expected 2"),
         (TWO, {"conv_len": 5}, "conv_state holds 5 inputs per channel"),
-        (TWO, {"headdim": 18}, "64 channels of a group and 18 of a head are not multiples of 4"),
-        (BARE, {"lanes": 32, "vec": 4, "ilp": 1, "d_state": 128, "tile": 1}, "tile 1 is not a multiple of the 4 channels"),
-        (TWO, {"x": DType.F16}, "x, B and C are of one dtype"),
-        (TWO, {"z": DType.F16}, "z gates by itself or in the norm"),
-        (TWO, {"tied": False}, "a layer's A, dt and dt_bias are one value per head"),
-        (TWO, {"pool": PoolMode.SPLIT}, "the window and the state of a layer are updated in place"),
+        (TWO, {"headdim": 18}, "a group has 64 channels and a head 18; expected multiples of"),
+        (BARE, {"lanes": 32, "vec": 4, "ilp": 1, "d_state": 128, "tile": 1}, "tile is 1; expected a multiple of the 4 channels"),
+        (TWO, {"x": DType.F16}, "; expected one dtype: they are one tensor"),
+        (TWO, {"z": DType.F16}, "z is set with a norm, which has its own gate; expected one of them"),
+        (TWO, {"tied": False}, "tied is no; expected yes: a layer has one A, dt and dt_bias per head"),
+        (TWO, {"pool": PoolMode.SPLIT}, "; expected pool=single, or update=each with a slot per token"),
     ],
 )
 def test_violations_in_words(spec, change, words):

@@ -192,36 +192,40 @@ NONE = {"xBC": bf16(5, 0, 192), "dt": bf16(5, 0, 4), **dict.fromkeys(("z", "out"
 @pytest.mark.parametrize(
     ("case", "change", "words"),
     [
-        (replace(T3, tokens=9), {}, "xBC is [5, 9, 192]: a layer takes 1 … 8 tokens of a sequence. For 9 use causal_conv1d_update, sel"),
-        (T3, NONE, "For 0 use causal_conv1d_update"),
-        (T3, {"xBC": bf16(5, 192)}, "out is [5, 3, 64], not [batch, heads * headdim] = [5, 64]"),
-        (T3, {"xBC": bf16(5, 192), "intermediate_states": bf16(5, 3, 4, 16, 32)}, "xBC is [5, 192], and intermediate_states is given"),
-        (T3, {"xBC": bf16(5, 192), "update_state": False}, "xBC is [5, 192], and update_state is False, which is of several tokens"),
-        (T3, {"xBC": bf16(5, 2, 3, 192)}, "and xBC [5, 2, 3, 192], not"),
-        (T3, {"dt": bf16(5, 4)}, "dt is [5, 4], not [batch, tokens, heads] = [5, 3, 4]"),
-        (T3, {"z": bf16(5, 2, 64)}, "z is [5, 2, 64], not [batch, tokens, heads * headdim] = [5, 3, 64]"),
-        (T3, {"out": bf16(5, 1, 64).expand(5, 3, 64)}, "out has strides [64, 0, 1]: two of its elements share memory"),
-        (T3, {"update_state": "no"}, "update_state is 'no', not True or False"),
-        (T3, {"xBC": torch.zeros(5, 3, 192)}, "conv_state is torch.bfloat16 and xBC torch.float32"),
-        (T3, {"intermediate_state_indices": torch.zeros(5, dtype=I32)}, "without intermediate_states and without intermediate_conv_window"),
-        (VERIFY, {"intermediate_states": bf16(9, 2, 4, 16, 32)}, "not [rows, tokens or more, heads, headdim, d_state] = [9, 3,"),
+        (replace(T3, tokens=9), {}, "xBC is [5, 9, 192], 9 tokens per sequence; expected 1 … 8"),
+        (T3, NONE, "xBC is [5, 0, 192], 0 tokens per sequence; expected 1 … 8"),
+        (T3, {"xBC": bf16(5, 192)}, "out is [5, 3, 64]; expected [batch, heads * headdim] = [5, 64]"),
+        (T3, {"xBC": bf16(5, 192), "intermediate_states": bf16(5, 3, 4, 16, 32)}, "xBC is [5, 192] and intermediate_states is given; "
+            "expected [batch, tokens"),
+        (T3, {"xBC": bf16(5, 192), "update_state": False}, "xBC is [5, 192] and update_state is False; expected [batch, tokens"),
+        (T3, {"xBC": bf16(5, 2, 3, 192)}, "and xBC [5, 2, 3, 192]; expected"),
+        (T3, {"dt": bf16(5, 4)}, "dt is [5, 4]; expected [batch, tokens, heads] = [5, 3, 4]"),
+        (T3, {"z": bf16(5, 2, 64)}, "z is [5, 2, 64]; expected [batch, tokens, heads * headdim] = [5, 3, 64]"),
+        (T3, {"out": bf16(5, 1, 64).expand(5, 3, 64)}, "out has strides [64, 0, 1], and two of its elements share memory"),
+        (T3, {"update_state": "no"}, "update_state is 'no'; expected True or False"),
+        (T3, {"xBC": torch.zeros(5, 3, 192)}, "conv_state is torch.bfloat16; expected"),
+        (T3, {"intermediate_state_indices": torch.zeros(5, dtype=I32)}, "intermediate_state_indices is given without a buffer"),
+        (VERIFY, {"intermediate_states": bf16(9, 2, 4, 16, 32)}, "intermediate_states is [9, 2, 4, 16, 32]; "
+            "expected [rows, tokens or more, heads, headdim"),
         (VERIFY, {"intermediate_states": bf16(9, 3, 4, 32, 16).mT}, "intermediate_states has strides [6144, 2048, 512, 1, 16]"),
         (VERIFY, {"intermediate_states": bf16(9, 1, 4, 16, 32).expand(9, 3, 4, 16, 32)}, "two of its elements share memory"),
-        (VERIFY, {"intermediate_conv_window": bf16(9, 3, 192, 4)}, "not [rows, tokens or more, channels, width - 1] = [9, 3, 192, 3]"),
-        (VERIFY, {"intermediate_conv_window": torch.zeros(9, 3, 192, 3)}, "intermediate_conv_window is torch.float32 and xBC"),
-        (VERIFY, {"intermediate_state_indices": torch.zeros(4, dtype=I32)}, "intermediate_state_indices is [4], not [batch] = [5]"),
-        (VERIFY, {"intermediate_state_indices": None, "intermediate_states": bf16(4, 3, 4, 16, 32)}, "not [batch or more, tokens"),
-        (VERIFY, {"intermediate_state_indices": torch.zeros(5)}, "intermediate_state_indices is torch.float32, not int32 or int64"),
-        (ACCEPTED, {"dst_state_indices": None}, "go together, and there is no dst_state_indices"),
-        (ACCEPTED, {"num_accepted_tokens": None, "state_indices": torch.zeros(5, dtype=I32)}, "there is no num_accepted_tokens"),
-        (ACCEPTED, {"state_indices": None}, "there is no state_indices"),
-        (ACCEPTED, {"update_state": False}, "num_accepted_tokens and dst_state_indices say where states go, and update_state is False"),
+        (VERIFY, {"intermediate_conv_window": bf16(9, 3, 192, 4)}, "intermediate_conv_window is [9, 3, 192, 4]; "
+            "expected [rows, tokens or more, channels"),
+        (VERIFY, {"intermediate_conv_window": torch.zeros(9, 3, 192, 3)}, "intermediate_conv_window is torch.float32; expected"),
+        (VERIFY, {"intermediate_state_indices": torch.zeros(4, dtype=I32)}, "intermediate_state_indices is [4]; expected [batch] = [5]"),
+        (VERIFY, {"intermediate_state_indices": None, "intermediate_states": bf16(4, 3, 4, 16, 32)}, "intermediate_states is [4, 3, 4, "
+            "16, 32]; expected [batch or more, tokens or more, heads"),
+        (VERIFY, {"intermediate_state_indices": torch.zeros(5)}, "intermediate_state_indices is torch.float32; expected int32 or int64"),
+        (ACCEPTED, {"dst_state_indices": None}, "is missing; expected num_accepted_tokens"),
+        (ACCEPTED, {"num_accepted_tokens": None, "state_indices": torch.zeros(5, dtype=I32)}, "is missing; expected num_accepted_tokens"),
+        (ACCEPTED, {"state_indices": None}, "is missing; expected num_accepted_tokens"),
+        (ACCEPTED, {"update_state": False}, "num_accepted_tokens and dst_state_indices are given with update_state=False"),
         (ACCEPTED, {"dst_state_indices": torch.zeros(5, 3, dtype=I64)}, "state_indices is torch.int32 and dst_state_indices is"),
-        (ACCEPTED, {"dst_state_indices": torch.zeros(5, dtype=I32)}, "dst_state_indices is [5], not [batch, tokens] = [5, 3]"),
-        (ACCEPTED, {"state_indices": torch.zeros(5, dtype=I32)}, "state_indices is [5], not [batch, columns], of which"),
-        (ACCEPTED, {"state_indices": torch.zeros(5, 33, dtype=I32)}, "state_indices is [5, 33]: a layer reads 1 … 32 columns"),
-        (ACCEPTED, {"state_indices": torch.zeros(5, 0, dtype=I32)}, "state_indices is [5, 0]: a layer reads 1 … 32 columns"),
-        (ACCEPTED, {"num_accepted_tokens": torch.zeros(3, dtype=I32)}, "num_accepted_tokens is [3], not [batch] = [5]"),
+        (ACCEPTED, {"dst_state_indices": torch.zeros(5, dtype=I32)}, "dst_state_indices is [5]; expected [batch, tokens] = [5, 3]"),
+        (ACCEPTED, {"state_indices": torch.zeros(5, dtype=I32)}, "state_indices is [5]; expected [batch, columns], of which"),
+        (ACCEPTED, {"state_indices": torch.zeros(5, 33, dtype=I32)}, "state_indices is [5, 33]; expected 1 … 32 columns"),
+        (ACCEPTED, {"state_indices": torch.zeros(5, 0, dtype=I32)}, "state_indices is [5, 0]; expected 1 … 32 columns"),
+        (ACCEPTED, {"num_accepted_tokens": torch.zeros(3, dtype=I32)}, "num_accepted_tokens is [3]; expected [batch] = [5]"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_words(case, change, words):
@@ -234,9 +238,9 @@ def test_what_no_kernel_serves():
     call = make(ACCEPTED)
     short = call.kwargs | {"conv_state": call.kwargs["conv_state"][..., :4].contiguous()}
     served, reasons = ssmgen.supported(ssmgen.mamba2_layer, **short, arch="sm_90a")
-    assert not served and reasons == ["conv_state holds 4 inputs per channel; with accepted tokens at least 5"]
+    assert not served and reasons == ["conv_state holds 4 inputs per channel; expected 5 or more with num_accepted_tokens"]
     served, reasons = ssmgen.supported(ssmgen.mamba2_layer, **make(replace(MAMBA, tokens=8, N=1024)).kwargs, arch="sm_90a")
-    assert not served and "bytes of shared memory exceed 48 KiB" in reasons[0]
+    assert not served and "bytes of shared memory; expected at most 49152" in reasons[0]
 
 
 @named([T3, ACCEPTED, VERIFY, replace(T3, id="gated", norm=None)])
@@ -258,7 +262,7 @@ def test_problems_say_what_a_call_asks_for():
     assert (final.conv.tokens, final.conv.windows, final.pool, final.intermediates) == (3, Saved.NO, PoolMode.SINGLE, False)
     assert (verify.conv.windows, verify.conv.rows, verify.intermediate_indices) == (Saved.RUNS, Index.I32, Index.I32)
     assert (accepted.accepted, accepted.pool, accepted.conv.len, accepted.conv.layout) == (Index.I32, PoolMode.SPLIT, 5, StateLayout.RUNS)
-    assert posed(ACCEPTED, extra=1).conv.layout is StateLayout.ANY, "all of a run is rewritten"
+    assert posed(ACCEPTED, extra=1).conv.layout is StateLayout.ANY, ", since a kernel rewrites the whole run"
     assert posed(VERIFY, kept=None).intermediate_indices is Index.NONE and posed(VERIFY, saved="").conv.rows is Index.NONE
     assert posed(VERIFY, saved="any").conv.windows is Saved.ANY and posed(VERIFY, slot_gap=1).state_loads is Loads.ELEMENT
 
@@ -301,20 +305,20 @@ def test_compiled_whole():
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("final", {"conv_tokens": 9}, "9 tokens are not 1 … 8"),
-        ("final", {"conv_len": 5}, "conv_state holds 5 inputs per channel; of a convolution of width 4 it is 3 or 4"),
-        ("accepted", {"conv_len": 4}, "conv_state holds 4 inputs per channel; with accepted tokens at least 5"),
-        ("accepted", {"conv_len": 6}, "runs of 6 inputs are not 5: all of a run is rewritten"),
-        ("accepted", {"update": Update.FINAL}, "if and only if states go to slots of their own"),
-        ("final", {"update": Update.EACH, "pool": PoolMode.SPLIT}, "if and only if states go to slots of their own"),
-        ("final", {"conv_rows": Index.I32}, "rows of windows that are not kept"),
-        ("rows", {"conv_rows": Index.I64}, "windows and states are kept in rows of the same numbers"),
-        ("final", {"cu_seqlens": Index.I32}, "a layer takes no packed sequences and no draft trees"),
-        ("tiles", {"tile": 8}, "several tokens need all rows of a tile in flight at once"),
-        ("final", {"x": DType.F16}, "x, B and C are of one dtype"),
-        ("final", {"tied": False}, "several tokens need A, dt and dt_bias tied"),
-        ("final", {"norm_size": 24}, "groups of 24 channels do not make up 64"),
-        ("accepted", {"prefetch": 132}, "the bulk L2 prefetch does not know the column"),
+        ("final", {"conv_tokens": 9}, "conv_tokens is 9; expected 0 … 8"),
+        ("final", {"conv_len": 5}, "conv_state holds 5 inputs per channel; expected 3 or 4 for width 4"),
+        ("accepted", {"conv_len": 4}, "conv_state holds 4 inputs per channel; expected 5 or more"),
+        ("accepted", {"conv_len": 6}, "conv_state holds runs of 6 inputs; expected 5, since a kernel rewrites the whole run"),
+        ("accepted", {"update": Update.FINAL}, "expected accepted if and only if update is each"),
+        ("final", {"update": Update.EACH, "pool": PoolMode.SPLIT}, "expected accepted if and only if update is each"),
+        ("final", {"conv_rows": Index.I32}, " and conv_windows is no; expected saved windows"),
+        ("rows", {"conv_rows": Index.I64}, " and intermediate_indices is "),
+        ("final", {"cu_seqlens": Index.I32}, "cu_seqlens or parents is set; expected none"),
+        ("tiles", {"tile": 8}, ", the rows in flight: several tokens keep all rows of a tile in registers"),
+        ("final", {"x": DType.F16}, "; expected one dtype: they are one tensor"),
+        ("final", {"tied": False}, "A, dt or dt_bias differs within a head; expected one value per head for several tokens"),
+        ("final", {"norm_size": 24}, "norm_size is 24; expected a divisor of the"),
+        ("accepted", {"prefetch": 132}, "; expected 0: the column that a call starts from is in memory"),
     ],
 )  # fmt: skip
 def test_violations_in_words(name, change, words):

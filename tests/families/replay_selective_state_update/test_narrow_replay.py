@@ -143,9 +143,9 @@ def test_materialized_states_are_numbers():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"state_scale": None}, "state is int8 without state_scale"),
-        ({"state_scale": torch.ones(SLOTS, H)}, r"state_scale is \[5, 2\], not \[slots, heads, headdim\]"),
-        ({"state_scale": torch.ones(SLOTS, H, P).double()}, "state_scale is float64, not float32"),
+        ({"state_scale": None}, "state is int8 and state_scale is None; expected a float32 scale for each row"),
+        ({"state_scale": torch.ones(SLOTS, H)}, r"state_scale is \[5, 2\]; expected \[slots, heads, headdim\]"),
+        ({"state_scale": torch.ones(SLOTS, H, P).double()}, "state_scale is float64; expected float32"),
     ],
 )
 def test_says_what_is_wrong(change, words):

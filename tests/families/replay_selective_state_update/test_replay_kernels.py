@@ -240,7 +240,7 @@ def test_broken_template(edit, monkeypatch):
 def test_the_first_of_two_kernels_is_checked_with_the_second():
     """Alone it has neither outputs nor a state."""
     first, second = replace(SMALL, **TWO).kernels
-    with pytest.raises(SsmgenError, match=f"{first.name} is the first of two kernels and is checked with the second"):
+    with pytest.raises(SsmgenError, match=f"{first.name} is the first of two kernels, which are checked together"):
         check(first, SM90)
     assert second.part is Part.MAIN
 
@@ -254,30 +254,30 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
         pytest.param(
             SMALL,
             {"warps": 0},
-            "warps 0 are not 1 … 16",
+            "warps is 0; expected 1 … 16",
         ),
-        (SMALL, {"warps": 17}, "warps 17 are not 1 … 16"),
-        (SMALL, {"warps": 2}, "2 warps of 16 rows exceed the 16 rows of a head"),
-        (SMALL, {"part": Part.MAIN}, "main is of one"),
-        (SMALL, {"two_kernels": True}, "fused is of two kernels"),
-        (SMALL, {"group_heads": 2}, "group_heads 2 is for precompute and by_group"),
-        (SMALL, {"helpers": 9}, "helpers 9 are not 0 … 8"),
-        (SMALL, {"ahead_pdl": Pdl.WAIT}, "ahead_pdl is of main"),
-        (SMALL, {"d_state": 256, "x": F32, "tokens": 32, "window": 32}, "bytes of shared memory exceed 48 KiB"),
-        (SMALL, {"prefetch": 264, "state_loads": Loads.ELEMENT}, "needs whole, aligned tiles of the state"),
-        (SMALL, {"headdim": 24, "warps": 1, "prefetch": 264}, "needs whole, aligned tiles of the state"),
-        (BY_GROUP, {"headdim": 48}, "a block of several heads has 48 rows of each, not 32"),
-        (BY_GROUP, {"group_heads": 4}, "group_heads 4 is for precompute and by_group, and divides the heads of a group"),
-        (BY_GROUP, {"window": 16}, "2 warps have 8 entries or tokens each, not 24 in all"),
-        (BY_GROUP, {"state": Narrow.I8}, "has no scales of states"),
-        (BY_GROUP, {"prefetch": 264, "prefetch_inputs": True}, "do not ask for inputs ahead"),
-        (BY_GROUP, {"materialize": True}, "for the one kernel that has tokens"),
-        (BY_GROUP, {"helpers": 1}, "leave nothing to helpers"),
-        (BY_GROUP, {"window": 24}, "8 tokens on 24 are more than a warp's registers hold, 16"),
-        (BY_GROUP, {"x": DType.F16}, "of bf16 by itself, not f16"),
-        (BY_GROUP, {"out": F32}, "z and out of 16 bits"),
-        (BY_GROUP, {"z": F32}, "z and out of 16 bits"),
-        (BY_GROUP, {"operand_loads": Loads.ELEMENT}, "read by vectors"),
+        (SMALL, {"warps": 17}, "warps is 17; expected 1 … 16"),
+        (SMALL, {"warps": 2}, "warps is 2, of 16 rows each; expected at most the 16 rows of a head"),
+        (SMALL, {"part": Part.MAIN}, "part is main; expected fused unless two_kernels"),
+        (SMALL, {"two_kernels": True}, "part is fused; expected fused unless two_kernels"),
+        (SMALL, {"group_heads": 2}, "group_heads is 2; expected a divisor of the heads of a group"),
+        (SMALL, {"helpers": 9}, "helpers is 9; expected 0 … 8"),
+        (SMALL, {"ahead_pdl": Pdl.WAIT}, "ahead_pdl is wait; expected off, or part=main"),
+        (SMALL, {"d_state": 256, "x": F32, "tokens": 32, "window": 32}, "bytes of shared memory; expected at most 49152"),
+        (SMALL, {"prefetch": 264, "state_loads": Loads.ELEMENT}, "and the state is not loaded as whole, aligned tiles; expected 0"),
+        (SMALL, {"headdim": 24, "warps": 1, "prefetch": 264}, "and the state is not loaded as whole, aligned tiles; expected 0"),
+        (BY_GROUP, {"headdim": 48}, "by_group is yes with warps for 32 rows; expected headdim 48"),
+        (BY_GROUP, {"group_heads": 4}, "group_heads is 4; expected a divisor of the heads of a group"),
+        (BY_GROUP, {"window": 16}, "entries are 24; expected at most 8 for each of 2 warps with by_group"),
+        (BY_GROUP, {"state": Narrow.I8}, "by_group is yes with scaled states; expected f32, f16 or bf16"),
+        (BY_GROUP, {"prefetch": 264, "prefetch_inputs": True}, "prefetch_inputs is yes with by_group=yes; expected one of them"),
+        (BY_GROUP, {"materialize": True}, "by_group is yes; expected part=fused and materialize=no"),
+        (BY_GROUP, {"helpers": 1}, "with by_group=yes; expected 0"),
+        (BY_GROUP, {"window": 24}, "tokens is 8, window 24; expected at most 16 with by_group"),
+        (BY_GROUP, {"x": DType.F16}, "by_group is yes with x=f16; expected bf16"),
+        (BY_GROUP, {"out": F32}, "by_group is yes with a 32-bit z or out; expected 16 bits"),
+        (BY_GROUP, {"z": F32}, "by_group is yes with a 32-bit z or out; expected 16 bits"),
+        (BY_GROUP, {"operand_loads": Loads.ELEMENT}, "by_group is yes with loads by elements; expected vectors"),
     ],
 )
 def test_violations_in_words(spec, change, words):
@@ -286,9 +286,11 @@ def test_violations_in_words(spec, change, words):
 
 
 def test_violations_of_architectures():
-    assert not SMALL.violations(SM80) and "bf16 arithmetic needs sm_80, not sm_75" in SMALL.violations(Arch.parse("sm_75"))
-    assert "programmatic dependent launch needs sm_90, not sm_80" in replace(SMALL, pdl=Pdl.WAIT).violations(SM80)
-    assert "the bulk L2 prefetch needs sm_90, not sm_80" in replace(SMALL, prefetch=264).violations(SM80)
+    assert not SMALL.violations(SM80) and "arch is sm_75; expected sm_80 or later for bf16 arithmetic" in SMALL.violations(
+        Arch.parse("sm_75")
+    )
+    assert "arch is sm_80; expected sm_90 or later, or pdl=off" in replace(SMALL, pdl=Pdl.WAIT).violations(SM80)
+    assert "arch is sm_80; expected sm_90 or later, or prefetch=0" in replace(SMALL, prefetch=264).violations(SM80)
 
 
 TEXTS = [part for spec in MATRIX.values() for part in spec.kernels]

@@ -82,9 +82,9 @@ def test_build_of_replays(own_cache, monkeypatch):
     assert {spec.history for spec in asked} == {History.STEP} and {spec.after_conv for spec in asked} == {False, True}
     assert families("--op", OPERATOR, "--replay", "9", "--window", "20", "--state", "bf16") == {OPERATOR}
     assert {(spec.history, spec.tokens, spec.window, spec.state) for spec in asked} == {(History.RING, 16, 24, DType.BF16)}
-    assert "says how many tokens" in ran("build", "--model", "mamba2-130m", "--op", OPERATOR, code=2)
-    assert "--window goes with --replay" in ran("build", "--model", "mamba2-130m", "--window", "9", code=2)
-    assert "is no Mamba-2" in ran("build", "--model", "mamba-130m", "--replay", "6", code=2)
+    assert "--tokens does not apply to" in ran("build", "--model", "mamba2-130m", "--op", OPERATOR, code=2)
+    assert "--window is given without --replay; expected both" in ran("build", "--model", "mamba2-130m", "--window", "9", code=2)
+    assert "is not Mamba-2, which" in ran("build", "--model", "mamba-130m", "--replay", "6", code=2)
     asked.clear()
     ran("build", "--all", "--op", OPERATOR, "--replay", "6", "--json")
     assert {spec.family for spec in asked} == {OPERATOR}, "of the models that have it"
@@ -93,7 +93,7 @@ def test_build_of_replays(own_cache, monkeypatch):
 def test_explain_of_replays():
     rows = json.loads(ran("explain", OPERATOR, "--model", "nemotron-h-8b", "--tp", "8", "--replay", "6", "--batch", "8", "--json"))
     assert len(rows) == 4 and all(row["operator"] == OPERATOR and row["batch"] == 8 and not row["faults"] for row in rows)
-    assert "is no Mamba-2" in ran("explain", OPERATOR, "--model", "mamba-130m", "--replay", "6", code=1)
+    assert "is not Mamba-2, which" in ran("explain", OPERATOR, "--model", "mamba-130m", "--replay", "6", code=1)
 
 
 def test_committed_defaults_show_replays():

@@ -125,12 +125,12 @@ def test_supported():
     call = make(SMALL, "cpu")
     assert ssmgen.supported(call.function, **call.kwargs, arch="sm_80") == (True, [])
     yes, reasons = ssmgen.supported(call.function, **call.kwargs, arch="sm_75")
-    assert not yes and any("bf16 arithmetic needs sm_80, not sm_75" in reason for reason in reasons)
+    assert not yes and any("arch is sm_75; expected sm_80 or later for bf16 arithmetic" in reason for reason in reasons)
     yes, reasons = ssmgen.supported(call.function, **call.kwargs | {"precision": "f8", "pdl": 7}, arch="sm_90a")
     assert not yes and len(reasons) == 2
     odd = make(replace(SMALL, d_state=48), "cpu")
     yes, reasons = ssmgen.supported(odd.function, **odd.kwargs, arch="sm_90a")
-    assert not yes and any("d_state 48 is not 32" in reason for reason in reasons)
+    assert not yes and any("d_state is 48; expected 32" in reason for reason in reasons)
     with pytest.raises(UnsupportedError):
         registry.select(op.OPERATOR, odd.problem, 3, Arch.parse("sm_90a"), True)
 

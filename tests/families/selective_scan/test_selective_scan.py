@@ -230,23 +230,26 @@ def operands(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"u": torch.zeros(2, 24)}, "u is [2, 24], not [batch, T, dim]"),
-        ({"u": torch.zeros(24, 2), "channels_first": True}, "u is [24, 2], not [batch, dim, T]"),
-        ({"cu_seqlens": torch.zeros(3).int()}, "not [tokens, dim] or [1, tokens, dim], as cu_seqlens asks for"),
-        ({"delta": torch.zeros(2, 5, 23).bfloat16()}, "delta is [2, 5, 23], u is [2, 5, 24]; both are […, T, dim]"),
-        ({"A": torch.zeros(24)}, "A is [24], not [dim, N]"),
-        ({"A": torch.zeros(24, 16).bfloat16()}, "A is bfloat16, not float32"),
-        ({"A": torch.zeros(24, 16, dtype=torch.complex64)}, "A is complex64, not float32"),
-        ({"C": torch.zeros(2, 5, 15).bfloat16()}, "C is [2, 5, 15], not […, T, G, N] or […, T, N], as u [2, 5, 24] and N 16 ask for"),
-        ({"B": torch.zeros(2, 5, 5, 16).bfloat16()}, "u has 24 channels, which is not a multiple of the 5 groups of B"),
+        ({"u": torch.zeros(2, 24)}, "u is [2, 24]; expected [batch, T, dim]"),
+        ({"u": torch.zeros(24, 2), "channels_first": True}, "u is [24, 2]; expected [batch, dim, T]"),
+        ({"cu_seqlens": torch.zeros(3).int()}, "not [tokens, dim] or [1, tokens, dim], as cu_seqlens is given"),
+        ({"delta": torch.zeros(2, 5, 23).bfloat16()}, "delta is [2, 5, 23]; expected [2, 5, 24], the shape of u [..., T, dim]"),
+        ({"A": torch.zeros(24)}, "A is [24]; expected [dim, N]"),
+        ({"A": torch.zeros(24, 16).bfloat16()}, "A is bfloat16; expected float32"),
+        ({"A": torch.zeros(24, 16, dtype=torch.complex64)}, "A is complex64; expected float32"),
+        ({"C": torch.zeros(2, 5, 15).bfloat16()}, "], as u is [2, 5, 24] and N is 16"),
+        ({"B": torch.zeros(2, 5, 5, 16).bfloat16()}, "u has 24 channels; expected a multiple of the 5 groups of B"),
         ({"z": torch.zeros(2, 5, 24)}, "z is float32, u is bfloat16"),
-        ({"D": torch.zeros(2)}, "D is [2], not [dim] = [24]"),
-        ({"state": torch.zeros(2, 24, 8)}, "state is [2, 24, 8], not [slots, dim, N] = [2, 24, 16]"),
-        ({"state": torch.zeros(2, 24, 16), "return_final_states": True}, "final_states_out is given together with state"),
-        ({"initial_states": torch.zeros(2, 24, 32)[..., ::2]}, "initial_states has strides [768, 32, 2]; its rows must be contiguous"),
+        ({"D": torch.zeros(2)}, "D is [2]; expected [dim] = [24]"),
+        ({"state": torch.zeros(2, 24, 8)}, "state is [2, 24, 8]; expected [slots, dim, N] = [2, 24, 16]"),
+        ({"state": torch.zeros(2, 24, 16), "return_final_states": True}, "final_states_out is given with state"),
+        ({"initial_states": torch.zeros(2, 24, 32)[..., ::2]}, "initial_states has strides [768, 32, 2]; expected contiguous rows"),
         ({"state_indices": torch.zeros(2).int()}, "state_indices is given without state"),
         ({"out": torch.zeros(1, 5, 24).bfloat16().expand(2, 5, 24)}, "two of its elements share memory"),
-        ({"u": torch.zeros(2, 5, 24, requires_grad=True)}, "u requires grad, and the scan of a prompt has no backward"),
+        (
+            {"u": torch.zeros(2, 5, 24, requires_grad=True)},
+            "u requires grad; expected no gradients, since the scan of a prompt has no backward",
+        ),
     ],
 )
 def test_mistakes_of_calls_are_named(changes, words):
@@ -285,11 +288,11 @@ def test_every_size_has_a_variant(arch):
 def test_variants_that_cannot_be_say_why():
     spec = variant()(SelectiveProblem(d_state=16))
     for how, words in (
-        ({"lanes": 3}, "lanes 3 are not 1, 2, 4"),
-        ({"lanes": 8}, "8 lanes are too many for 16 states"),
-        ({"tile": 12}, "tile 12 is not 8, 16"),
-        ({"polynomial": 17}, f"polynomial 17 is not 0 … {len(TURNS)}"),
-        ({"d_state": 257}, "d_state 257 is not 1 … 256"),
+        ({"lanes": 3}, "lanes is 3; expected 1, 2, 4"),
+        ({"lanes": 8}, "lanes is 8 with 16 states; expected 4 or more states per lane"),
+        ({"tile": 12}, "tile is 12; expected 8, 16"),
+        ({"polynomial": 17}, f"polynomial is 17; expected 0 … {len(TURNS)}"),
+        ({"d_state": 257}, "d_state is 257; expected 1 … 256"),
     ):
         with pytest.raises(SpecError, match=words):
             replace(spec, **how).check(SM90)

@@ -116,7 +116,7 @@ def test_cards_without_clusters_leave_sequences_whole():
     problem = SelectiveProblem(d_state=16, segments=8)
     assert select(OPERATOR, problem, 64, SM90, True).cluster_blocks == 8
     assert select(OPERATOR, problem, 64, Arch(80), False).cluster_blocks == 1
-    with pytest.raises(SpecError, match="parts 4 are not 1 or the 8 segments"):
+    with pytest.raises(SpecError, match="parts is 4; expected 1 or the problem's segments 8"):
         replace(select(OPERATOR, problem, 64, SM90, True), parts=4).check(SM90)
 
 

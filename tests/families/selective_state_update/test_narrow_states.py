@@ -223,14 +223,14 @@ def test_a_state_that_only_decays_keeps_its_elements():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"state_scale": None}, "state is int8 without state_scale, a float32 scale for each of its rows"),
-        ({"state": torch.zeros(8, 4, 64, 128)}, "state_scale is given, and state is float32, not int16, int8 or float8_e4m3fn"),
-        ({"state_scale": torch.zeros(8, 4, 64).half()}, "state_scale is float16, not float32"),
-        ({"state_scale": torch.zeros(8, 4)}, r"state_scale is \[8, 4\], not \[slots, heads, headdim\] = \[8, 4, 64\]"),
+        ({"state_scale": None}, "state is int8 and state_scale is None; expected a float32 scale for each row"),
+        ({"state": torch.zeros(8, 4, 64, 128)}, "state_scale is given and state is float32; expected int16, int8 or float8_e4m3fn"),
+        ({"state_scale": torch.zeros(8, 4, 64).half()}, "state_scale is float16; expected float32"),
+        ({"state_scale": torch.zeros(8, 4)}, r"state_scale is \[8, 4\]; expected \[slots, heads, headdim\] = \[8, 4, 64\]"),
         ({"state_scale": torch.zeros(1, 4, 64).expand(8, 4, 64)}, "state_scale has strides .* two of its elements share memory"),
         ({"intermediate_state_scales": torch.zeros(4, 1, 4, 64)}, "intermediate_state_scales is given without intermediate_states"),
-        ({"x": torch.zeros(4, 4, 64, dtype=I8)}, "x is torch.int8, not float32, float16 or bfloat16"),
-        ({"state": torch.zeros(8, 4, 64, 128, dtype=torch.float8_e5m2)}, "state is torch.float8_e5m2, not float32"),
+        ({"x": torch.zeros(4, 4, 64, dtype=I8)}, "x is torch.int8; expected float32, float16 or bfloat16"),
+        ({"state": torch.zeros(8, 4, 64, 128, dtype=torch.float8_e5m2)}, "state is torch.float8_e5m2; expected float32"),
     ],
 )  # fmt: skip
 def test_says_what_is_wrong(change, words):
@@ -254,5 +254,5 @@ def test_models_ask_for_them_where_they_are_served():
 def test_fp8_needs_its_conversions():
     problem = Call(Case("one", state=E4M3)).public.problem()[0]
     found = registry.explain("selective_state_update", problem, 4, Arch.parse("sm_80"), False)
-    assert found.chosen is None and any("fp8 states need sm_89, not sm_80" in reason for reason in found.reasons)
+    assert found.chosen is None and any("arch is sm_80; expected sm_89 or later for fp8 states" in reason for reason in found.reasons)
     assert registry.explain("selective_state_update", problem, 4, Arch.parse("sm_89"), False).chosen

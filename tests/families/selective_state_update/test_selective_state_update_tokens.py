@@ -236,33 +236,34 @@ INT = torch.zeros(6, dtype=I32)
 TREE = {"parents": torch.zeros(6, 4, dtype=I32)}
 KEPT = torch.zeros(6, 4, 4, 64, 128)
 WRONG = [
-    ({"x": lambda n: n["x"][:, :3]}, "dt is [6, 4, 4], not [batch, tokens, heads, headdim] = [6, 3, 4, 64] or [batch, tokens, heads] = "),
-    ({"x": lambda n: n["x"][None]}, "x is [1, 6, 4, 4, 64], not [batch, tokens, heads, headdim]"),
-    ({"B": lambda n: n["B"][:, 0]}, "both with a tokens axis, or neither"),
-    ({"B": lambda n: n["B"][:, :, :1].expand(-1, -1, 3, -1)}, "heads 4 is not a multiple of its groups 3"),
-    ({"state": lambda n: n["state"][:, 0]}, "not [slots, heads, headdim, d_state]: several tokens need heads"),
+    ({"x": lambda n: n["x"][:, :3]}, "dt is [6, 4, 4]; expected [batch, tokens, heads, headdim] = [6, 3, 4, 64] or [batch, "
+        "tokens, heads] = "),
+    ({"x": lambda n: n["x"][None]}, "x is [1, 6, 4, 4, 64]; expected [batch, tokens, heads, headdim]"),
+    ({"B": lambda n: n["B"][:, 0]}, "; expected a tokens axis in both or in neither"),
+    ({"B": lambda n: n["B"][:, :, :1].expand(-1, -1, 3, -1)}, "B is [6, 4, 3, 128] but heads 4 is not a multiple of its groups 3"),
+    ({"state": lambda n: n["state"][:, 0]}, "; expected [slots, heads, headdim, d_state]"),
     ({"state": lambda n: n["state"][:1].expand(8, -1, -1, -1)}, "which overlap"),
-    ({"state_indices": None, "state": lambda n: n["state"][:5]}, "state has 5 slots for a batch of 6"),
+    ({"state_indices": None, "state": lambda n: n["state"][:5]}, ", one per sequence of the batch"),
     ({"dst_state_indices": INT.long()}, "state_indices is torch.int32 and dst_state_indices is torch.int64"),
-    ({"dst_state_indices": INT[:, None]}, "dst_state_indices is [6, 1], not [batch] = [6] or [batch, tokens] = [6, 4]"),
-    ({"dst_state_indices": INT, "update_state": False}, "dst_state_indices is given, and update_state is False"),
+    ({"dst_state_indices": INT[:, None]}, "dst_state_indices is [6, 1]; expected [batch] = [6] or [batch, tokens] = [6, 4]"),
+    ({"dst_state_indices": INT, "update_state": False}, "dst_state_indices is given with update_state=False, which writes no state"),
     ({"dst_state_indices": INT, "state_indices": None}, "dst_state_indices is given without state_indices"),
-    ({"num_accepted_tokens": INT}, "state_indices is [6], not [batch, columns]"),
-    ({"num_accepted_tokens": INT, "state_indices": INT[:, None].expand(6, 4)}, "say with dst_state_indices where"),
-    ({"num_accepted_tokens": INT.float()}, "num_accepted_tokens is torch.float32, not int32 or int64"),
-    ({"cu_seqlens": INT}, "with cu_seqlens: sequences are packed"), (TREE, "parents is given without intermediate_states"),
-    (TREE | {"intermediate_states": KEPT, "parents": INT}, "parents is [6], not [batch, tokens] = [6, 4]"),
-    (TREE | {"intermediate_states": KEPT, "parents": TREE["parents"].bool()}, "parents is torch.bool, not int32 or int64"),
-    ({"intermediate_state_indices": INT}, "intermediate_state_indices is given without intermediate_states"),
-    ({"intermediate_states": KEPT[:, :3]}, "intermediate_states is [6, 3, 4, 64, 128], not [batch or more, tokens or more"),
-    ({"intermediate_states": KEPT[:5]}, "intermediate_states is [5, 4, 4, 64, 128], not [batch or more, tokens or more"),
+    ({"num_accepted_tokens": INT}, "state_indices is [6]; expected [batch, columns]"),
+    ({"num_accepted_tokens": INT, "state_indices": INT[:, None].expand(6, 4)}, "columns of state_indices; expected a slot to write"),
+    ({"num_accepted_tokens": INT.float()}, "num_accepted_tokens is torch.float32; expected int32 or int64"),
+    ({"cu_seqlens": INT}, "with cu_seqlens; expected packed sequences,"), (TREE, "parents is given without intermediate_states"),
+    (TREE | {"intermediate_states": KEPT, "parents": INT}, "parents is [6]; expected [batch, tokens] = [6, 4]"),
+    (TREE | {"intermediate_states": KEPT, "parents": TREE["parents"].bool()}, "parents is torch.bool; expected int32 or int64"),
+    ({"intermediate_state_indices": INT}, "intermediate_state_indices is given without intermediate_states; expected both"),
+    ({"intermediate_states": KEPT[:, :3]}, "intermediate_states is [6, 3, 4, 64, 128]; expected [batch or more, tokens or more"),
+    ({"intermediate_states": KEPT[:5]}, "intermediate_states is [5, 4, 4, 64, 128]; expected [batch or more, tokens or more"),
     ({"intermediate_states": KEPT.double()}, "intermediate_states is torch.float64"), ({"update_state": 2}, "update_state is 2"),
     ({"intermediate_states": KEPT[:, :1].expand(-1, 4, -1, -1, -1)}, "two of its elements share memory"),
     ({"out": lambda n: n["x"]}, "out overlaps x in memory"), ({"dt_limit": (1.0, 0.0)}, "dt_limit is (1.0, 0.0)"),
-    ({"rand_seed": torch.zeros(1, dtype=I32)}, "rand_seed is int32, not int64"),
-    ({"rand_seed": torch.zeros(1, dtype=I64)}, "rand_seed is given, and no state is written in float16 or bfloat16"),
-    ({"rand_seed": torch.zeros(2, dtype=I64), "intermediate_states": KEPT.half()}, "rand_seed is [2], not [slots] = ["),
-    ({"rand_seed": torch.zeros(1, dtype=I64), "philox_rounds": -1}, "philox_rounds is -1, not 0 … 32"),
+    ({"rand_seed": torch.zeros(1, dtype=I32)}, "rand_seed is int32; expected int64"),
+    ({"rand_seed": torch.zeros(1, dtype=I64)}, "rand_seed is given and no written state is rounded"),
+    ({"rand_seed": torch.zeros(2, dtype=I64), "intermediate_states": KEPT.half()}, "rand_seed is [2]; expected [slots] = ["),
+    ({"rand_seed": torch.zeros(1, dtype=I64), "philox_rounds": -1}, "philox_rounds is -1; expected 0 … 32"),
 ]  # fmt: skip
 
 
@@ -279,7 +280,7 @@ def test_bad_input(change, words):
 @pytest.mark.parametrize("change", [{"seed": "one", "state": F32}, {"seed": "one", "state": BF16, "update": False, "kept": F32}])
 @pytest.mark.parametrize("tokens", [None, 2])
 def test_noise_for_nothing_is_refused(change, tokens):
-    with pytest.raises(ArgumentError, match="no state is written in float16 or bfloat16"):
+    with pytest.raises(ArgumentError, match="rand_seed is given and no written state is rounded"):
         make_call(Case("c", **SMALL, tokens=tokens, **change), "cpu")
 
 
@@ -296,9 +297,9 @@ def test_untied_operands_have_no_kernel():
     untied = call.kwargs | {"A": call.kwargs["A"][:, None, None].repeat(1, 32, 64)}
     assert ssmgen.supported(ssmgen.selective_state_update, **call.kwargs, arch="sm_90a") == (True, [])
     yes, reasons = ssmgen.supported(ssmgen.selective_state_update, **untied, arch="sm_90a")
-    assert not yes and "A, dt and dt_bias tied per head" in reasons[0]
+    assert not yes and "A, dt or dt_bias differs within a head; expected one value per head for several tokens" in reasons[0]
     problem = replace(call.problem, tied=False)
-    with pytest.raises(UnsupportedError, match="tied per head"):
+    with pytest.raises(UnsupportedError, match="A, dt or dt_bias differs within a head; expected one value per head for several tokens"):
         registry.select(op.OPERATOR, problem, 2, SM90, True)
 
 

@@ -36,13 +36,27 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
         if found:
             return found
         return [
-            *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a tile in flight at once"),
-            *must(arch >= FP8 or self.state is not Narrow.E4M3, f"fp8 states need sm_89, not {arch}"),
-            *must(self.shared_bytes <= MAX_SHARED, f"{self.shared_bytes} bytes of shared memory exceed 48 KiB"),
-            *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
-            *must(not self.prefetch or not self.heads_apart, "the bulk L2 prefetch takes heads that lie behind each other"),
-            *must(not self.frozen or (self.lanes, self.vec) == (4, 8), "tensor cores take 4 lanes of 8 elements to a row"),
-            *must(not self.frozen or self.ilp in (2, 4), f"tensor cores take 2 or 4 rows to a team, not {self.ilp}"),
+            *must(
+                not self.several or self.tile == self.rows_per_step,
+                f"tile is {self.tile}; expected {self.rows_per_step}, the rows in flight: several tokens keep all rows of a "
+                "tile in registers",
+            ),
+            *must(arch >= FP8 or self.state is not Narrow.E4M3, f"arch is {arch}; expected sm_89 or later for fp8 states"),
+            *must(self.shared_bytes <= MAX_SHARED, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most 49152"),
+            *must(
+                not self.prefetch or self.accepted is Index.NONE,
+                f"prefetch is {self.prefetch} with accepted={self.accepted.value}; "
+                "expected 0: the column that a call starts from is in memory",
+            ),
+            *must(
+                not self.prefetch or not self.heads_apart,
+                f"prefetch is {self.prefetch} with heads_apart=yes; expected 0, or contiguous heads",
+            ),
+            *must(
+                not self.frozen or (self.lanes, self.vec) == (4, 8),
+                f"lanes is {self.lanes} and vec is {self.vec}; expected 4 and 8 with frozen=yes, which uses tensor cores",
+            ),
+            *must(not self.frozen or self.ilp in (2, 4), f"ilp is {self.ilp}; expected 2 or 4 with frozen=yes, which uses tensor cores"),
         ]
 
     @property

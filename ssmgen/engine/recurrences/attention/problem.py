@@ -193,40 +193,75 @@ class LinearAttentionProblem(RowProblem):
         """Constraints that no variant can meet."""
         read = self.delta is not Delta.NONE
         return [
-            *must(self.dim_k >= 1, f"dim_k {self.dim_k} is not positive"),
-            *must(self.dim_k <= 1024, f"dim_k {self.dim_k} is above 1024"),
-            *must(self.dim_v >= 1, f"dim_v {self.dim_v} is not positive"),
+            *must(self.dim_k >= 1, f"dim_k is {self.dim_k}; expected 1 … 1024"),
+            *must(self.dim_k <= 1024, f"dim_k is {self.dim_k}; expected 1 … 1024"),
+            *must(self.dim_v >= 1, f"dim_v is {self.dim_v}; expected 1 or more"),
             *must(
                 not self.guarded or self.state_loads is self.operand_loads is Loads.ELEMENT,
-                f"dim_k {self.dim_k} with dim_v {self.dim_v} in layout {self.layout.value} needs loads by elements",
+                f"loads are by vectors with dim_k {self.dim_k} and dim_v {self.dim_v} in layout {self.layout.value}; "
+                "expected element for both",
             ),
             *must(
                 self.key_heads >= 1 and self.nheads % self.key_heads == 0,
-                f"nheads {self.nheads} is not a multiple of key_heads {self.key_heads}",
+                f"nheads is {self.nheads}; expected a multiple of key_heads {self.key_heads}",
             ),
-            *must(self.dim_k * self.dim_v * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
-            *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
-            *must(self.pool is PoolMode.SINGLE or self.update is not Update.NONE, "a split pool that is not written"),
-            *must(self.update is not Update.EACH or self.pool is PoolMode.SPLIT, "a state per token needs a slot for each"),
-            *must(self.commit or self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
-            *must((self.tokens is Tokens.RAGGED) == (self.cu_seqlens is not Index.NONE), "ragged tokens and cu_seqlens go together"),
-            *must(read or not (self.beta or self.read or self.erase or self.w), "beta, read, erase and w belong to a delta rule"),
+            *must(
+                self.dim_k * self.dim_v * self.nheads < 2**31,
+                "one slot of the state has 2^31 elements or more; expected fewer, for 32-bit offsets",
+            ),
+            *must(
+                self.pool is PoolMode.SINGLE or self.index is not Index.NONE,
+                "pool is split and index is none; expected a type of state_indices for index",
+            ),
+            *must(
+                self.pool is PoolMode.SINGLE or self.update is not Update.NONE,
+                "pool is split and update is none; expected pool=single, or a state that is written",
+            ),
+            *must(
+                self.update is not Update.EACH or self.pool is PoolMode.SPLIT,
+                "update is each and pool is single; expected pool=split, a slot per token",
+            ),
+            *must(
+                self.commit or self.accepted is Index.NONE or self.index is not Index.NONE,
+                f"accepted is {self.accepted.value} with index=none; expected a type of state_indices for index",
+            ),
+            *must(
+                (self.tokens is Tokens.RAGGED) == (self.cu_seqlens is not Index.NONE),
+                f"tokens is {self.tokens.value} and cu_seqlens is {self.cu_seqlens.value}; "
+                "expected tokens=ragged if and only if cu_seqlens is set",
+            ),
+            *must(
+                read or not (self.beta or self.read or self.erase or self.w),
+                "beta, read, erase or w is set without a delta rule; expected a delta rule",
+            ),
             *must(
                 not self.low_rank or (self.delta is Delta.OLD and self.read is not None),
-                "the low-rank form reads the old state, with `read`",
+                "write or alpha is set; expected delta=old and read with it",
             ),
-            *must(not (self.write and self.alpha), "write and alpha exclude each other"),
-            *must(not self.low_rank or not (self.beta or self.w or self.erase), "the low-rank form has no beta, w or erase"),
-            *must(not (self.heads_apart and self.layers), "a commit of several layers takes states whose heads are dense"),
-            *must(self.gate is Gate.LOG or bool(self.g or self.gk), "a gate needs g or gk"),
-            *must(self.gate is Gate.LOG or not (self.g and self.gk), "a gate computes g or gk, not both"),
-            *must(self.gate not in (Gate.LOG, Gate.SLOPE) or not (self.A_log or self.dt_bias), "A_log and dt_bias belong to a gate"),
-            *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),
+            *must(not (self.write and self.alpha), "write and alpha are both set; expected one of them"),
+            *must(
+                not self.low_rank or not (self.beta or self.w or self.erase),
+                "write or alpha is set with beta, w or erase; expected none of those",
+            ),
+            *must(not (self.heads_apart and self.layers), "heads_apart is yes with layers=yes; expected contiguous heads"),
+            *must(
+                self.gate is Gate.LOG or bool(self.g or self.gk),
+                f"gate is {self.gate.value} and neither g nor gk is set; expected one of them",
+            ),
+            *must(self.gate is Gate.LOG or not (self.g and self.gk), f"gate is {self.gate.value} with g and gk; expected one of them"),
+            *must(
+                self.gate not in (Gate.LOG, Gate.SLOPE) or not (self.A_log or self.dt_bias),
+                f"A_log or dt_bias is set with gate={self.gate.value}; expected a gate that is computed",
+            ),
+            *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "gate is softplus and A_log is none; expected A_log"),
             *must(
                 self.ring is Ring.NONE or (self.delta is Delta.DECAYED and not (self.gv or self.read or self.erase or self.w)),
-                "a ring holds k, v, one of g and gk, and beta: of delta rules without other operands",
+                f"ring is {self.ring.value} with operands that it does not keep; expected a delta rule of k, v, beta and one of g and gk",
             ),
-            *must(self.ring is not Ring.STORE or self.index is not Index.NONE, "a ring goes by slots"),
+            *must(
+                self.ring is not Ring.STORE or self.index is not Index.NONE,
+                "ring is store and index is none; expected a type of state_indices for index",
+            ),
             *must(
                 not self.commit
                 or (
@@ -235,18 +270,27 @@ class LinearAttentionProblem(RowProblem):
                     and self.update is Update.FINAL
                     and not self.intermediates
                 ),
-                "a commit replays num_accepted_tokens of the ring into the state",
+                "ring is commit; expected accepted, tokens=many, update=final and intermediates=no with it",
             ),
-            *must(not self.layers or self.commit, "only a commit takes all layers at once"),
-            *must(self.bonus is None or not (read or self.l2norm), "a bonus goes with no delta rule, and with keys as they are"),
-            *must(not (self.low_rank and self.l2norm), "the low-rank form takes normalised keys"),
-            *must(self.several or not (self.intermediates or self.update is Update.EACH), "a state per token needs tokens=many or ragged"),
-            *must(self.intermediates or self.parents is Index.NONE, "a draft tree needs intermediate states"),
-            *must(self.intermediates or self.kept_index is Index.NONE, "rows of intermediate states without such states"),
-            *must(not self.frozen or self.may_freeze, "the state can be frozen only where `may_freeze` says so"),
+            *must(not self.layers or self.commit, f"layers is yes with ring={self.ring.value}; expected ring=commit"),
+            *must(self.bonus is None or not (read or self.l2norm), "bonus is set with a delta rule or l2norm; expected neither"),
+            *must(not (self.low_rank and self.l2norm), "l2norm is yes with write or alpha; expected no: its keys come normalised"),
+            *must(
+                self.several or not (self.intermediates or self.update is Update.EACH),
+                "tokens is one with intermediates or update=each; expected many or ragged",
+            ),
+            *must(
+                self.intermediates or self.parents is Index.NONE,
+                "parents is set without intermediate states; expected a buffer of intermediate states",
+            ),
+            *must(
+                self.intermediates or self.kept_index is Index.NONE,
+                "the rows of intermediate states have indices, and there are no intermediate states; expected both",
+            ),
+            *must(not self.frozen or self.may_freeze, "frozen is yes for a call that cannot keep its state; expected no (see may_freeze)"),
             *must(
                 not self.scaled or (self.layout is Layout.VK and self.ring is Ring.NONE and not self.intermediates),
-                "states in fewer bits are of layout vk, without a ring and intermediate states",
+                f"state is {self.state.value}; expected layout=vk, ring=none and intermediates=no with it",
             ),
-            *must(not self.beta_rows or self.beta is not None, "beta_rows needs beta"),
+            *must(not self.beta_rows or self.beta is not None, "beta_rows is yes and beta is none; expected beta"),
         ]

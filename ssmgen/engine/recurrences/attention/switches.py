@@ -23,7 +23,7 @@ def gate_of(A_log: Tensor | None, lower_bound: float | None) -> str:
 def gate_objections(A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> tuple[str, ...]:
     if dt_bias is None or A_log is not None or lower_bound is not None:
         return ()
-    return ("dt_bias is given without A_log: it belongs to a raw gate, and g is a log decay",)
+    return ("dt_bias is given without A_log, so that g is a log decay; expected both. Pass A_log, or leave out dt_bias.",)
 
 
 def beta_of(beta_sigmoid: bool, allow_neg_eigval: bool = False) -> str:
@@ -31,7 +31,11 @@ def beta_of(beta_sigmoid: bool, allow_neg_eigval: bool = False) -> str:
 
 
 def beta_objections(beta_sigmoid: bool, allow_neg_eigval: bool) -> tuple[str, ...]:
-    return ("allow_neg_eigval doubles the sigmoid of beta: give beta_sigmoid too",) if allow_neg_eigval and not beta_sigmoid else ()
+    return (
+        ("allow_neg_eigval is True and beta_sigmoid is False; expected both: it doubles the sigmoid. Pass beta_sigmoid=True.",)
+        if allow_neg_eigval and not beta_sigmoid
+        else ()
+    )
 
 
 def scale_of(scale: float | None, keys: Tensor) -> float:

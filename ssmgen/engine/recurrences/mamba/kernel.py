@@ -27,7 +27,7 @@ class MambaKernel(RowSpec, SsuProblem):
     chunk: int = field(default=8, metadata=LATER)  # tokens staged at a time, where a call has several
 
     def violations(self, arch: Arch) -> list[str]:
-        modern = must(arch >= FP8 or Narrow.E4M3 not in self.narrow, f"fp8 states need sm_89, not {arch}")
+        modern = must(arch >= FP8 or Narrow.E4M3 not in self.narrow, f"arch is {arch}; expected sm_89 or later for fp8 states")
         return RowSpec.violations(self, arch) or staged_violations(self) or modern
 
     @property
@@ -117,7 +117,13 @@ def staged_violations(spec: Any) -> list[str]:
     if not spec.several:
         return []
     return [
-        *must(spec.tile == spec.rows_per_step, "several tokens need all rows of a tile in flight at once"),
-        *must(spec.shared_bytes <= SHARED_BYTES, f"{spec.shared_bytes} bytes of shared memory exceed 48 KiB"),
-        *must(not spec.prefetch or spec.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
+        *must(
+            spec.tile == spec.rows_per_step,
+            f"tile is {spec.tile}; expected {spec.rows_per_step}, the rows in flight: several tokens keep all rows of a tile in registers",
+        ),
+        *must(spec.shared_bytes <= SHARED_BYTES, f"a block uses {spec.shared_bytes} bytes of shared memory; expected at most 49152"),
+        *must(
+            not spec.prefetch or spec.accepted is Index.NONE,
+            f"prefetch is {spec.prefetch} with accepted={spec.accepted.value}; expected 0: the column that a call starts from is in memory",
+        ),
     ]

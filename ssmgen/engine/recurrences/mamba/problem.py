@@ -110,32 +110,66 @@ class SsuProblem(RowProblem):
     def faults(self) -> list[str]:
         """Constraints that no variant can meet."""
         return [
-            *must(self.d_state >= 1, f"d_state {self.d_state} is not positive"),
-            *must(self.d_state <= 1024, f"d_state {self.d_state} is above 1024"),
+            *must(self.d_state >= 1, f"d_state is {self.d_state}; expected 1 … 1024"),
+            *must(self.d_state <= 1024, f"d_state is {self.d_state}; expected 1 … 1024"),
             *must(
                 not self.guarded or self.state_loads is self.operand_loads is Loads.ELEMENT,
-                f"d_state {self.d_state} needs loads by elements",
+                f"loads are by vectors with d_state {self.d_state}; expected state_loads=element and operand_loads=element",
             ),
-            *must(self.headdim >= 1, f"headdim {self.headdim} is not positive"),
-            *must(self.nheads % self.ngroups == 0, f"nheads {self.nheads} is not a multiple of ngroups {self.ngroups}"),
-            *must(self.headdim * self.d_state * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
-            *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
-            *must(not self.philox_rounds or self.d_state % 4 == 0, f"noise comes for 4 elements of a row, and d_state is {self.d_state}"),
-            *must(not self.philox_rounds or bool(self.rounded), "noise is for states that are written, but for f32"),
+            *must(self.headdim >= 1, f"headdim is {self.headdim}; expected 1 or more"),
+            *must(self.nheads % self.ngroups == 0, f"nheads is {self.nheads}; expected a multiple of ngroups {self.ngroups}"),
+            *must(
+                self.headdim * self.d_state * self.nheads < 2**31,
+                "one slot of the state has 2^31 elements or more; expected fewer, for 32-bit offsets",
+            ),
+            *must(
+                self.pool is PoolMode.SINGLE or self.index is not Index.NONE,
+                "pool is split and index is none; expected a type of state_indices for index",
+            ),
+            *must(
+                not self.philox_rounds or self.d_state % 4 == 0,
+                f"d_state is {self.d_state} with philox_rounds {self.philox_rounds}; expected a multiple of 4",
+            ),
+            *must(
+                not self.philox_rounds or bool(self.rounded),
+                f"philox_rounds is {self.philox_rounds} and no written state is rounded; expected 0, or a state shorter than f32",
+            ),
             *(self._faults_of_tokens() if self.several else self._faults_of_one()),
         ]
 
     def _faults_of_one(self) -> list[str]:
         bare = self.update is Update.FINAL and not (self.intermediates or self.ragged)
         indices = {self.accepted, self.intermediate_indices, self.parents}
-        return must(bare and indices == {Index.NONE}, "one token has its state updated, and nothing that belongs to several")
+        return must(
+            bare and indices == {Index.NONE},
+            "several is no with update, accepted, cu_seqlens, parents or intermediate states set; expected several=yes",
+        )
 
     def _faults_of_tokens(self) -> list[str]:
         return [
-            *must(self.tied, "several tokens need A, dt and dt_bias tied per head: [heads], or views with stride 0"),
-            *must(self.pool is PoolMode.SINGLE or self.update is not Update.NONE, "a split pool that is not written"),
-            *must(self.update is not Update.EACH or self.pool is PoolMode.SPLIT, "a state per token needs a slot for each"),
-            *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
-            *must(self.intermediates or self.intermediate_indices is Index.NONE, "rows of intermediate states without such states"),
-            *must(self.intermediates or self.parents is Index.NONE, "a draft tree needs intermediate states"),
+            *must(
+                self.tied,
+                "A, dt or dt_bias differs within a head; expected one value per head for several tokens. "
+                "Pass [heads], or views with stride 0.",
+            ),
+            *must(
+                self.pool is PoolMode.SINGLE or self.update is not Update.NONE,
+                "pool is split and update is none; expected pool=single, or a state that is written",
+            ),
+            *must(
+                self.update is not Update.EACH or self.pool is PoolMode.SPLIT,
+                "update is each and pool is single; expected pool=split, a slot per token",
+            ),
+            *must(
+                self.accepted is Index.NONE or self.index is not Index.NONE,
+                f"accepted is {self.accepted.value} with index=none; expected a type of state_indices for index",
+            ),
+            *must(
+                self.intermediates or self.intermediate_indices is Index.NONE,
+                "the rows of intermediate states have indices, and there are no intermediate states; expected both",
+            ),
+            *must(
+                self.intermediates or self.parents is Index.NONE,
+                "parents is set without intermediate states; expected a buffer of intermediate states",
+            ),
         ]

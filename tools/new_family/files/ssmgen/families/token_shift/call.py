@@ -34,8 +34,8 @@ def token_shift(
     state: [slots, dim] of x's dtype, in place          x, out: [batch, dim] f32, f16 or bf16; mix: [dim]
     Rows may have any distance; their channels are contiguous.
     state_indices: [batch] int32 or int64, slot of each row; None for slot = row. Slots must be distinct, else rows race
-    pad_slot_id: a row whose slot is negative, equals it or is no slot of the pool gets a zero output and touches no state
-    pdl: whether the kernel may start while the one ahead of it in the stream ends; None = where the device can
+    pad_slot_id: a row whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can
 
     Returns out. CPU tensors run the reference implementation.
     Raises ArgumentError, UnsupportedError, CaptureError, NotBuiltError, CompileError, LoadError, LaunchError.
@@ -52,17 +52,21 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     checks.check_types(OPERANDS, named, "state", problems)
     state, x = named["state"], named["x"]
     if state.dim() != 2 or x.dim() != 2:
-        problems.append(f"state is {list(state.shape)} and x is {list(x.shape)}, not [slots, dim] and [batch, dim]")
+        problems.append(f"state is {list(state.shape)} and x is {list(x.shape)}; expected [slots, dim] and [batch, dim]")
         return {}
     (slots, dim), batch = state.shape, x.shape[0]
     fits = checks.check_shapes(OPERANDS, named, {"slot": slots, "batch": batch, "dim": dim}, problems)
     for name in ("state", "x", "out", "mix"):
         if named[name].dim() and named[name].stride(-1) != 1 and dim > 1:
-            problems.append(f"{name} has strides {list(named[name].stride())}; its channels must be contiguous")
-    problems += [f"{n} is {named[n].dtype}, x is {x.dtype}".replace("torch.", "") for n in ("state", "out") if named[n].dtype != x.dtype]
+            problems.append(f"{name} has strides {list(named[name].stride())}; expected contiguous channels")
+    problems += [
+        f"{n} is {named[n].dtype}; expected {x.dtype}, the dtype of x".replace("torch.", "")
+        for n in ("state", "out")
+        if named[n].dtype != x.dtype
+    ]
     problems += [f"{n} has rows that share memory" for n in OPERANDS.written if checks.overlaps_itself(named[n])]
     if "state_indices" not in named and slots < batch:
-        problems.append(f"state has {slots} slots for a batch of {batch}, and there are no state_indices")
+        problems.append(f"state has {slots} slots; expected {batch} or more. Pass a larger state, or state_indices.")
     return dict(named) if fits else {}
 
 

@@ -35,7 +35,7 @@ class TokenShiftProblem(Problem):
 
     def faults(self) -> list[str]:
         """Constraints that no variant can meet."""
-        return must(1 <= self.dim < 2**24, f"dim {self.dim} is not 1 … 2^24")
+        return must(1 <= self.dim < 2**24, f"dim is {self.dim}; expected 1 … 2^24 - 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,12 @@ class TokenShiftSpec(KernelSpec, TokenShiftProblem):
         vector = self.loads is Loads.VECTOR
         return [
             *self.faults(),
-            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads {self.threads} is not 32 … 1024 in steps of 32"),
-            *must(vector or self.vec == 1, f"vec {self.vec} of operands that are not aligned is not 1"),
-            *must(not vector or self.vec * self.x.size in (4, 8, 16), f"vec {self.vec} of {self.x.value} is not 4, 8 or 16 bytes"),
-            *must(self.dim % self.vec == 0, f"dim {self.dim} is not a multiple of vec {self.vec}"),
-            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(self.threads % 32 == 0 and 32 <= self.threads <= 1024, f"threads is {self.threads}; expected 32 … 1024 in steps of 32"),
+            *must(vector or self.vec == 1, f"vec is {self.vec} for operands that are not aligned; expected 1"),
+            *must(not vector or self.vec * self.x.size in (4, 8, 16), f"vec is {self.vec} of {self.x.value}; expected 4, 8 or 16 bytes"),
+            *must(self.dim % self.vec == 0, f"dim is {self.dim}; expected a multiple of vec {self.vec}"),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
     def operands(self) -> list[str]:
