@@ -50,19 +50,18 @@ def skinny_linear(
     out: [*rows, N] of x's dtype or f32, one for each weight, of one dtype; None for new ones of x's dtype
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
-    Returns out; with a list of weights, a tuple. CPU tensors run the reference implementation.
+    Returns out; of several weights, a tuple. CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     """
-    several = isinstance(weight, (tuple, list))
     weights, biases, outs = (_listed(given) for given in (weight, bias, out))
     objections = _objections(weights, biases, outs)
     if out is None and isinstance(x, Tensor) and x.dim():
         outs = [x.new_empty((*x.shape[:-1], w.shape[0])) if isinstance(w, Tensor) and w.dim() else None for w in weights]
     padded = [(*(given[:MOST]), *[None] * (MOST - len(given))) for given in (weights, biases, outs)]
     tensors = OPERANDS.Tensors(x, *padded[0], *padded[1], *padded[2])
-    found: Any = run(CALLER, tensors, Options(), pdl, returns=tuple(OUTS[: min(len(weights), MOST)]), objections=objections)
-    return (found,) if several and len(weights) == 1 else found
+    returns = (*OUTS[: max(1, min(len(weights), MOST))],)
+    return run(CALLER, tensors, Options(), pdl, returns=returns, objections=objections)
 
 
 def _listed(given: Any) -> list[Any]:

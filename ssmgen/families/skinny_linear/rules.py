@@ -24,7 +24,9 @@ def space(problem: SkinnyProblem, arch: Arch) -> Iterator[KernelSpec]:
                 for stages in (12, 10, 8, 6, 4):
                     for held in (1, 2, 4, 8):
                         for slots in (1, 2):
-                            found += [of(SkinnySpec, problem, tiles=tiles, stages=stages, held=held, slots=slots, pdl=pdl)]
+                            found += [
+                                of(SkinnySpec, problem, tiles=tiles, stages=stages, held=held, slots=slots, joined=min(2, tiles), pdl=pdl)
+                            ]
         else:
             for tile in (1, 2, 4, 8):
                 for depth in (1, 2, 4):
@@ -44,7 +46,7 @@ def fitting(problem: SkinnyProblem, n: int, arch: Arch, pdl: Pdl) -> SkinnySpec 
         for tiles in range(-(-each // turns), 0, -1):
             held = min(64 // problem.rows, max(2, 16 // tiles), -(-problem.k // 512))
             for stages in (many for many in STAGES if many >= least):
-                spec: SkinnySpec = of(SkinnySpec, problem, tiles=tiles, stages=stages, held=held, pdl=pdl)
+                spec: SkinnySpec = of(SkinnySpec, problem, tiles=tiles, stages=stages, held=held, joined=min(2, tiles), pdl=pdl)
                 if not spec.violations(arch):
                     return spec
     return None

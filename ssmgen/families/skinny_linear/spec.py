@@ -23,7 +23,7 @@ from .problem import OPERATOR, SkinnyProblem
 
 SLOT, CHAINS, TILE = 64, 8, 16  # elements of a slot; chains; rows of a weight
 PAD = 64  # bytes between rows of a stage: two neighbouring rows use all banks
-REGISTERS = 200  # that sums and x may take together with everything else, of 224 for 288 threads
+REGISTERS, SPARE = 208, 48  # of a thread, of 224 that 288 threads may have; those for all but sums and x
 
 
 class SkinnyKernel(KernelSpec, SkinnyProblem):
@@ -62,7 +62,8 @@ class SkinnySpec(SkinnyKernel):
     slots: int = 1  # of each chain, in a piece
     held: int = 2  # pieces of x in registers
     warps: int = 8  # that multiply: each has 8 / warps chains
-    min_blocks: int = 1  # per SM, for ptxas
+    joined: int = 2  # tiles whose sums are in shared memory at once
+    min_blocks: int = 1  # per SM, with those of the next kernel: for ptxas
     pdl: Pdl = Pdl.OFF
 
     @property
@@ -104,11 +105,11 @@ class SkinnySpec(SkinnyKernel):
 
     @property
     def dynamic_bytes(self) -> int:
-        return 4 * (self.stages * TILE * self.row_words + self.tiles * self.warps * self.sum_words)
+        return 4 * (self.stages * TILE * self.row_words + self.joined * self.warps * self.sum_words)
 
     @property
     def registers(self) -> int:
-        """Of a thread, for sums and x."""
+        """Registers of a thread for sums and x."""
         chains, columns = CHAINS // self.warps, self.rows // 8
         return chains * columns * (4 * self.tiles + 8 * self.held * self.slots)
 
@@ -116,25 +117,31 @@ class SkinnySpec(SkinnyKernel):
     def stem(self) -> str:
         how = f"t{self.tiles}s{self.stages}h{self.held}" + (f"x{self.slots}" if self.slots > 1 else "")
         how += f"w{self.warps}" if self.warps != CHAINS else ""
+        how += f"b{self.min_blocks}" if self.min_blocks > 1 else ""
         return f"skinny_{self.said_problem}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
             *self.faults(),
             *must(self.warps in (4, 8), f"warps {self.warps} are not 4 or 8"),
-            *must(self.slots in (1, 2), f"slots {self.slots} are not 1 or 2"),
+            *must(self.slots in (1, 2, 4), f"slots {self.slots} are not 1, 2 or 4"),
         ]:
             return problems
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
-        shared = self.dynamic_bytes + 16 * self.stages
+        shared, room = self.dynamic_bytes + 16 * self.stages, REGISTERS // self.min_blocks - SPARE
         return [
             *must(self.x is not DType.F32, "tensor cores multiply bf16 and f16, not f32"),
             *must(arch >= SM90, f"bulk copies need sm_90, not {arch}"),
             *must(1 <= self.tiles <= 16, f"tiles {self.tiles} are not 1 … 16"),
             *must(2 <= self.stages <= 32, f"stages {self.stages} are not 2 … 32"),
-            *must(self.min_blocks == 1, f"min_blocks {self.min_blocks} is not 1: shared memory is full"),
+            *must(1 <= self.joined <= self.tiles, f"joined {self.joined} is not 1 … {self.tiles}, the tiles"),
+            *must(self.min_blocks in (1, 2), f"min_blocks {self.min_blocks} is not 1 or 2"),
             *must(1 <= self.held <= self.pieces, f"held {self.held} is not 1 … {self.pieces}, the pieces of a row"),
-            *must(self.registers <= REGISTERS - 48, f"sums and x take {self.registers} registers, above {REGISTERS - 48}"),
+            *must(self.registers <= room, f"sums and x take {self.registers} registers, above {room}"),
+            *must(
+                self.min_blocks * (shared + SHARED_RESERVED) <= most + SHARED_RESERVED,
+                f"{self.min_blocks} blocks have no room for {shared} bytes",
+            ),
             *must(shared <= most, f"{shared} bytes of shared memory exceed the {most} of {arch}"),
         ]
 

@@ -131,7 +131,7 @@ def test_several_weights_have_the_bits_of_each_alone():
 def test_more_tiles_than_sums_in_registers():
     """Blocks come back for more tiles: x is loaded anew, and the memory of sums is used again."""
     named = operands(torch.bfloat16, 1536, (200,), None, 0, rows=2)
-    few, many = (SkinnySpec(**_fields(problem_of(named)), tiles=t, stages=4, held=h) for t, h in ((1, 1), (6, 3)))
+    few, many = (SkinnySpec(**_fields(problem_of(named)), tiles=t, stages=4, held=h, joined=1) for t, h in ((1, 1), (6, 3)))
     assert torch.equal(emulate(few, named)[0], emulate(many, named)[0])
 
 
@@ -184,7 +184,7 @@ def test_the_function_follows_linear():
     assert torch.allclose(ssmgen.skinny_linear(x, w[0], b[0]), linear(x, w[0], b[0]), atol=1e-5)
     outs = ssmgen.skinny_linear(x, w, b)
     assert isinstance(outs, tuple) and all(torch.allclose(y, linear(x, *p), atol=1e-5) for y, *p in zip(outs, w, b, strict=True))
-    (alone,) = ssmgen.skinny_linear(x[0, 0], w[:1])
+    alone = ssmgen.skinny_linear(x[0, 0], w[:1])
     assert alone.shape == (16,) and torch.allclose(alone, linear(x[0, 0], w[0]), atol=1e-5)
     half, out = x.bfloat16(), torch.empty(2, 3, 16)
     assert ssmgen.skinny_linear(half, w[0].bfloat16(), out=out) is out and out.dtype == torch.float32
