@@ -134,8 +134,7 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
             lines = bullets([f"{label}: {words}" for label, words in patch.lost.items()])
             raise PatchError(f"accelerate(strict=True) cannot replace all that ssmgen knows of {type(model).__name__}:\n{lines}")
         done, left = _replaced(model, patch)
-        done += [linears.words] if linears.modules else []
-        left += linears.left
+        done.append(linears.words)
         device = _device(model)
         if device == "several devices":
             left.append("kernels are not loaded ahead, and steps are not captured: the model is on several devices")

@@ -58,21 +58,21 @@ class Linears:
 
     def __init__(self, model: torch.nn.Module):
         self.modules: list[torch.nn.Linear] = []
-        left: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 if why := objection(module):
-                    left[why] += 1
+                    self._left[why] += 1
                 else:
                     self.modules.append(module)
-        self.left = [f"{count} linear layers are PyTorch's: {why}" for why, count in left.items()]
         for module in self.modules:
             module.forward = _Forward(module)
 
     @property
     def words(self) -> str:
-        """What was replaced."""
-        return f"{len(self.modules)} linear layers multiply up to {MOST} rows by skinny_linear, and more by PyTorch"
+        """What was replaced, and what was not."""
+        done = f"{len(self.modules)} linear layers multiply up to {MOST} rows by skinny_linear, and more by PyTorch"
+        return "; ".join([done, *(f"{count} stay PyTorch's: {why}" for why, count in self._left.items())])
 
     def load(self, sizes: Iterable[int]) -> None:
         """Compiles and loads the kernels of these numbers of rows."""

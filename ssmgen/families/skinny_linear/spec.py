@@ -23,7 +23,7 @@ from .problem import OPERATOR, SkinnyProblem
 
 SLOT, CHAINS, TILE = 64, 8, 16  # elements of a slot; chains; rows of a weight
 PAD = 64  # bytes between rows of a stage: two neighbouring rows use all banks
-REGISTERS, SPARE = 208, 48  # of a thread, of 224 that 288 threads may have; those for all but sums and x
+REGISTERS, SPARE = 224, 44  # that a thread may have, of 288; those for all but sums and x
 
 
 class SkinnyKernel(KernelSpec, SkinnyProblem):
@@ -69,7 +69,7 @@ class SkinnySpec(SkinnyKernel):
     @property
     def needs(self) -> Needs:
         return Needs(
-            barriers=True, meetings=True, shared_quads=True, elements=self.loads is Loads.ELEMENT, mma=self.x.value
+            barriers=True, meetings=True, places=True, elements=self.loads is Loads.ELEMENT, mma=self.x.value
         )  # fmt: skip
 
     @property

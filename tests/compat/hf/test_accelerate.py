@@ -17,6 +17,7 @@ from hf_cases import nothing_stays_patched as nothing_stays_patched
 import ssmgen
 from ssmgen.compat import hf
 from ssmgen.compat.hf import generate as hf_generate
+from ssmgen.compat.hf import linears
 from ssmgen.errors import ArgumentError, PatchError
 
 IDS = torch.arange(3, 13).view(2, 5)
@@ -212,3 +213,49 @@ def test_naming_it_imports_no_transformers():
     program = "import sys, ssmgen\nassert 'torch' not in sys.modules\nssmgen.accelerate\nassert 'transformers' not in sys.modules\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_linear_layers_take_few_rows_by_skinny_linear_and_undo_restores_them(monkeypatch):
+    model = built("mamba2")
+    layers = {
+        name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and not (m.weight.shape[0] % 8 or m.weight.shape[1] % 8)
+    }
+    assert layers
+    weights = {name: (m.weight, m.weight.data_ptr()) for name, m in layers.items()}
+    rows = []
+    ours = linears.skinny_linear
+    monkeypatch.setattr(linears, "skinny_linear", lambda x, *rest: rows.append(x.shape[:-1].numel()) or ours(x, *rest))
+    name, layer = next(iter(layers.items()))
+    few, many = torch.randn(2, 8, layer.in_features), torch.randn(17, layer.in_features)
+    with torch.no_grad():
+        want = [layer(x) for x in (few, many, few.transpose(0, 1), few[:0])]
+    with ssmgen.accelerate(model) as fast:
+        rows.clear()
+        with torch.no_grad():
+            got = [layer(x) for x in (few, many, few.transpose(0, 1), few[:0])]
+        assert rows == [16, 16], "17 rows, and none, are PyTorch's"
+        assert layer(few).requires_grad and rows == [16, 16], "so are calls that record a gradient"
+        assert any(f"{len(layers)} linear layers multiply up to 16 rows by skinny_linear" in words for words in fast.done)
+        fast.generate(IDS, 3)
+        assert 2 in rows
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    assert all(m.weight is weights[name][0] and m.weight.data_ptr() == weights[name][1] for name, m in layers.items())
+
+
+def test_linear_layers_that_are_not_plain_stay_as_they_are():
+    class Own(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    hooked, odd, own = torch.nn.Linear(16, 8), torch.nn.Linear(16, 12), Own(16, 8)
+    hooked.forward = lambda x: x
+    narrow = torch.nn.Linear(16, 8).to(torch.float64)
+    model = torch.nn.ModuleList([hooked, odd, own, narrow, torch.nn.Linear(16, 8)])
+    made = linears.Linears(model)
+    assert made.modules == [model[4]]
+    for words in ("something else has replaced", "not multiples of 8", "own forward", "weights are float64"):
+        assert words in made.words
+    made.undo()
+    made.undo()
+    assert "forward" not in model[4].__dict__ and hooked.forward(3) == 3
