@@ -195,14 +195,18 @@ skinny_fma_f32_k200r16_2w_bias_any_t1d4w4_c7ae7f95(
       if (step + kDepth < kSteps) load_weight(w[i], step + kDepth);
       if (k >= kK) continue;
 #pragma unroll
-      for (u32 row = 0; row < kRows; ++row) {
-        if (row >= rows) break;
-        float of_x[kVec];
-        read_x(x + u64(row) * x_row + k, of_x);
+      for (u32 group = 0; group < kRows; group += 4) {  // of rows of x, whose loads are in flight together
+        if (group >= rows) break;
+        float of_x[4][kVec];
 #pragma unroll
-        for (u32 r = 0; r < kTile; ++r) {
+        for (u32 row = 0; row < 4; ++row) read_x(x + u64(min(group + row, rows - 1)) * x_row + k, of_x[row]);
 #pragma unroll
-          for (u32 j = 0; j < kVec; ++j) sums[r][row] = fmaf(of_weight[r][j], of_x[j], sums[r][row]);
+        for (u32 row = 0; row < 4; ++row) {
+#pragma unroll
+          for (u32 r = 0; r < kTile; ++r) {
+#pragma unroll
+            for (u32 j = 0; j < kVec; ++j) sums[r][group + row] = fmaf(of_weight[r][j], of_x[row][j], sums[r][group + row]);
+          }
         }
       }
     }

@@ -16,6 +16,7 @@ from ...families.skinny_linear.problem import MAX_K, ROWS
 from . import projections
 
 MOST = ROWS[-1]  # rows
+MOST_F32 = 1  # with f32 weights, cuBLAS was faster for 8 rows
 
 
 def objection(module: torch.nn.Linear) -> str:
@@ -36,14 +37,15 @@ def objection(module: torch.nn.Linear) -> str:
 
 
 class _Forward:
-    """The forward of one linear layer: skinny_linear for up to 16 rows, else PyTorch's."""
+    """The forward of one linear layer: skinny_linear for few rows, else PyTorch's."""
 
     def __init__(self, module: torch.nn.Linear):
         self.module = module
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.module.weight, self.module.bias
-        if x.dtype != weight.dtype or torch.is_grad_enabled() or not 0 < x.numel() <= MOST * x.shape[-1]:
+        most = MOST_F32 if weight.dtype is torch.float32 else MOST
+        if x.dtype != weight.dtype or torch.is_grad_enabled() or not 0 < x.numel() <= most * x.shape[-1]:
             return linear(x, weight, bias)
         if x.stride(-1) != 1:
             x = x.contiguous()
@@ -70,8 +72,8 @@ class Linears:
 
     @property
     def words(self) -> str:
-        """What was replaced, and what was not."""
-        done = f"{len(self.modules)} linear layers multiply up to {MOST} rows by skinny_linear, and more by PyTorch"
+        """The changed layers and the others, for a report."""
+        done = f"{len(self.modules)} linear layers multiply up to {MOST} rows (f32: {MOST_F32}) by skinny_linear, and more by PyTorch"
         return "; ".join([done, *(f"{count} stay PyTorch's: {why}" for why, count in self._left.items())])
 
     def load(self, sizes: Iterable[int]) -> None:

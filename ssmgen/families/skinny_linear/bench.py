@@ -1,8 +1,8 @@
 """The benchmark of skinny_linear: x, weight and output of one dtype.
 
 Weights rotate over enough sets to exceed 640 MB: each call reads its weight from memory, as a decode step does. x and the output rotate
-too. TB/s counts the weight, x and the output, each once. The ceiling is torch's multiplication out of place: it reads half as many bytes
-as the weight has, and writes as many. The peer is torch.mm with `out`, which is cuBLAS, as torch.nn.functional.linear is. Host times are
+too. TB/s counts the weight, x and the output, each once. The ceiling is torch's multiplication out of place: it reads half of the
+weight and writes the other half. The peer is torch.mm with `out`, which is cuBLAS, as torch.nn.functional.linear is. Host times are
 eager calls with prepared arguments.
 """
 

@@ -25,7 +25,7 @@ from .spec import tiles_of
 
 
 class Options(NamedTuple):
-    """A call has no arguments that are not tensors."""
+    """All arguments of a call are tensors."""
 
 
 @operator(like="x")
@@ -40,13 +40,13 @@ def skinny_linear(
     """out = x weight^T + bias, for 1 to 16 rows of x: the products of a decode step, at the speed of memory.
 
     The weights are constant: the kernel loads them before the previous kernel in the stream has ended, if that kernel allows it (`pdl`). A
-    weight must not be an output of that kernel. Sums are f32, in one order: a row of x has the same bits with any other rows beside it,
-    and in every variant. Tensor cores multiply 16-bit weights from sm_90 on; f32 weights, and older GPUs, have another order of sums.
+    weight must not be an output of that kernel. Sums are f32, in one order: a row of x has the same bits in every batch and in every
+    variant. Tensor cores multiply 16-bit weights from sm_90 on; f32 weights, and older GPUs, have another order of sums.
 
     x: [*rows, K] f32, f16 or bf16, 1 … 16 rows in all. K is contiguous, and rows have one distance; K is a multiple of 8
     weight: [N, K] of x's dtype, K contiguous, rows at multiples of 16 bytes; N is a multiple of 8. Or up to four weights of equal K, whose
         products share a launch: q, k and v of attention, gate and up of an MLP
-    bias: [N] f32, f16 or bf16, or as many as weights, of one dtype; None for 0
+    bias: [N] f32, f16 or bf16; one for each weight, of one dtype; None for 0
     out: [*rows, N] of x's dtype or f32, one for each weight, of one dtype; None for new ones of x's dtype
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 

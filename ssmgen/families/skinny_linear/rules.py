@@ -14,7 +14,8 @@ SIZE, MAX_SIZE = "rows of the weights", 2**18  # the rules compare this size; be
 SMS = 132  # of an H100 and an H200
 # Measured on an H200 with weights from memory, 1, 8 and 16 rows of x (docs/lab/skinny_linear.md).
 HELD = 64  # registers of x: with 128, K = 8192 took 15 % more, and 16 rows of K = 4096 took 19 % more
-MOST_TILES = 4  # of a block at once where a row of x is not held as a whole: 5 % less time than 1 for 16 rows
+MOST_TILES = 5  # of a block at once where a row of x is not held as a whole: 5 % less time than 1 for 16 rows
+FMA_ROWS = 16 * SMS  # from here on, warps with two rows still are eight or more per SM
 STAGES = {1: (8, 4, 2), 2: (4, 2)}  # by slots; an odd number of 32 KB took 6 % more
 
 
@@ -56,5 +57,4 @@ def candidates(problem: SkinnyProblem, n: int, arch: Arch, pdl: bool) -> Iterato
     when = Pdl.TRIGGER_TOP if pdl else Pdl.OFF
     spec = fitting(problem, n, arch, when)
     yield "tensor-cores", spec, "" if spec else f"they multiply bf16 and f16 from sm_90 on, not {problem.x.value} on {arch}"
-    tile = 4 if n >= 4 * 4 * SMS else 2 if n >= 2 * 4 * SMS else 1
-    yield "fma", of(FmaSpec, problem, tile=tile, depth=4 if tile < 4 else 2, warps=4, pdl=when), ""
+    yield "fma", of(FmaSpec, problem, tile=2 if n >= FMA_ROWS else 1, depth=4, warps=4, pdl=when), ""

@@ -63,7 +63,7 @@ class SkinnySpec(SkinnyKernel):
     held: int = 2  # pieces of x in registers
     warps: int = 8  # that multiply: each has 8 / warps chains
     joined: int = 2  # tiles whose sums are in shared memory at once
-    min_blocks: int = 1  # per SM, with those of the next kernel: for ptxas
+    min_blocks: int = 1  # per SM, the next kernel's blocks included: for ptxas
     pdl: Pdl = Pdl.OFF
 
     @property

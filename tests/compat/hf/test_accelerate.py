@@ -215,32 +215,47 @@ def test_naming_it_imports_no_transformers():
     assert done.returncode == 0, done.stderr
 
 
-def test_linear_layers_take_few_rows_by_skinny_linear_and_undo_restores_them(monkeypatch):
-    model = built("mamba2")
-    layers = {
-        name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and not (m.weight.shape[0] % 8 or m.weight.shape[1] % 8)
-    }
-    assert layers
-    weights = {name: (m.weight, m.weight.data_ptr()) for name, m in layers.items()}
-    rows = []
+@pytest.fixture
+def rows(monkeypatch):
+    """The rows of each call of skinny_linear by a linear layer."""
+    found = []
     ours = linears.skinny_linear
-    monkeypatch.setattr(linears, "skinny_linear", lambda x, *rest: rows.append(x.shape[:-1].numel()) or ours(x, *rest))
-    name, layer = next(iter(layers.items()))
-    few, many = torch.randn(2, 8, layer.in_features), torch.randn(17, layer.in_features)
-    with torch.no_grad():
-        want = [layer(x) for x in (few, many, few.transpose(0, 1), few[:0])]
+    monkeypatch.setattr(linears, "skinny_linear", lambda x, *rest: found.append(x.shape[:-1].numel()) or ours(x, *rest))
+    return found
+
+
+def test_linear_layers_multiply_few_rows_by_skinny_linear_and_undo_restores_them(rows):
+    model = built("mamba2")
+    layers = [m for m in model.modules() if type(m) is torch.nn.Linear and not any(n % 8 for n in m.weight.shape)]
+    assert layers
+    weights = [(m.weight, m.weight.data_ptr()) for m in layers]
+    want = of_transformers(model, IDS[:1], 3)
     with ssmgen.accelerate(model) as fast:
-        rows.clear()
-        with torch.no_grad():
-            got = [layer(x) for x in (few, many, few.transpose(0, 1), few[:0])]
-        assert rows == [16, 16], "17 rows, and none, are PyTorch's"
-        assert layer(few).requires_grad and rows == [16, 16], "so are calls that record a gradient"
-        assert any(f"{len(layers)} linear layers multiply up to 16 rows by skinny_linear" in words for words in fast.done)
-        fast.generate(IDS, 3)
-        assert 2 in rows
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
+        assert any(f"{len(layers)} linear layers multiply up to 16 rows (f32: 1) by skinny_linear" in words for words in fast.done)
+        assert torch.equal(fast.generate(IDS[:1], 3), want) and rows == [1] * len(rows) and len(rows) >= 2 * len(layers)
     assert all("forward" not in m.__dict__ for m in model.modules())
-    assert all(m.weight is weights[name][0] and m.weight.data_ptr() == weights[name][1] for name, m in layers.items())
+    assert all(m.weight is weight and m.weight.data_ptr() == where for m, (weight, where) in zip(layers, weights, strict=True))
+
+
+def test_a_linear_layer_leaves_other_calls_to_pytorch(rows):
+    layer = torch.nn.Linear(24, 16).bfloat16()
+    given = [torch.randn(*shape, 24).bfloat16() for shape in ((2, 8), (8, 2), (17,), (0,), (1,))]
+    given[1] = given[1].transpose(0, 1)
+    with torch.no_grad():
+        want = [layer(x) for x in given]
+        made = linears.Linears(layer)
+        got = [layer(x) for x in given]
+        assert rows == [16, 16, 1], "17 rows, and none, are PyTorch's"
+        made.load([4, 40])
+        assert sorted(rows) == [1, 4, 16, 16], "more than 16 have nothing to load"
+    assert layer(given[0]).requires_grad and len(rows) == 4, "calls that record a gradient are PyTorch's"
+    with torch.no_grad():
+        layer.float()(given[0].float())
+        assert len(rows) == 4, "16 rows of f32, too"
+        layer(given[4].float())
+        assert rows[-1] == 1
+    made.undo()
+    assert all(torch.allclose(a, b, rtol=2**-6, atol=1e-3) for a, b in zip(got, want, strict=True))
 
 
 def test_linear_layers_that_are_not_plain_stay_as_they_are():

@@ -95,7 +95,7 @@ def test_variants_are_bit_equal_and_within_rounding_of_float64(case):
 @needs_gxx
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_row_has_the_same_bits_beside_any_others(case):
-    """In the variants that serve 1, 5, 8, 9 and 16 rows."""
+    """The variants that serve 1, 5, 8, 9 and 16 rows agree."""
     whole = operands(*case, rows=16)
     n = sum(t.shape[0] for name, t in whole.items() if name in WEIGHTS)
     all_rows = emulate(served(problem_of(whole), n), whole)
@@ -130,7 +130,7 @@ def test_several_weights_have_the_bits_of_each_alone():
 
 @needs_gxx
 def test_more_tiles_than_sums_in_registers():
-    """Blocks come back for more tiles: x is loaded anew, and the memory of sums is used again."""
+    """Blocks take more tiles later: x is loaded again, and the memory of sums is reused."""
     named = operands(torch.bfloat16, 1536, (200,), None, 0, rows=2)
     few, many = (SkinnySpec(**_fields(problem_of(named)), tiles=t, stages=4, held=h, joined=1) for t, h in ((1, 1), (6, 3)))
     assert torch.equal(emulate(few, named)[0], emulate(many, named)[0])
@@ -149,7 +149,7 @@ def test_weights_are_read_before_the_wait_and_x_is_not():
         before, after = text[text.index(f"\n{spec.name}(") :].split("wait_for_upstream();")
         assert "weight" in before and not re.search(r"load_x|read\(x|\(x \+", before) and re.search(r"load_x|read\(x", after)
     late = served(problem_of(named), 72)
-    with pytest.raises(emulator.EmulatorError, match="wait"):  # x ahead of the wait is an error that the emulator sees
+    with pytest.raises(emulator.EmulatorError, match="wait"):  # the emulator sees a load of x before the wait
         text = render(late, SM90).replace("  wait_for_upstream();", "  (void)load(x + rows);\n  wait_for_upstream();")
         packed = Arguments(late, op.kernel_values(late, named, op.Options())).at([named[n].data_ptr() for n in late.operands()])
         emulator.run_source(
