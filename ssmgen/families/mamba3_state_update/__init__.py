@@ -6,6 +6,12 @@ FAMILY = Family(
     name="mamba3_state_update",
     kernels=(Kernels("spec:Mamba3Spec", "spec:Mamba3Problem"),),
     functions={"mamba3_state_update": "call:mamba3_state_update"},
+    bench={"mamba3_state_update": "bench:BENCH"},
+    asks="models:ASKS",
+    models="models:KINDS",
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",
+    page="operators/mamba3_state_update.md",
 )

@@ -68,14 +68,14 @@ def mamba3_state_update(
         state <- e^(A dt) state + (1 - trap) dt e^(A dt) (v mimo_x) k + trap dt (x mimo_x) k,   first k and v: of the token before
         out = the sum over ranks of (state q + D x mimo_x) silu(z mimo_z) mimo_o
 
-    H heads of P rows (headdim), N = d_state, a multiple of 4; G groups of heads that share B and C; R ranks, 1 … 8 (SISO: 1, without the
-    axis R and without mimo_*); n angles of a head, up to N / 2. […] is [batch], or [batch, T] for several tokens. Every floating tensor
-    may be f32, f16 or bf16; C has B's type, and so have C_norm, C_bias, and mimo_z and mimo_o the type of their like. Arithmetic is f32, the
-    states are carried from token to token in f32, and the output uses the new state before it is rounded.
+    H heads of P rows (headdim), N = d_state, a multiple of 4; G groups of heads that share B and C; R ranks, 1 … 8 (SISO: 1, without
+    the axis R and without mimo_*); n angles of a head, up to N / 2. […] is [batch], or [batch, T] for several tokens. Every floating
+    tensor may be f32, f16 or bf16. C has the type of B, C_norm of B_norm, C_bias of B_bias, mimo_z and mimo_o of mimo_x. Arithmetic is
+    f32, states are carried from token to token in f32, and the output uses the new state before it is rounded.
 
-    state: [slots, H, P, N], k_state: [slots, R, H, N], v_state: [slots, H, P], angle_state: [slots, H, n] f32: updated in place. Slots may
-        lie at any distance, so the four may share a page. k is the last token's normed, biased and rotated row, and v its x. A sequence's first
-        token needs zeros in the first three. Angles are radians, stored from -pi to pi; any value is read
+    state: [slots, H, P, N], k_state: [slots, R, H, N], v_state: [slots, H, P], angle_state: [slots, H, n] f32: updated in place. Slots
+        may lie at any distance, so all four may share a page. k is the last token's normed, biased and rotated row, and v is its x.
+        Before a sequence's first token the first three are zeros. Angles are radians, stored from -pi to pi; any value is read
     x, z, out: […, H, P]       B, C: […, R, G, N]       dt, A, trap: […, H]       angle: […, n] or […, H, n], logits
     angle_state, angle: None for rows that do not rotate (or have rotated already)
     D, dt_bias: [H], or None          z: None for no gate

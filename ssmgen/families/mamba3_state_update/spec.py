@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
-from ...engine.rows import Rule, RowSpec
-from ...spec.kernel import Arch, Index, Loads, Needs, Param, Pdl, Update, must
+from ...engine.rows import RowSpec, Rule
+from ...spec.kernel import Arch, Index, Loads, Needs, Param, Update, must
 from .operands import OPERANDS
 from .problem import Mamba3Problem
 

@@ -22,9 +22,7 @@ def mamba3_state_update(spec: Mamba3Spec, batch: int, seed: int) -> Trial:
     lead = (batch, TOKENS) if spec.several else (batch,)
     odd = spec.operand_loads is Loads.ELEMENT
     targets = TOKENS if spec.each else 0
-    slots, made = slots_of(
-        spec.index, spec.accepted, [TOKENS] * batch, g, in_place=not spec.split, split=spec.split, targets=targets
-    )
+    slots, made = slots_of(spec.index, spec.accepted, [TOKENS] * batch, g, in_place=not spec.split, split=spec.split, targets=targets)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g)
@@ -56,7 +54,12 @@ def mamba3_state_update(spec: Mamba3Spec, batch: int, seed: int) -> Trial:
     if not spec.by_rank:
         named["out"] = named["out"].squeeze(-3)
     options = Options(
-        spec.rate.value, spec.rotary.value, spec.dt_softplus, spec.trap_sigmoid, philox_rounds=spec.philox_rounds, zero_padding=spec.zero_padding
+        spec.rate.value,
+        spec.rotary.value,
+        spec.dt_softplus,
+        spec.trap_sigmoid,
+        philox_rounds=spec.philox_rounds,
+        zero_padding=spec.zero_padding,
     )
     return trial(CALLER, named, options, without_noise=options._replace(philox_rounds=0), tokens=TOKENS if spec.several else 1)
 
