@@ -54,7 +54,7 @@ class Mamba3(Model):
 
     def problem(self, state: DType, index: Index, pool: PoolMode, io: DType = DType.BF16, tokens: int = 1, **more: Any) -> Mamba3Problem:
         """Projections in `io`; biases, D, mimo_* in f32, as their modules make them. more: other fields of the problem."""
-        operands = dict.fromkeys(("k_state", "v_state", "x", "B", "dt", "A", "trap", "angle", "z", "row_norm", "out"), io)
+        operands: dict[str, Any] = dict.fromkeys(("k_state", "v_state", "x", "B", "dt", "A", "trap", "angle", "z", "row_norm", "out"), io)
         return Mamba3Problem(
             d_state=self.d_state,
             headdim=self.headdim,

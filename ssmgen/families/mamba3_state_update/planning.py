@@ -19,7 +19,20 @@ from .spec import OPERATOR, Mamba3Spec
 from .views import Options, views_of
 
 _ROWS = ("B", "C", "k_state", "B_norm", "C_norm", "B_bias", "C_bias")
+# The first axis from which on an operand of one token must be dense for a kernel that takes no strides of it.
+_INNER = dict.fromkeys(("k_state", "v_state", "angle_state", "x", "B", "C", "dt", "A", "trap", "z", "out"), 1) | {"angle": 2}
+_INNER |= dict.fromkeys(("D", "dt_bias", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "norm_weight"), 0)
 _TYPED = {"row_norm": "B_norm", "row_bias": "B_bias", "mimo": "mimo_x"}
+
+
+def _dense(t: Tensor, first: int) -> bool:
+    """Whether the axes from `first` on are contiguous."""
+    reach = 1
+    for size, stride in zip(reversed(t.shape[first:]), reversed(t.stride()[first:]), strict=True):
+        if size > 1 and stride != reach:
+            return False
+        reach *= size
+    return True
 
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> Mamba3Problem:
@@ -33,9 +46,11 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
 
-    def loads(names: tuple[str, ...], elements: int) -> Loads:
-        aligned = all(checks.aligned(views[n], pointers[n], elements) for n in names if n in views)
-        return Loads.VECTOR if aligned else Loads.ELEMENT
+    vector = min(16 // state.element_size(), N & -N)
+    aligned = all(checks.aligned(views[n], pointers[n], together) for n in _ROWS if n in views)
+    dense = all(
+        _dense(views[n], 2 if n in OPERANDS.tokenwise and views["x"].dim() == 4 else first) for n, first in _INNER.items() if n in views
+    )
 
     return Mamba3Problem(
         d_state=N,
@@ -51,8 +66,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         by_rank="mimo_x" in views and "mimo_o" not in views,
         index=index("state_indices"),
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
-        state_loads=loads(("state",), min(16 // state.element_size(), N & -N)),
-        operand_loads=loads(_ROWS, together),
+        state_loads=Loads.VECTOR if checks.aligned(state, pointers["state"], vector) else Loads.ELEMENT,
+        operand_loads=Loads.VECTOR if aligned and dense else Loads.ELEMENT,
         philox_rounds=options.philox_rounds,
         several=views["x"].dim() == 4,
         accepted=index("num_accepted_tokens"),

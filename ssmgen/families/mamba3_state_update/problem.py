@@ -67,7 +67,7 @@ class Mamba3Problem(RowProblem):
     index: Index = Index.NONE
     pool: PoolMode = PoolMode.SINGLE
     state_loads: Loads = Loads.VECTOR
-    operand_loads: Loads = Loads.VECTOR  # of rows of B, C, k_state, and of their weights
+    operand_loads: Loads = Loads.VECTOR  # VECTOR: rows of B, C, k_state are aligned, and nothing has strides but of slots, batch and tokens
     philox_rounds: int = field(default=0, metadata=LATER)  # of the noise for rounding the state; 0 = round to nearest
     several: bool = field(default=False, metadata=LATER)  # operands have a tokens axis
     accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which picks the column of state_indices
@@ -110,7 +110,7 @@ class Mamba3Problem(RowProblem):
 
     @property
     def loose(self) -> bool:
-        """Whether rows of B and C are loaded element by element, at any stride."""
+        """Whether operands have strides of their own, and rows of B and C are loaded element by element."""
         return self.operand_loads is Loads.ELEMENT
 
     def faults(self) -> list[str]:

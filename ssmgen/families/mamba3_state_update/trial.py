@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...engine.trial import Trial, ordered, slots_of, states, trial, wide
-from ...spec.kernel import Loads
+from ...spec.kernel import DType, Loads
 from .planning import CALLER
 from .spec import Mamba3Spec
 from .views import Options
@@ -27,27 +27,35 @@ def mamba3_state_update(spec: Mamba3Spec, batch: int, seed: int) -> Trial:
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g)
 
+    def laid(values: Tensor, dtype: DType, inner: int, step: int = 1) -> Tensor:
+        """The last `inner` axes are dense, behind a gap; or if operands have strides, rows lie at odd places, `step` apart."""
+        if odd:
+            return wide(values, dtype, True, step)
+        lead = values.shape[: values.dim() - inner]
+        rows = wide(values.reshape(*lead, -1), dtype, False)
+        return rows.view(values.shape)
+
     made["state"] = states(spec.state, (slots,), (H, P, N), 1 if spec.state_loads is Loads.ELEMENT else 16).copy_(randn(slots, H, P, N))
-    made["k_state"] = wide(randn(slots, R, H, N), spec.k_state, odd)
-    made["v_state"] = wide(randn(slots, H, P), spec.v_state, True)
+    made["k_state"] = laid(randn(slots, R, H, N), spec.k_state, 3)
+    made["v_state"] = laid(randn(slots, H, P), spec.v_state, 2)
     made["angle"] = made["angle_state"] = torch.empty(0)
     if spec.angle is not None:
-        made["angle_state"] = torch.nn.functional.pad(math.pi * (2 * torch.rand(slots, H, spec.angles, generator=g) - 1), (0, 3))[..., :-3]
+        made["angle_state"] = laid(math.pi * (2 * torch.rand(slots, H, spec.angles, generator=g) - 1), DType.F32, 2)
         made["angle_state"][0] += 400 * math.pi  # read from a cache that does not wrap
-        made["angle"] = wide(randn(*lead, spec.angles), spec.angle, True).unsqueeze(-2).expand(*lead, H, spec.angles)
-    made |= {name: wide(randn(*lead, R, G, N), spec.B, odd, 2 if odd else 1) for name in ("B", "C")}
-    made |= {name: wide(randn(*lead, H, P), getattr(spec, name), True, 2) for name in ("x", "z") if getattr(spec, name)}
-    made["out"] = wide(torch.full((*lead, R if spec.by_rank else 1, H, P), math.nan), spec.out, True)
+        made["angle"] = laid(randn(*lead, spec.angles), spec.angle, 1).unsqueeze(-2).expand(*lead, H, spec.angles)
+    made |= {name: laid(randn(*lead, R, G, N), spec.B, 3, 2) for name in ("B", "C")}
+    made |= {name: laid(randn(*lead, H, P), getattr(spec, name), 2, 2) for name in ("x", "z") if getattr(spec, name)}
+    made["out"] = laid(torch.full((*lead, R if spec.by_rank else 1, H, P), math.nan), spec.out, 3)
     decay = -torch.rand(*lead, H, generator=g) - 0.1 if not spec.rate.raw else randn(*lead, H)
-    made["A"] = wide(decay, spec.A, True)
-    made["dt"] = wide(randn(*lead, H) if spec.dt_softplus else torch.rand(*lead, H, generator=g), spec.dt, True)
-    made["trap"] = wide(randn(*lead, H) if spec.trap_sigmoid else torch.rand(*lead, H, generator=g), spec.trap, True)
-    made |= {name: wide(randn(H), getattr(spec, name), True) for name in ("D", "dt_bias") if getattr(spec, name)}
+    made["A"] = laid(decay, spec.A, 1)
+    made["dt"] = laid(randn(*lead, H) if spec.dt_softplus else torch.rand(*lead, H, generator=g), spec.dt, 1)
+    made["trap"] = laid(randn(*lead, H) if spec.trap_sigmoid else torch.rand(*lead, H, generator=g), spec.trap, 1)
+    made |= {name: laid(randn(H), getattr(spec, name), 1) for name in ("D", "dt_bias") if getattr(spec, name)}
     made |= {name: wide(1 + randn(N) / 4, spec.row_norm, odd) for name in ("B_norm", "C_norm") if spec.row_norm}
-    made |= {name: wide(1 + randn(H, R, N), spec.row_bias, odd) for name in ("B_bias", "C_bias") if spec.row_bias}
-    made |= {name: wide(randn(H, R, P), spec.mimo, True) for name in ("mimo_x", "mimo_z", "mimo_o") if spec.mimo}
+    made |= {name: laid(1 + randn(H, R, N), spec.row_bias, 3) for name in ("B_bias", "C_bias") if spec.row_bias}
+    made |= {name: laid(randn(H, R, P), spec.mimo, 3) for name in ("mimo_x", "mimo_z", "mimo_o") if spec.mimo}
     if spec.norm_weight:
-        made["norm_weight"] = wide(1 + randn(H, P) / 4, spec.norm_weight, True)
+        made["norm_weight"] = laid(1 + randn(H, P) / 4, spec.norm_weight, 2)
     if spec.philox_rounds:
         made["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=g)
     named = ordered(spec, made)
