@@ -42,7 +42,7 @@ class Mamba3Spec(RowSpec, Mamba3Problem):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, shared_quads=True)
+        return replace(super().needs, shared_quads=True, lines=self.prefetch > 0)
 
     @property
     def shared_bytes(self) -> int:
