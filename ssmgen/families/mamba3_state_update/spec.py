@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.rows import RowSpec, Rule
-from ...spec.kernel import Arch, Index, Loads, Needs, Param, Update, must
+from ...spec.kernel import Arch, DType, Index, Loads, Needs, Param, Pdl, Update, must
 from .operands import OPERANDS
 from .problem import Mamba3Problem
 
@@ -92,14 +92,27 @@ def space(problem: Mamba3Problem, arch: Arch) -> Iterator[Mamba3Spec]:
     return row_engine.legal(lambda how: _spec(problem, how), row_engine.axes(), arch)
 
 
-RULES = [
-    Rule("latency", 48, tile_kib=32),
-    Rule("bandwidth", float("inf"), tile_kib=32, prefetch=264),
+# Measured on an H200, for heads of 64 x 128; docs/lab/mamba3_state_update.md. Fewer warps than a head could have read shared memory less
+# often, and spend fewer instructions on addresses; eight rows in flight per team of lanes need too many registers on a full card.
+SISO = [
+    Rule("few", 4, tile_kib=32),
+    Rule("middle", 48, tile_kib=16, ilp=8, pdl=Pdl.TRIGGER_SLOT),
+    Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
 ]
+MIMO = [
+    Rule("few", 4, tile_kib=16, ilp=8),
+    Rule("middle", 48, tile_kib=8),
+    Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
+]
+F32 = [Rule("few", 8, tile_kib=32), Rule("bandwidth", float("inf"), tile_kib=16)]
+NOISE = [Rule("few", 4, tile_kib=32), Rule("bandwidth", float("inf"), tile_kib=32, prefetch=132)]  # the generator needs registers
+TOKENS = [Rule("tokens", float("inf"), tile_kib=32)]
 
 
 def _whole(problem: Mamba3Problem, how: dict[str, Any]) -> dict[str, Any]:
     """The same lane map with a block for all rows of a head: in several steps, or for several tokens in one."""
+    if problem.several:
+        how = how | {"ilp": row_engine.layout(problem)["ilp"]}
     of_warp = 32 // how["lanes"] * how["ilp"]
     if problem.several:
         how = how | {"threads": 32 * -(-problem.headdim // of_warp)}
@@ -109,7 +122,9 @@ def _whole(problem: Mamba3Problem, how: dict[str, Any]) -> dict[str, Any]:
 
 def candidates(problem: Mamba3Problem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba3Spec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
-    for rule, how, reason in row_engine.choices(problem, RULES, batch, arch, pdl):
+    rules = TOKENS if problem.several else NOISE if problem.philox_rounds else SISO if problem.rank == 1 else MIMO
+    rules = F32 if problem.state is DType.F32 and not problem.several else rules
+    for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None:
             how = _whole(problem, how)
             if problem.accepted is not Index.NONE or problem.headdim % how["tile"]:
