@@ -137,16 +137,33 @@ def overlaps_itself(t: Tensor) -> bool:
     return False
 
 
-def check_overlap(written: Mapping[str, tuple[int, int]], read: Mapping[str, tuple[int, int]], problems: list[str]) -> None:
-    """No written range [start, end) may overlap another range."""
+def pages(t: Tensor) -> tuple[int, int]:
+    """(bytes from one entry of the first axis to the next, bytes that an entry spans); zeros for a tensor without several entries."""
+    if t.dim() == 0 or t.shape[0] < 2:
+        return 0, 0
+    return t.stride(0) * t.element_size(), extent(t[0])
+
+
+def alternate(one: tuple[int, int], other: tuple[int, int], apart: int) -> bool:
+    """Whether two tensors that begin `apart` bytes from each other share pages: each entry of both lies in its own part of a page."""
+    (page, first), (step, second) = one, other
+    return page == step > 0 and first <= apart % page <= page - second
+
+
+def check_overlap(
+    written: Mapping[str, tuple[int, int]], read: Mapping[str, tuple[int, int]], problems: list[str],
+    paged: Mapping[str, tuple[int, int]] = {},
+) -> None:  # fmt: skip
+    """No written range [start, end) may overlap another range, unless the two tensors alternate in memory. paged: their `pages`."""
     names = list(written)
     for i, name in enumerate(names):
         start, end = written[name]
         others = {n: written[n] for n in names[i + 1 :]} | dict(read)
+        met = [(other, a) for other, (a, b) in others.items() if start < b and a < end]
         problems += [
             f"{name} overlaps {other} in memory; expected separate memory, since {name} is written"
-            for other, (a, b) in others.items()
-            if start < b and a < end
+            for other, a in met
+            if not alternate(paged.get(name, (0, 0)), paged.get(other, (0, 0)), a - start)
         ]
 
 

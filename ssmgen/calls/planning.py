@@ -47,7 +47,7 @@ def check_overlap(family: Family, name: str, layout: Views, where: Mapping[str, 
 
 def overlap_check(family: Family, name: str, layout: Views, words: Mapping[str, str] = {}) -> Callable[[Mapping[str, int]], None]:
     """A check of addresses for operands with this layout. It raises ArgumentError as check_overlap does."""
-    extents = {n: checks.extent(t) for n, t in layout.items()}
+    extents, paged = {n: checks.extent(t) for n, t in layout.items()}, {n: checks.pages(t) for n, t in layout.items()}
     allowed = [(a, b) for a, b, *unless in family.in_place if not any(name in layout for name in unless)]
     pairs = [(a, b) for a, b in allowed if a in layout and b in layout and _alike(layout[a], layout[b])]
 
@@ -59,7 +59,7 @@ def overlap_check(family: Family, name: str, layout: Views, words: Mapping[str, 
             if target in written and source in read and where[target] == where[source]:
                 del read[source]
         problems: list[str] = []
-        checks.check_overlap(written, read, problems)
+        checks.check_overlap(written, read, problems, paged)
         if problems:
             raise ArgumentError(name, spoken(problems, words))
 

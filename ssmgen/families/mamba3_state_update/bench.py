@@ -1,0 +1,125 @@
+"""The benchmark of mamba3_state_update.
+
+The four states of a slot share a page, as engines keep them, and the ceiling copies as many pages in place. TB/s counts a slot's bytes,
+read and written. Inputs and slots rotate over more bytes than the L2 cache has; weights stay in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ssmgen
+
+from ...bench import axes
+from ...bench.axes import At, share_of
+from ...bench.case import HOST_BATCH, MAX_SETS, Case, drawn, slots_of, some_of, some_rows
+from ...bench.engine import Bench
+from ...bench.schema import COUNT
+from ...calls.checks import TORCH_DTYPES
+from ...errors import SsmgenError
+from ...select.models import Model
+from ...spec.kernel import DType
+from .models import Mamba3
+from .operands import POOLS
+
+DEFAULTS = ("mamba3-siso-1.5b", "mamba3-mimo-1.5b")
+LIMITS = {"out": 1e-2, "angle_state": 2e-6}  # norm errors
+
+
+def settle(at: At) -> tuple[At, ...]:
+    """The case with its model's share. Raises SsmgenError for models that other functions decode."""
+    model = share_of(at)
+    if not isinstance(model, Mamba3):
+        raise SsmgenError(f"not decoded by mamba3_state_update: {model.name}")
+    return (At(**{**vars(at), "model": model.name, "heads": model.nheads, "rank": model.rank, "share": model}),)
+
+
+def pages(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], batch: int, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    """(pages [slots, bytes / 2] of bf16, the states in them)"""
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+    page = sum(sizes.values())
+    slots = slots_of(page, batch)
+    whole = torch.empty(slots, page // 2, dtype=torch.bfloat16, device=device)
+    found, start = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        found[name] = whole[:, start // 2 : (start + sizes[name]) // 2].view(dtype).unflatten(1, shape)
+        for part in found[name].split(max(1, slots // 16)):
+            part.normal_()
+        start += sizes[name]
+    return whole, found
+
+
+def inputs(at: At, device: torch.device) -> Case:
+    """The calls of one case: raw projections in bf16, biases and factors in f32."""
+    model, B, state = at.share, at.batch, TORCH_DTYPES[at.state]
+    H, P, N, G, R, n = model.nheads, model.headdim, model.d_state, model.ngroups, model.rank, model.angles
+    io = torch.bfloat16
+    shapes = {"state": ((H, P, N), state), "k_state": ((R, H, N), io), "v_state": ((H, P), io), "angle_state": ((H, n), torch.float32)}
+    whole, pools = pages(shapes, B, device)
+    slots, page = whole.shape[0], whole.shape[1] * 2
+    sets = max(1, min(MAX_SETS, slots // B))
+    lead = (B,) if at.tokens == 1 else (B, at.tokens)
+
+    def rand(*shape: int, dtype: torch.dtype = io) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    rotating = {name: rand(sets, *lead, H, P) for name in ("x", "z", "out")} | {name: rand(sets, *lead, R, G, N) for name in ("B", "C")}
+    rotating |= {name: rand(sets, *lead, H) for name in ("dt", "A", "trap")} | {"angle": rand(sets, *lead, n)}
+    rotating["state_indices"] = drawn(slots, sets, B, device)
+    f32 = torch.float32
+    shared: dict[str, Any] = pools | {"D": rand(H, dtype=f32), "dt_bias": rand(H, dtype=f32) - 4}
+    shared |= {name: 1 + rand(N) / 8 for name in ("B_norm", "C_norm")} | {
+        name: 1 + rand(H, R, N, dtype=f32) for name in ("B_bias", "C_bias")
+    }
+    if R > 1:
+        shared |= {name: (1 + rand(H, R, P, dtype=f32) / 8) / R for name in ("mimo_x", "mimo_o")}
+        shared["mimo_z"] = 1 + rand(H, R, P, dtype=f32) / 8
+    shared |= {"A_form": model.rate.value, "rotary": model.rotary.value}
+    rows, by_row = some_of(B, 4, device), ("x", "z", "out", "B", "C", "dt", "A", "trap", "angle")
+    return Case(
+        function=ssmgen.mamba3_state_update,
+        sets=sets,
+        bytes=2 * B * page,
+        rotating=rotating,
+        shared=shared,
+        part=lambda call: some_rows(call, rows, by_row, pools=POOLS),
+        limits=LIMITS,
+        copied=(whole, rotating["state_indices"]),
+        host=B <= HOST_BATCH,
+    )
+
+
+def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
+    return {"names": (model.name,), "tp": tp} if isinstance(model, Mamba3) else None
+
+
+def words(row: Mapping[str, Any]) -> str:
+    several = [f"{row['tokens']} tokens"] if row["tokens"] > 1 else []
+    return ", ".join(
+        [row["model"], f"{row['heads']} heads", *([f"rank {row['rank']}"] if row["rank"] > 1 else []), f"{row['state']} state", *several]
+    )
+
+
+BENCH = Bench(
+    op="mamba3_state_update",
+    method=__doc__,
+    axes=(
+        axes.several("--model", "names", str, DEFAULTS, "May repeat. Default: the SISO and the MIMO model of 1.5B parameters."),
+        axes.states((DType.BF16, DType.F32), "bf16 and f32"),
+        axes.tokens(),
+        axes.batches(1, 8, 64, 256),
+        axes.TP,
+    ),
+    inputs=inputs,
+    words=words,
+    quick={"batches": (1, 64), "names": DEFAULTS[:1]},
+    of_model=of_model,
+    settle=settle,
+    ceiling="in_place",
+    copied=True,
+    fields={"heads": COUNT, "rank": COUNT},
+)

@@ -1,0 +1,134 @@
+"""The problem of a Mamba-3 decode step: shapes and dtypes, and what the call has finished itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...engine.rows import RowProblem
+from ...spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
+
+MOST_RANK = 8
+
+
+class Rate(Enum):
+    """How A is given: what its softplus, or 1 + a (a >= 0) and 1 / (1 - a) (a < 0), is minus A of; A itself; or A dt."""
+
+    HEAVY = "heavy"
+    SOFTPLUS = "softplus"
+    READY = "ready"
+    LOG_DECAY = "log_decay"
+
+    @property
+    def raw(self) -> bool:
+        """Whether the kernel applies an activation and the floor."""
+        return self in (Rate.HEAVY, Rate.SOFTPLUS)
+
+
+class Rotary(Enum):
+    """The elements that an angle rotates: neighbours (2i, 2i + 1), or (i, i + d_state / 2)."""
+
+    PAIRS = "pairs"
+    HALVES = "halves"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba3Problem(RowProblem):
+    """The problem that a call fixes. The numbers of sequences and of tokens are not part of it."""
+
+    d_state: int
+    headdim: int
+    nheads: int
+    ngroups: int = 1
+    rank: int = 1
+    angles: int = 0  # of a head; 0: rows of B and C do not rotate
+    rotary: Rotary = Rotary.PAIRS
+    rate: Rate = Rate.HEAVY
+    dt_softplus: bool = True
+    trap_sigmoid: bool = True
+    state: DType = DType.F32
+    k_state: DType = DType.BF16
+    v_state: DType = DType.BF16
+    x: DType = DType.BF16
+    B: DType = DType.BF16  # of C too
+    dt: DType = DType.BF16
+    A: DType = DType.BF16
+    trap: DType = DType.BF16
+    angle: DType | None = None
+    D: DType | None = None
+    z: DType | None = None
+    dt_bias: DType | None = None
+    row_norm: DType | None = None  # weights of the norms of B and C
+    row_bias: DType | None = None  # of B and C
+    mimo: DType | None = None  # mimo_x, mimo_z and mimo_o
+    norm_weight: DType | None = None
+    out: DType = DType.BF16
+    by_rank: bool = False  # one output for each rank; else their sum
+    index: Index = Index.NONE
+    pool: PoolMode = PoolMode.SINGLE
+    state_loads: Loads = Loads.VECTOR
+    operand_loads: Loads = Loads.VECTOR  # VECTOR: rows of B, C, k_state are aligned, and nothing has strides but of slots, batch and tokens
+    philox_rounds: int = field(default=0, metadata=LATER)  # of the noise for rounding the state; 0 = round to nearest
+    several: bool = field(default=False, metadata=LATER)  # operands have a tokens axis
+    accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which picks the column of state_indices
+    update: Update = field(default=Update.FINAL, metadata=LATER)
+    zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
+
+    @property
+    def heads(self) -> int:
+        return self.nheads
+
+    @property
+    def rows(self) -> int:
+        return self.headdim
+
+    @property
+    def row_elements(self) -> int:
+        return self.d_state
+
+    @property
+    def row_dtype(self) -> DType:
+        return self.state
+
+    @property
+    def row_loads(self) -> Loads:
+        return self.state_loads
+
+    @property
+    def rotates(self) -> bool:
+        return self.angles > 0
+
+    @property
+    def split(self) -> bool:
+        """Whether states go to separate slots."""
+        return self.pool is PoolMode.SPLIT
+
+    @property
+    def each(self) -> bool:
+        """Whether the states after each token have a slot."""
+        return self.update is Update.EACH
+
+    @property
+    def loose(self) -> bool:
+        """Whether operands have strides of their own, and rows of B and C are loaded element by element."""
+        return self.operand_loads is Loads.ELEMENT
+
+    def faults(self) -> list[str]:
+        """Constraints that no variant can meet."""
+        n, most = self.d_state, self.d_state // 2
+        return [
+            *must(n % 4 == 0 and 4 <= n <= 1024, f"d_state {n} is not a multiple of 4 from 4 to 1024"),
+            *must(1 <= self.headdim <= 1024, f"headdim {self.headdim} is not 1 … 1024"),
+            *must(1 <= self.rank <= MOST_RANK, f"rank {self.rank} is not 1 … {MOST_RANK}"),
+            *must(0 <= self.angles <= most, f"angles {self.angles} is not 0 … {most}, half of d_state"),
+            *must(self.rotates == (self.angle is not None), "angles and their logits go together"),
+            *must(self.nheads % self.ngroups == 0, f"nheads {self.nheads} is not a multiple of ngroups {self.ngroups}"),
+            *must(self.rank == 1 or self.mimo is not None, "several ranks need mimo_x"),
+            *must(self.headdim * n * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
+            *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
+            *must(not self.philox_rounds or self.state is not DType.F32, "noise is for states of 16 bits"),
+            *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
+            *must(self.update is not Update.NONE, "a step updates its states"),
+            *must(not self.each or (self.several and self.split), "states of each token are for several tokens, in slots of their own"),
+            *must(self.several or self.accepted is Index.NONE, "num_accepted_tokens is for several tokens"),
+        ]

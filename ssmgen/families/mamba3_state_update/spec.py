@@ -1,0 +1,132 @@
+"""mamba3_state_update: decode steps of Mamba-3, SISO and MIMO, one or several tokens per call.
+
+A row of the engine is one of the headdim rows, with d_state elements. A block owns a head of a sequence: it makes the rows of B and C
+ready (norm, bias, rotation) once, in shared memory, while its state arrives. No other block reads k, v or the angles of that head, so they
+are updated in place without a race.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from ...engine import rows as row_engine
+from ...engine.rows import RowSpec, Rule
+from ...spec.kernel import Arch, DType, Index, Loads, Needs, Param, Pdl, Update, must
+from .operands import OPERANDS
+from .problem import Mamba3Problem
+
+OPERATOR = "mamba3_state_update"
+SHARED_BYTES = 48 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba3Spec(RowSpec, Mamba3Problem):
+    """A problem, and how one variant computes it."""
+
+    family: ClassVar[str] = OPERATOR
+
+    @property
+    def template(self) -> str:
+        return "mamba3_state_update/mamba3_state_update.cu.j2"
+
+    def violations(self, arch: Arch) -> list[str]:
+        bytes_ = self.shared_bytes
+        return RowSpec.violations(self, arch) or [
+            *must(self.tiles == 1, f"tile {self.tile} leaves rows of a head to other blocks, which would read what this one updates"),
+            *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a head in flight at once"),
+            *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
+            *must(bytes_ <= SHARED_BYTES, f"{bytes_} bytes of shared memory exceed 48 KiB"),
+        ]
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, shared_quads=True, lines=self.prefetch > 0)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Rows of k before, k now and q; two factors and the output of each row and rank; sines and cosines; the ranks' norms."""
+        return 4 * (self.rank * (3 * self.d_state + 3 * self.headdim + 1) + 2 * self.angles)
+
+    @property
+    def stem(self) -> str:
+        kind = f"mamba3{'_tokens' if self.several else ''}_h{self.nheads}p{self.headdim}n{self.d_state}g{self.ngroups}r{self.rank}"
+        return f"{kind}_{self.state.value}_{self.how()}"
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        return OPERANDS.of(self)
+
+    def parameters(self) -> list[Param]:
+        norms = self.row_norm is not None or self.norm_weight is not None
+        return [
+            *OPERANDS.pointers(self),
+            *([] if self.index is Index.NONE else [Param.i64("slots"), Param.i64("pad_slot_id")]),
+            *OPERANDS.stride_params(self),
+            *([Param.u32("tokens")] if self.several else []),
+            *([Param.u32("columns")] if self.accepted is not Index.NONE else []),
+            *([Param.f32("eps")] if norms else []),
+            *([Param.f32("A_floor")] if self.rate.raw else []),
+        ]
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "pooled": self.index is not Index.NONE,
+            "split": self.split,
+            "final_state": self.update is Update.FINAL,
+            "accepted": self.accepted is not Index.NONE,
+            "rounded": {self.state.value} if self.philox_rounds else set(),
+            "tail": self.headdim % self.tile != 0,
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "vector_operands": self.operand_loads is Loads.VECTOR,
+        }
+
+
+def _spec(problem: Mamba3Problem, how: dict[str, Any]) -> Mamba3Spec:
+    return Mamba3Spec(**{f.name: getattr(problem, f.name) for f in fields(Mamba3Problem)}, **how)
+
+
+def space(problem: Mamba3Problem, arch: Arch) -> Iterator[Mamba3Spec]:
+    """Every legal variant of a problem, within the axes that are worth a trial."""
+    return row_engine.legal(lambda how: _spec(problem, how), row_engine.axes(), arch)
+
+
+# Measured on an H200, for heads of 64 x 128; docs/lab/mamba3_state_update.md. Fewer warps than a head could have read shared memory less
+# often, and spend fewer instructions on addresses; eight rows in flight per team of lanes need too many registers on a full card.
+SISO = [
+    Rule("few", 4, tile_kib=32),
+    Rule("middle", 48, tile_kib=16, ilp=8, pdl=Pdl.TRIGGER_SLOT),
+    Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
+]
+MIMO = [
+    Rule("few", 4, tile_kib=16, ilp=8),
+    Rule("middle", 48, tile_kib=8),
+    Rule("bandwidth", float("inf"), tile_kib=8, prefetch=132),
+]
+F32 = [Rule("few", 8, tile_kib=32), Rule("bandwidth", float("inf"), tile_kib=16)]
+NOISE = [Rule("few", 4, tile_kib=32), Rule("bandwidth", float("inf"), tile_kib=32, prefetch=132)]  # the generator needs registers
+TOKENS = [Rule("tokens", float("inf"), tile_kib=32)]
+
+
+def _whole(problem: Mamba3Problem, how: dict[str, Any]) -> dict[str, Any]:
+    """The same lane map with a block for all rows of a head: in several steps, or for several tokens in one."""
+    if problem.several:
+        how = how | {"ilp": row_engine.layout(problem)["ilp"]}
+    of_warp = 32 // how["lanes"] * how["ilp"]
+    if problem.several:
+        how = how | {"threads": 32 * -(-problem.headdim // of_warp)}
+    at_once = how["threads"] // 32 * of_warp
+    return how | {"tile": -(-problem.headdim // at_once) * at_once}
+
+
+def candidates(problem: Mamba3Problem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba3Spec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
+    rules = TOKENS if problem.several else NOISE if problem.philox_rounds else SISO if problem.rank == 1 else MIMO
+    rules = F32 if problem.state is DType.F32 and not problem.several else rules
+    for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
+        if how is not None:
+            how = _whole(problem, how)
+            if problem.accepted is not Index.NONE or problem.headdim % how["tile"]:
+                how["prefetch"] = 0
+        yield rule, None if how is None else _spec(problem, how), reason

@@ -1,0 +1,138 @@
+"""The operands of mamba3_state_update, checked, as views whose shapes do not depend on how the caller passes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...calls import checks
+from ...spec.kernel import must
+from .operands import OPERANDS, POOLS
+from .problem import MOST_RANK, Rate, Rotary
+
+# Operands that go together, or have one type.
+_TOGETHER = (("angle_state", "angle"), ("B_norm", "C_norm"), ("B_bias", "C_bias"))
+_ALIKE = (("B", "C"), ("B_norm", "C_norm"), ("B_bias", "C_bias"), ("mimo_x", "mimo_z"), ("mimo_x", "mimo_o"))
+_DENSE = ("k_state", "v_state", "angle_state", "B_norm", "C_norm", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "norm_weight")
+
+
+class Options(NamedTuple):
+    """The arguments of a call that are not tensors."""
+
+    A_form: str = Rate.HEAVY.value
+    rotary: str = Rotary.PAIRS.value
+    dt_softplus: bool = True
+    trap_sigmoid: bool = True
+    eps: float = 1e-5
+    A_floor: float = 1e-4
+    pad_slot_id: int = -1
+    philox_rounds: int = 0
+    zero_padding: bool = True
+
+
+def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """The operands as the reference takes them: with an axis of ranks, and with an axis of tokens if there may be several. Adds every error
+    of dtypes, devices, shapes and strides to `problems`; the result is usable only if there are none."""
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_types(OPERANDS, named, "state", problems)
+    _check_company(named, problems)
+    state, x, B = named["state"], named["x"], named["B"]
+    if state.dim() != 4 or x.dim() not in (3, 4):
+        problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state]" if state.dim() != 4 else _said_of_x(x))
+        return {}
+    lead = x.shape[:-2]
+    several = len(lead) == 2
+    if B.dim() - len(lead) not in (2, 3):
+        problems.append(f"B is {list(B.shape)} and x is {list(x.shape)}: both with a tokens axis, or neither")
+        return {}
+    k = named["k_state"]
+    sizes = dict(zip(("slot", "head", "row", "n"), state.shape, strict=True))
+    sizes |= {"batch": lead[0], "token": lead[1] if several else 1, "group": B.shape[-2], "rank": k.shape[1] if k.dim() == 4 else 1}
+    sizes["angle"] = named["angle_state"].shape[-1] if "angle_state" in named and named["angle_state"].dim() else 0
+    problems += must(1 <= sizes["rank"] <= MOST_RANK, f"k_state is {list(k.shape)}; ranks are 1 … {MOST_RANK}")
+    if sizes["group"] == 0 or sizes["head"] % sizes["group"]:
+        problems.append(f"B is {list(B.shape)} but heads {sizes['head']} is not a multiple of its groups {sizes['group']}")
+    words = "batch, tokens" if several else "batch"
+    if not checks.check_shapes(OPERANDS, named, sizes, problems, _own_shapes(named, sizes, lead, words), (words, lead)):
+        return {}
+    as_given = ("out", "state_indices", "dst_state_indices")
+    views = {name: t if name in as_given else OPERANDS.view(name, t, sizes, len(lead)) for name, t in named.items()}
+    if not _by_rank(named):
+        views["out"] = views["out"].unsqueeze(len(lead))
+    if not several and "num_accepted_tokens" in named:
+        problems.append("num_accepted_tokens is given, and x has no axis of tokens")
+    _check_layout(views, sizes, problems)
+    return views
+
+
+def _said_of_x(x: Tensor) -> str:
+    return f"x is {list(x.shape)}, not [batch, heads, headdim] or [batch, tokens, heads, headdim]"
+
+
+def _by_rank(named: Mapping[str, Tensor]) -> bool:
+    """Whether there is one output for each rank."""
+    return "mimo_x" in named and "mimo_o" not in named
+
+
+def _check_company(named: Mapping[str, Tensor], problems: list[str]) -> None:
+    """Operands that need others, or have their type."""
+    for one, other in _TOGETHER:
+        if (one in named) != (other in named):
+            given, missing = (one, other) if one in named else (other, one)
+            problems.append(f"{given} is given without {missing}")
+    for one, other in _ALIKE:
+        if one in named and other in named and named[one].dtype != named[other].dtype:
+            problems.append(f"{other} is {named[other].dtype}, {one} is {named[one].dtype}".replace("torch.", ""))
+    problems += [f"{name} is given without mimo_x" for name in ("mimo_z", "mimo_o") if name in named and "mimo_x" not in named]
+    if "mimo_x" in named and ("mimo_z" in named) != ("z" in named):
+        problems.append("mimo_z goes with z" if "mimo_z" in named else "z is given without mimo_z, its factors for each rank")
+    if named["k_state"].dim() == 4 and named["k_state"].shape[1] > 1 and "mimo_x" not in named:
+        problems.append(f"k_state is {list(named['k_state'].shape)}, and several ranks need mimo_x")
+    if "rand_seed" in named and named["state"].dtype not in (torch.float16, torch.bfloat16):
+        problems.append("rand_seed is given, and the state is not float16 or bfloat16")
+
+
+def _own_shapes(named: Mapping[str, Tensor], sizes: Mapping[str, int], lead: tuple[int, ...], words: str) -> dict[str, checks.Shapes]:
+    """Shapes that other operands of a call decide: {operand: {shape in words: sizes}}"""
+    batch, own = sizes["batch"], (sizes["head"], sizes["row"])
+    by_rank = _by_rank(named)
+    out = f"[{words}, rank, heads, headdim], as there is no mimo_o," if by_rank else f"[{words}, heads, headdim]"
+    allowed: dict[str, checks.Shapes] = {"out": {out: (*lead, *((sizes["rank"],) if by_rank else ()), *own)}}
+    allowed["state_indices"] = {"[batch]": (batch,)}
+    if "num_accepted_tokens" in named:
+        columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
+        allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
+    target = named.get("dst_state_indices")
+    if target is not None:
+        each = target.dim() == 2 and len(lead) == 2
+        allowed["dst_state_indices"] = {"[batch, tokens]": (batch, sizes["token"])} if each else {"[batch]": (batch,)}
+    return allowed
+
+
+def _check_layout(views: Mapping[str, Tensor], sizes: Mapping[str, int], problems: list[str]) -> None:
+    state, source, target = views["state"], views.get("state_indices"), views.get("dst_state_indices")
+    H, P, N = state.shape[1:]
+    if any(n > 1 and have != want for n, have, want in zip((H, P, N), state.stride()[1:], (P * N, N, 1), strict=True)):
+        problems.append(f"state has strides {list(state.stride())}; its last three axes must be dense, {[P * N, N, 1]}")
+    for name in _DENSE:
+        if name in views and views[name].shape[-1] > 1 and views[name].stride(-1) != 1:
+            problems.append(f"{name} has strides {list(views[name].stride())}; its last axis must be dense")
+    for name in (*POOLS, "out"):
+        if name in views and checks.overlaps_itself(views[name]):
+            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+    if source is None:
+        if state.shape[0] < sizes["batch"]:
+            problems.append(f"state has {state.shape[0]} slots for a batch of {sizes['batch']}, and there are no state_indices")
+        problems += [f"{n} is given without state_indices" for n in ("dst_state_indices", "num_accepted_tokens") if n in views]
+    elif target is not None and source.dtype != target.dtype:
+        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}")
+    if "num_accepted_tokens" in views and target is None and source is not None and source.shape[-1] > 1:
+        problems.append("num_accepted_tokens picks where to start; say with dst_state_indices where the new states go")
+    for name, t in views.items():
+        if name != "state":
+            first = 1 if name in POOLS else 2 if name in OPERANDS.tokenwise and views["x"].dim() == 4 else 1
+            checks.check_strides_fit(name, t, first if name in (*POOLS, *OPERANDS.tokenwise) else 0, problems)
