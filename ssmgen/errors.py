@@ -136,6 +136,14 @@ class CaptureError(SsmgenError):
         )
 
 
+class BatchInvarianceError(SsmgenError):
+    """An engine's batch-invariant mode cannot keep its promise: bits that do not depend on other requests."""
+
+    def __init__(self, where: str, problems: Sequence[str], advice: str):
+        super().__init__(f"{where} cannot give batch-invariant bits:\n{bullets(problems)}\n{advice}")
+        self.problems = list(problems)
+
+
 class LoadError(SsmgenError):
     """The driver refused a cubin."""
 

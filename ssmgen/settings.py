@@ -25,6 +25,7 @@ VARIABLES = {
     "SSMGEN_COMPILE": "allow (default) or deny: with deny, a kernel that is in no cache is an error",
     "SSMGEN_NATIVE": "allow (default) or deny: with deny, calls do not use ssmgen-native even if it is installed",
     "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins do not replace, separated by ',', or all (default: none)",
+    "VLLM_BATCH_INVARIANT": "vLLM's own: with 1, bits do not depend on the batch, and the plugin refuses all else (default: 0)",
 }
 
 
@@ -138,3 +139,12 @@ def may_be_native() -> bool:
 def kept_functions() -> frozenset[str]:
     """The functions that plugins leave to an engine; "all" for every one."""
     return frozenset(name for word in os.environ.get("SSMGEN_ENGINE_KEEP", "").split(",") if (name := word.strip()))
+
+
+def vllm_is_batch_invariant() -> bool:
+    """Whether vLLM's mode is on, read as vLLM reads it. Raises ConfigError."""
+    value = os.environ.get("VLLM_BATCH_INVARIANT", "0")
+    try:
+        return bool(int(value))
+    except ValueError:
+        raise ConfigError("VLLM_BATCH_INVARIANT", value, "is no number") from None

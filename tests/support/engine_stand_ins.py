@@ -13,9 +13,16 @@ from typing import Any
 from engine_signatures import IMPORTS, SIGNATURES, VERSIONS
 
 DEFINED = "def {name}({parameters}):\n    return {answer!r}\n"
-METHOD = "class {owner}(Kernel):\n{static}    def {name}({parameters}):\n        return {answer!r}\n"
+CLASS = "class {owner}(Kernel):\n    pass\n"
+METHOD = "{kind}    def {name}({parameters}):\n        return {answer!r}\n"
 # A class inherits its methods' capabilities from here.
-KERNEL = "class Kernel:\n    supports_track_state_snapshot = False\n"
+KERNEL = """class Kernel:
+    supports_track_state_snapshot = False
+    @classmethod
+    def supports_batch_invariance(cls):
+        return False
+"""
+KINDS = {"self": "", "cls": "    @classmethod\n"}
 
 
 def answer(module: str, name: str) -> str:
@@ -30,10 +37,12 @@ def write(root: Path, package: str, version: str | None = None, signatures: dict
         text.setdefault(module, "")
         if published is not None:
             owner, _, function = name.rpartition(".")
-            form = KERNEL + METHOD if owner else DEFINED
-            static = "" if published.startswith("self") else "    @staticmethod\n"
-            said = {"owner": owner, "name": function, "parameters": published, "answer": answer(module, name), "static": static}
-            text[module] += form.format(**said)
+            kind = KINDS.get(published.partition(",")[0], "    @staticmethod\n")
+            said = {"owner": owner, "name": function, "parameters": published, "answer": answer(module, name), "kind": kind}
+            if owner and f"class {owner}(" not in text[module]:
+                text[module] += (KERNEL if "class Kernel" not in text[module] else "") + CLASS.format(**said)
+            if function != "supports_batch_invariance":  # inherited
+                text[module] += (METHOD if owner else DEFINED).format(**said)
     for module, statements in IMPORTS.items():
         text[module] = text.get(module, "") + statements + "\n"
     for module, source in text.items():

@@ -28,6 +28,7 @@ from ..shared.lightning import linear_decode_forward_triton as linear_decode_for
 from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
 from . import delta as _delta
+from . import invariance as _invariance
 from . import layers as _layers
 from . import mamba as _mamba
 from . import steps as _steps
@@ -366,7 +367,9 @@ _ENGINE = replacing.Engine(
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),
         replacing.Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
+        *_invariance.replacements(lambda: _ENGINE),
     ],
+    strict=_invariance.on,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ...families.chunk_scan.attention import chunk_lightning_attn
 from ...families.linear_attention.call import lightning_attn
 from ..shared import delta_prompts as _prompts
+from ..shared import invariance
 from ..shared.gated_delta import new_output as _new_output
 from ..shared.operands import takes as _takes
 
@@ -42,7 +43,8 @@ def seg_la_fwd(
     """
     name = "sglang's seg_la_fwd"
     given = {"caches": caches, "meta.mask": getattr(meta, "mask", None)}
-    if reasons := [f"{what} is given; expected None: ssmgen keeps no draft states here" for what, t in given.items() if t is not None]:
+    reasons = [f"{what} is given; expected None: ssmgen keeps no draft states here" for what, t in given.items() if t is not None]
+    if reasons := reasons + invariance.one_function_for_both():
         raise UnsupportedError(name, reasons)
     count, slots, starts, read = meta.batch_size, meta.s_offsets, meta.q_offsets, meta.s_scales
     slope = decay_scales.reshape(-1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError
 from ...families.selective_scan.call import selective_scan as _selective_scan
+from ..shared import invariance
 from ..shared import mamba_prompts as _prompts
 from ..shared.operands import takes as _takes
 
@@ -38,7 +39,8 @@ def selective_scan(*, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0
 
     x, dt: [T, D]   A: [D, N]   B, C: [T, N]   h0: [D, N], the state before it
     """
-    y, states = _selective_scan(x[None], dt[None], A, B[None], C[None], initial_states=h0[None], return_final_states=True)
+    how = {"initial_states": h0[None], "return_final_states": True} | invariance.whole(_selective_scan)
+    y, states = _selective_scan(x[None], dt[None], A, B[None], C[None], **how)
     return states[0], y[0]
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...families.linear_attention.call import gated_delta_rule
 from ..shared import delta_prompts as _prompts
+from ..shared import invariance
 from ..shared.draft_trees import kept_of_drafts
 from ..shared.gated_delta import first as _first
 from ..shared.gated_delta import new_output as _new_output
@@ -53,7 +54,7 @@ def fused_recurrent_gated_delta_rule_update(
         "initial_state_source is None; expected a pool of states": pool is None,
         "initial_state_indices is None; expected the slots in the pool of states": slots is None,
     }
-    if reasons := [reason for reason, present in pairs.items() if present]:
+    if reasons := [reason for reason, present in pairs.items() if present] + invariance.one_function_for_both():
         raise UnsupportedError(name, reasons)
     assert pool is not None and slots is not None  # looked at before
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...calls.checks import DTYPES, overlaps_itself
 from ...errors import ArgumentError
 from ...families.chunk_delta_rule.call import chunk_delta_rule, chunk_gated_delta_rule
+from . import invariance
 from .operands import rows_of, written_rows
 
 CHUNK = 64  # tokens, counted from a sequence's start: the places where a state can be asked for
@@ -58,7 +59,7 @@ def run(
     final, kept = (_as_held(function.__name__, n, t, held) for n, t in (("final_states", last), ("checkpoints", checkpoints)))
     more: dict[str, Any] = {"initial_states": initial_states, "final_states_out": final, "state": state, "checkpoint_positions": positions}
     written = written_rows(out)
-    more |= options | {"checkpoints_out": kept, "out": written}
+    more |= invariance.whole(function) | options | {"checkpoints_out": kept, "out": written}
     rows = [t if t is None or t.dim() < out.dim() else rows_of(t) for t in operands]
     function(*rows, **{name: value for name, value in more.items() if value is not None})
     if written is not out:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...families.selective_scan.call import selective_scan
+from . import invariance
 
 # Arguments of `takes` for every function modelled on mamba-ssm's. `scan` refuses its constant B and C.
 _ROWS, _GROUPS = "[batch, D, T]", "[batch, N, T] or [batch, G, N, T] or [D, N]"
@@ -42,6 +43,8 @@ def scan(name: str, operands: Operands, run: Callable[..., Any] | None = None, *
     if reasons:
         raise UnsupportedError(name, reasons)
     delta, z = _laid_out_like(u, delta), None if z is None else _laid_out_like(u, z)
+    if run is None:
+        states |= invariance.whole(selective_scan)
     return (run or selective_scan)(u, delta, A, B, C, D, z, delta_bias, delta_softplus=softplus, channels_first=True, **states)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...calls.checks import DTYPES
 from ...errors import ArgumentError, UnsupportedError
 from ...families.chunk_scan.call import chunk_scan
+from . import invariance
 from .operands import rows_of, written_rows
 
 # Arguments of `takes` for every function modelled on mamba-ssm's.
@@ -71,7 +72,7 @@ def scan(
     written = written_rows(out)
     chunk_scan(
         *operands[:-1], dt_limit=operands.dt_limit, cu_seqlens=cu_seqlens, seq_idx=seq_idx, initial_states=initial_states,
-        final_states_out=final, checkpoint_positions=positions, checkpoints_out=kept, out=written,
+        final_states_out=final, checkpoint_positions=positions, checkpoints_out=kept, out=written, **invariance.whole(chunk_scan),
     )  # fmt: skip
     if written is not out:
         out.copy_(written)
@@ -91,7 +92,7 @@ def scan_into_slots(
     written = written_rows(out)
     chunk_scan(
         *ours[:-1], dt_limit=ours.dt_limit, cu_seqlens=cu_seqlens, initial_states=initial_states, state=pool, state_indices=slots,
-        out=written,
+        out=written, **invariance.whole(chunk_scan),
     )  # fmt: skip
     if written is not out:
         out.copy_(written)

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from ...calls.checks import aligned, oddity, overlaps_itself
 from ...calls.planning import is_memory
 from ...errors import ArgumentError
+from . import invariance
 
 P = ParamSpec("P")  # type checkers read no assignment of both P and R
 R = TypeVar("R")
@@ -39,6 +40,7 @@ def two(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 WORD = 4  # bytes: the least that kernels of prompts copy at once
+VECTOR = 16  # bytes: where all rows begin at multiples of it, a call may get another form of the kernel, of other bits
 
 
 @overload
@@ -46,7 +48,8 @@ def rows_of(t: Tensor) -> Tensor: ...
 @overload
 def rows_of(t: Tensor | None) -> Tensor | None: ...
 def rows_of(t: Tensor | None) -> Tensor | None:
-    """The operand, or a dense copy if its rows are not contiguous or do not begin at multiples of 4 bytes.
+    """The operand, or a dense copy if its rows are not contiguous or do not begin at multiples of 4 bytes; in an engine's batch-invariant
+    mode, of 16 bytes, so that the form of the kernel follows from the widths alone.
 
     A 16-bit row may begin at an odd element. A traced call copies only rows that are not contiguous: tracers know no addresses.
     """
@@ -68,7 +71,9 @@ def written_rows(out: Tensor) -> Tensor:
 
 
 def _on_words(t: Tensor) -> bool:
-    """Whether contiguous rows begin at multiples of 4 bytes; True while a tracer runs."""
+    """Whether contiguous rows begin at multiples of 4 bytes, or of 16 in a batch-invariant mode; True while a tracer runs."""
+    if not is_compiling() and invariance.on():
+        return not is_memory(type(t)) or aligned(t, t.data_ptr(), VECTOR // t.element_size())
     if is_compiling() or t.element_size() != WORD // 2:
         return True
     start = t.data_ptr() if is_memory(type(t)) else WORD // 2 * int(t.storage_offset())

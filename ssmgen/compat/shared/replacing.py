@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from ...errors import ArgumentError, CaptureError, NotBuiltError, UnsupportedError
+from ...errors import ArgumentError, BatchInvarianceError, CaptureError, NotBuiltError, UnsupportedError
 from ...settings import kept_functions
 
 # Raised before anything is launched or written, so that the engine's own function can still do the call.
@@ -54,6 +54,10 @@ NAMES = (
 # The counterpart of warm() for users who do not make the calls themselves.
 IN_AN_ENGINE = "\nIn an engine, run a step of the same batch size before the capture."
 
+# What to do in a batch-invariant mode.
+NO_FALLBACK = "The engine's own function has other bits. Change what it refuses, or leave the mode."
+OTHER_RELEASE = "Name nothing of it in SSMGEN_ENGINE_KEEP, install {} {}, or leave the mode."
+
 REPLACED, WAITING = "replaced", "replaced when it is imported"
 
 
@@ -65,6 +69,7 @@ class Replacement:
     behind: wraps the engine's own method for refused calls, because its class now claims more than that method can do
     traced: torch.compile may trace calls of it, which stay the engine's own
     needs: places of other replacements; while one of them is not made, calls of this one stay the engine's own
+    around: function takes the engine's own before the other arguments, and calls it itself
     """
 
     module: str
@@ -74,17 +79,27 @@ class Replacement:
     behind: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     traced: bool = False
     needs: tuple[str, ...] = ()
+    around: bool = False
 
     @property
     def place(self) -> str:
         return f"{self.module}.{self.name}"
 
+    @property
+    def form(self) -> Callable[..., Any]:
+        """A function of the engine's parameters."""
+        return partial(self.function, None) if self.around else self.function
+
 
 class Engine:
-    """One engine's replacements, in this process. package: its top-level module; version: the one they were written against."""
+    """One engine's replacements, in this process. package: its top-level module; version: the one they were written against.
 
-    def __init__(self, package: str, version: str, replacements: Sequence[Replacement]):
-        self.package, self.version, self.replacements = package, version, tuple(replacements)
+    strict: whether the engine is in its batch-invariant mode, where a refused call is an error and is not the engine's own
+    """
+
+    def __init__(self, package: str, version: str, replacements: Sequence[Replacement], strict: Callable[[], bool] = lambda: False):
+        self.package, self.version, self.replacements, self.strict = package, version, tuple(replacements), strict
+        self.promised: set[str] = set()  # places that have to be ours from now on
         self.log = logging.getLogger(f"{package}.ssmgen")  # below the engine's logger, so that its settings apply
         self.finder = _Finder(self)
         self.undo: list[Callable[[], None]] = []  # of each replacement that was made; of a module that was executed twice, both
@@ -119,22 +134,32 @@ class Engine:
             sys.meta_path.remove(self.finder)
         for undo in self.undo:
             undo()
-        self.undo, self.outcome = [], {}
+        self.undo, self.outcome, self.promised = [], {}, set()
+
+    def not_ours(self, places: Sequence[str]) -> list[str]:
+        """Why functions at these places are the engine's own, in words; none of them that is ours or will be when it is imported."""
+        outcomes = [(place, self.outcome.get(place, "not registered")) for place in places]
+        return [f"{place} is {self.package}'s own: {what}" for place, what in outcomes if what not in (REPLACED, WAITING)]
+
+    def promise(self, places: Sequence[str]) -> None:
+        """From now on it is an error if a function at one of these places turns out to be the engine's own when it is imported."""
+        self.promised |= set(places)
 
     def replace(self, r: Replacement, module: ModuleType) -> None:
         """Replaces r in its module, which has been executed, and wherever the engine has imported it to."""
         of_class, _, name = r.name.rpartition(".")
         owner: Any = vars(module).get(of_class) if of_class else module
-        original = None if owner is None else vars(owner).get(name)
-        if original is None:
+        original = None if owner is None else inspect.getattr_static(owner, name, None)  # of a class, inherited ones as well
+        kind = next((k for k in (staticmethod, classmethod) if isinstance(original, k)), None)
+        plain = original if kind is None else original.__func__
+        if plain is None:
             self._keep(r, f"the function does not exist; ssmgen was written for {self.package} {self.version}")
-        elif drift := differences(r.function, original):
+        elif drift := differences(r.form, plain):
             self._keep(r, f"its parameters differ from those of {self.package} {self.version}: {'; '.join(drift)}")
         else:
-            ours = _with_the_original_behind(self._with_others(r), original, self.log)
+            ours = _around(r, plain) if r.around else self._with_the_original_behind(self._with_others(r), plain)
             if of_class:
-                method = staticmethod(ours) if isinstance(original, staticmethod) else ours
-                self.undo.append(_given(owner, {name: method, **r.says}))
+                self.undo.append(_given(owner, {name: ours if kind is None else kind(ours), **r.says}))
             else:
                 self._rebind(original, ours)
                 self.undo.append(partial(self._rebind, ours, original))
@@ -155,6 +180,39 @@ class Engine:
 
         return changed(r, function=function)
 
+    def _with_the_original_behind(self, r: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Ours, for calls that it takes; the engine's for the others, with a warning, once per reason, or in the strict mode an error."""
+        told: set[tuple[type, str]] = set()
+        behind = original if r.behind is None else r.behind(original)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                if not torch.is_grad_enabled():
+                    return r.function(*args, **kwargs)
+                with torch.no_grad():  # SGLang's one_batch records its graphs with autograd on; the engine's functions lack a backward too
+                    return r.function(*args, **kwargs)
+            except NotReplaced:
+                pass
+            except REFUSALS as e:
+                advice = IN_AN_ENGINE if isinstance(e, CaptureError) else ""
+                if self.strict():
+                    raise BatchInvarianceError(r.place, [f"ssmgen refuses the call: {e}{advice}"], NO_FALLBACK) from e
+                if (kind := _kind(e)) not in told:
+                    told.add(kind)
+                    words = "%s's own %s runs, not ssmgen's (said once for calls like this): %s%s"
+                    self.log.warning(words, self.package, r.name, e, advice)
+            return behind(*args, **kwargs)
+
+        if not r.traced:
+            return call
+
+        @wraps(original)
+        def run_or_traced(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if is_compiling() else call(*args, **kwargs)
+
+        return run_or_traced
+
     def executed(self, module: ModuleType) -> None:
         """Called when one of the modules has been imported."""
         for r in self.replacements:
@@ -173,6 +231,8 @@ class Engine:
     def _keep(self, r: Replacement, why: str, level: int = logging.WARNING) -> None:
         self.outcome[r.place] = f"kept: {why}"
         self.log.log(level, "ssmgen does not replace %s: %s", r.place, why)
+        if r.place in self.promised:
+            raise BatchInvarianceError(self.package, self.not_ours([r.place]), OTHER_RELEASE.format(self.package, self.version))
 
     def _rebind(self, old: Callable[..., Any], new: Callable[..., Any]) -> None:
         for name, module in list(sys.modules.items()):
@@ -208,18 +268,23 @@ def _locations(package: str) -> list[str]:
 
 
 def differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:
-    """How the parameters differ, in words: names, order, kinds and defaults count, annotations do not."""
+    """How the parameters differ, in words: names, order, kinds and defaults count, annotations do not. Our default ... is like any."""
     try:
         mine, found = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
     except (TypeError, ValueError) as e:
         return [f"its parameters cannot be read ({e})"]
     said = [f"{name} is new" for name in found if name not in mine] + [f"{name} is gone" for name in mine if name not in found]
     for name in mine:
-        if name in found and (mine[name].kind, mine[name].default) != (found[name].kind, found[name].default):
+        if name in found and not _alike(mine[name], found[name]):
             said.append(f"{found[name].replace(annotation=inspect.Parameter.empty)} was {_plain(mine[name])}")
     if not said and list(mine) != list(found):
         said.append(f"their order is {', '.join(found)}")
     return said
+
+
+def _alike(mine: inspect.Parameter, found: inspect.Parameter) -> bool:
+    any_default = mine.default is ... and found.default is not inspect.Parameter.empty
+    return mine.kind == found.kind and (any_default or mine.default == found.default)
 
 
 def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -242,35 +307,14 @@ def _given(owner: type, attributes: Mapping[str, Any]) -> Callable[[], None]:
     return undo
 
 
-def _with_the_original_behind(r: Replacement, original: Callable[..., Any], log: logging.Logger) -> Callable[..., Any]:
-    """Ours, for calls that it takes; the engine's for the others, with a warning, once per reason."""
-    told: set[tuple[type, str]] = set()
-    behind = original if r.behind is None else r.behind(original)
+def _around(r: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours, with the engine's own as its first argument."""
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            if not torch.is_grad_enabled():
-                return r.function(*args, **kwargs)
-            with torch.no_grad():  # SGLang's one_batch records its graphs with autograd on; the engine's functions lack a backward too
-                return r.function(*args, **kwargs)
-        except NotReplaced:
-            pass
-        except REFUSALS as e:
-            if (kind := _kind(e)) not in told:
-                told.add(kind)
-                engine, advice = r.module.partition(".")[0], IN_AN_ENGINE if isinstance(e, CaptureError) else ""
-                log.warning("%s's own %s runs, not ssmgen's (said once for calls like this): %s%s", engine, r.name, e, advice)
-        return behind(*args, **kwargs)
+        return r.function(original, *args, **kwargs)
 
-    if not r.traced:
-        return call
-
-    @wraps(original)
-    def run_or_traced(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if is_compiling() else call(*args, **kwargs)
-
-    return run_or_traced
+    return call
 
 
 def _kind(e: Exception) -> tuple[type, str]:

@@ -29,6 +29,7 @@ from ..shared.operands import takes as _takes
 from . import delta as _delta
 from . import flashkda as _flashkda
 from . import gdn as _gdn
+from . import invariance as _invariance
 from . import layers as _layers
 from . import norms as _norms
 from . import steps as _steps
@@ -322,7 +323,9 @@ _ENGINE = replacing.Engine(
         replacing.Replacement(_LIGHTNING, "lightning_attention", lightning_attention),
         replacing.Replacement(_LIGHTNING, "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states", merge_attn_states),
+        *_invariance.replacements(lambda: _ENGINE),
     ],
+    strict=_invariance.on,
 )  # fmt: skip
 
 

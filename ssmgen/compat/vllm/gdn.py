@@ -13,7 +13,9 @@ from ...errors import ArgumentError
 from ...families.causal_conv1d.call import causal_conv1d
 from ...families.linear_attention.call import gated_delta_rule
 from ..shared import delta_prompts as _prompts
+from ..shared import invariance
 from ..shared.gated_delta import first, unpacked
+from ..shared.operands import VECTOR
 from ..shared.operands import takes as _takes
 from ..shared.replacing import NotReplaced, Replacement
 
@@ -35,6 +37,8 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
     step = step.get(self.prefix) if isinstance(step, dict) else None
     if step is None or step.spec_sequence_masks is not None or not step.num_prefills or step.num_decodes != step.num_decode_tokens:
         raise NotReplaced
+    if invariance.on() and mixed_qkv.shape[1] * mixed_qkv.element_size() % VECTOR:
+        raise NotReplaced  # where prompts begin in the step decides about the form of their kernel
     if self.chunk_gated_delta_rule.gdn_prefill_backend not in ("flashinfer", "triton"):
         raise NotReplaced
     window, state = self.kv_cache[:2]
@@ -50,6 +54,7 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
         use_qk_l2norm=True, beta_sigmoid=True, cu_seqlens=step.prefill_query_start_loc, state=state,
         state_indices=step.prefill_state_indices, has_initial_state=step.prefill_has_initial_state, pad_slot_id=0,
         checkpoint_positions=places, checkpoints_out=kept, out=out[None, steps:],
+        **invariance.whole(_prompts.chunk_gated_delta_rule),
     ).plan()  # fmt: skip
     slots = step.non_spec_state_indices_tensor
     decode = None
