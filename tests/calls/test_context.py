@@ -15,7 +15,7 @@ if not torch.distributed.is_available():
 
 from context_cases import cases, inputs
 from context_tool_cases import cases as tool_cases
-from delta_cases import BOUNDS, error, launch_emulated
+from prompt_cases import BOUNDS, error, launch_emulated
 from sharded_calls import BF16, F32
 from sharded_cases import failures
 
