@@ -9,6 +9,7 @@ from typing import Any
 import prompt_laws as laws
 import pytest
 import torch
+from bits import bits
 from prompt_cases import (
     ADVERSARIAL,
     BOUNDS,
@@ -24,7 +25,6 @@ from prompt_cases import (
     same,
     starts_of,
 )
-from scan_cases import bits
 from ssu_cases import BF16, F32, Memory
 
 import ssmgen

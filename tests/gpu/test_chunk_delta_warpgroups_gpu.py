@@ -10,8 +10,9 @@ from typing import Any
 import prompt_laws as laws
 import pytest
 import torch
+from bits import bits
 from prompt_cases import ADVERSARIAL, OF_HEADS, Case, launched, make, problem_of
-from scan_cases import SM90, bits, same
+from scan_cases import SM90, same
 from ssu_cases import BF16, F16, F32
 
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, warpgroup_space

@@ -11,6 +11,7 @@ from typing import Any
 import prompt_laws as laws
 import pytest
 import torch
+from bits import bits
 from prompt_cases import (
     ADVERSARIAL,
     BF16,
@@ -32,7 +33,6 @@ from prompt_cases import (
     starts_of,
     states,
 )
-from scan_cases import bits
 from ssu_cases import Memory
 
 import ssmgen

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from card_calls import arch, needs_pdl
 from layer_calls import make
 from layer_card_cases import (
     KIMI,
@@ -30,7 +31,6 @@ from layer_card_cases import (
 from layer_cases import BF16, F32, GDN_HEADS, GDN_MATRIX, GDN_TOKENS, I64, KDA_MATRIX, KDA_TOKENS, MAMBA_MATRIX, MAMBA_TOKENS, Gdn, named
 from layer_laws import (
     DEVICE,
-    arch,
     assert_capture_needs_warm,
     assert_equals_the_operators,
     assert_graphs_replay,
@@ -41,7 +41,6 @@ from layer_laws import (
     prepare,
     problem_of,
 )
-from test_selective_state_update import needs_pdl
 
 from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
 

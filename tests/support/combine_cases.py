@@ -284,15 +284,6 @@ def emulate(call: Call, spec: KernelSpec | None = None, arch: Arch = SM90, chang
     run_source(source, spec.name, op.grid_of(spec, call.views), spec.threads, packed, call.named, ("out", "lse_out"))
 
 
-def bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and 0 is not -0."""
-    return torch.equal(bits(a), bits(b))
-
-
 LSES = {  # of two splits: the second's share of the output, and the sum's logarithm; None: nothing is there
     "both": ((0.0, 0.0), 0.5, math.log(2)),
     "second-empty": ((1.5, -INF), 0.0, 1.5),

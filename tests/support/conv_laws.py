@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from bits import bits
+from bits import same as equal
 from conv_cases import I32, I64, Call
 from ssu_cases import ulp
 from torch import Tensor
@@ -67,15 +69,6 @@ def expected(call: Call) -> Expected:
     (total, kept), (size, _) = run(lambda t: t), run(torch.abs)
     silu = ACTIVATIONS[call.options[0]]
     return Expected(*activated(total, size, views["weight"].shape[1], silu, views["out"].dtype), kept)
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and 0 is not -0."""
-    return torch.equal(bits(a), bits(b))
 
 
 def assert_matches(call: Call, want: Expected) -> None:

@@ -218,12 +218,3 @@ def emulate(call: Call, spec: KernelSpec | None = None, arch: Arch = SM90, chang
     assert spec.operands() == list(call.named)
     packed = Arguments(spec, op.kernel_values(spec, call.views, call.options)).at([t.data_ptr() for t in call.named.values()])
     run_source(change(render(spec, arch)), spec.name, op.grid_of(spec, call.views), spec.threads, packed, call.named, ("out",))
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and 0 is not -0."""
-    return torch.equal(bits(a), bits(b))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import pytest
 import torch
+from bits import same
 from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 
 import ssmgen
 from ssmgen.compile.render import render
-from ssmgen.emulator import SMS, EmulatorError, run_source
+from ssmgen.emulator import SMS, run_source
 from ssmgen.families.chunk_scan import call as op
 from ssmgen.families.chunk_scan.rules import candidates
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
@@ -61,31 +60,6 @@ def emulated(
         launch = spec.name, grid, spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
         run_source(text, *launch, cluster=spec.cluster_blocks)
     return call.result
-
-
-def edited(old: str, new: str, where: str = "") -> Callable[[str], str]:
-    """A `change` that plants a mistake in every text that has `where`."""
-
-    def change(source: str) -> str:
-        if where not in source:
-            return source
-        assert old in source, "the edit no longer applies"
-        return source.replace(old, new)
-
-    return change
-
-
-@contextmanager
-def found(words: str) -> Iterator[None]:
-    """A mistake is an EmulatorError with these words or, for the word "off", results that break a law. | separates alternatives."""
-    try:
-        yield
-    except EmulatorError as e:
-        assert any(word in str(e) for word in words.split("|")), str(e)
-    except AssertionError as e:
-        assert "off" in words.split("|") and "no longer applies" not in str(e), str(e)
-    else:
-        pytest.fail("nothing was found")
 
 
 def variant(**how: Any) -> Make:
@@ -160,15 +134,6 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 def starts_of(lengths: Sequence[int], device: str, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, NaN too."""
-    return torch.equal(bits(a), bits(b))
 
 
 def tokens_of(call: Mapping[str, Any], span: slice) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from chain_cases import BF16, F16, F32, HEADS, RULES, SM80, SM90, accurate, called, hard, poisoned, prompt, recurrence, states_of, walked
 from compiled import compiled
-from scan_cases import edited, error, found, same
+from kernel_laws import edited, found
+from scan_cases import error, same
 from selection import costly, few, kept
 from ssu_cases import Memory
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from chain_cases import written_by
 from compiled import compiled
+from kernel_laws import edited, found
 from prompt_cases import (
     ADVERSARIAL,
     BF16,
@@ -32,7 +33,6 @@ from prompt_cases import (
     states,
     variant,
 )
-from scan_cases import edited, found
 from selection import costly, few
 
 from ssmgen import emulator

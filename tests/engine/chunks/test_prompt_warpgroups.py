@@ -28,8 +28,8 @@ from chain_cases import (
     walked,
 )
 from compiled import compiled
+from kernel_laws import edited, found
 from prompt_cases import BOUNDS, CHAINS, candidates, error, same
-from scan_cases import edited, found
 from selection import costly, few, kept
 
 from ssmgen import emulator

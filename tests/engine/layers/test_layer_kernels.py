@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import kernel_laws as laws
 import pytest
 from layer_calls import SM90, differing, emulate, emulated_chain, make, needs_emulator
 from layer_cases import I32
@@ -14,7 +15,7 @@ from layer_cases import MAMBA as BASE_CASE
 from selection import costly
 from test_check import edited
 
-from ssmgen.compile.render import render, uses_pdl
+from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError
 from ssmgen.emulator.check import check
 from ssmgen.engine.layers.norm import LayerGatedNormSpec
@@ -213,11 +214,7 @@ def test_check_finds_a_norm_that_forgets_the_padding(case, old, new, monkeypatch
 def test_layout_of_the_text(which):
     spec = spec_of(which)
     for part in spec.kernels:
-        text = render(part, SM90)
-        assert text.startswith(f"// {part.family} for sm_90a") and parse_spec(str(part), SPECS) == part
-        parameters = re.search(rf"{part.name}\((.*?)\) \{{", text, re.S)[1]
-        assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in part.parameters()]
-        assert not any(line != line.rstrip() or "\t" in line or "{%" in line for line in text.splitlines())
+        laws.is_well_formed(part)
     inside = getattr(spec, "norm_inside", False)
     assert len(spec.kernels) == (1 if inside or spec.norm.weight is None else 2)
     text = render(spec, SM90)
@@ -250,12 +247,7 @@ WAITING = ["mamba: two", "mamba: gated", "mamba tokens: final", "mamba tokens: a
 @pytest.mark.parametrize("pdl", Pdl)
 @pytest.mark.parametrize("which", WAITING)
 def test_wait_precedes_every_access(which, pdl):
-    text = render(replace(spec_of(which), pdl=pdl), SM90)
-    body = text[text.index('extern "C"') :]
-    assert uses_pdl(text) == (pdl is not Pdl.OFF) and "__restrict__" not in body and "__ldg" not in body
-    if pdl is not Pdl.OFF:
-        wait = body.index("wait_for_upstream();")
-        assert all(m.start() > wait for m in re.finditer(r"\b(load|store)\w*[(<]", body))
+    laws.waits_first(spec_of(which), pdl)
 
 
 @pytest.mark.parametrize("pdl", [p for p in Pdl if p is not Pdl.OFF])

@@ -8,6 +8,7 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from kernel_laws import edited, found
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
 from selection import costly
 
@@ -324,14 +325,14 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]
-    change = laws.edited(old, new, "keep_marked" if edit.startswith("a mark") else "")  # not in a call that it is compared with
+    change = edited(old, new, "keep_marked" if edit.startswith("a mark") else "")  # not in a call that it is compared with
     how = {"stages": 4, "copiers": 1} if edit.startswith("copier") else {"parts": 3} if edit.startswith("parts") else {}
 
     def scan(**call: object) -> object:
         return emulated(**call, spec=laws.variant(**how), change=change)
 
     one = replace(SMALL, heads=1)
-    with laws.found(words):
+    with found(words):
         if edit.startswith("an id"):
             laws.ids_go_on(scan, one)
         elif edit.startswith("a mark"):

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from bits import same as equal
 from combine_cases import (
     BF16,
     DENSE,
@@ -25,7 +26,6 @@ from combine_cases import (
     assert_matches,
     check_special,
     emulate,
-    equal,
     expected,
     make,
     matrix,

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from bits import same as equal
 from norm_cases import (
     BF16,
     F16,
@@ -20,7 +21,6 @@ from norm_cases import (
     Case,
     assert_matches,
     emulate,
-    equal,
     expected,
     make,
     matrix,

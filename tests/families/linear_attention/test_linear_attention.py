@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bits import same as equal
 from la_cases import BF16, F16, F32, GDN, I32, RAW, RULES, Call, Case, assert_matches, expected, kv_matrix, make_call, matrix, usual
 from selection import costly, kept
 
@@ -28,14 +29,6 @@ from ssmgen.spec.kernel import Arch, DType, Index, PoolMode
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
 
 
 # The reference.

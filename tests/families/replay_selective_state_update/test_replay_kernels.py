@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import kernel_laws as laws
 import pytest
 import torch
 from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make, same
@@ -225,10 +226,7 @@ def broken(monkeypatch: Any, spec: ReplaySpec, change: Callable[[str], str]) -> 
 def test_broken_template(edit, monkeypatch):
     spec, old, new, words = EDITS[edit]
 
-    def change(source: str) -> str:
-        assert old in source, "the edit no longer applies"
-        return source.replace(old, new)
-
+    change = laws.edited(old, new)
     if words not in ("out", "state"):
         with pytest.raises(EmulatorError, match=words):
             broken(monkeypatch, spec, change)
@@ -281,8 +279,7 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
     ],
 )
 def test_violations_in_words(spec, change, words):
-    assert not spec.violations(SM90)
-    assert any(words in problem for problem in replace(spec, **change).violations(SM90))
+    laws.says_its_violation(spec, change, words)
 
 
 def test_violations_of_architectures():
@@ -318,11 +315,7 @@ def test_the_wait_precedes_what_another_kernel_writes(spec, pdl):
 
 @pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
 def test_layout_of_the_text(spec):
-    text = render(spec, SM90)
-    assert text.startswith(f"// {spec.family} for sm_90a")
-    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
-    assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{ " in line for line in text.splitlines())
+    laws.is_well_formed(spec)
 
 
 def test_what_is_switched_off_is_not_in_the_text():
