@@ -1,4 +1,4 @@
-"""Tensors compared bit for bit, NaN too."""
+"""Comparisons of tensors: bit for bit, NaN too, and by relative errors."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def all_same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
     return all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative L2."""
+    found = found.detach().cpu().double().reshape(wanted.shape)
+    return float((found - wanted).norm() / wanted.norm())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import all_same, bits
+from bits import all_same, bits, error, same
 from torch import Tensor
 
 from ssmgen.cache.entry import Entry
@@ -117,3 +117,42 @@ def waits_for_its_producer(
     right = produced(lambda: run(False))
     assert pairs_equal(right, produced(lambda: run(True))) and out.isfinite().all()
     assert not pairs_equal(right, produced(hasty))
+
+
+# Drop-ins on a card.
+
+
+def on_card(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's tensors there, with the strides they have; one tensor stays one."""
+    moved: dict[int, Tensor] = {}
+    for t in (t for t in call.values() if isinstance(t, Tensor)):
+        moved.setdefault(id(t), torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t))
+    return {n: moved[id(t)] if isinstance(t, Tensor) else t for n, t in call.items()}
+
+
+def serves_as_on_the_host(
+    function: Callable[..., Any], make: Callable[[], Mapping[str, Any]], results: Callable[[Any, Mapping[str, Any]], Iterable[Tensor]],
+    bound: float,
+) -> None:  # fmt: skip
+    """A drop-in has the results of CPU tensors within `bound`, the same bits in a graph, and does not synchronise. results: all tensors
+    that a call returns or writes."""
+    here, there = make(), on_card(make())
+    with torch.inference_mode():
+        wanted = [t.clone() for t in results(function(**here), here)]
+        function(**there)  # compiles
+        there, again, captured = (on_card(make()) for _ in range(3))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = list(results(function(**there), there))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(found) == len(wanted)
+        assert all(error(f, w.double()) <= bound for f, w in zip(found, wanted, strict=True))
+        repeated = list(results(function(**again), again))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = function(**captured)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(same(a, b) and same(a, c) for a, b, c in zip(found, repeated, results(got, captured), strict=True))

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from bits import error, same
 from chain_cases import written_by
-from scan_cases import NAN, SM90, error, placed, same, starts_of
+from scan_cases import SM90, placed
+from sequence_laws import NAN, Run, Sequences, starts_of
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
@@ -32,7 +35,6 @@ BOUNDS = {BF16: 6e-3, F16: 1.5e-3}  # relative L2 error, random operands
 STORED = {F32: 0.0, BF16: 2.0**-9, F16: 2.0**-12}  # a state's rounding
 HARD = {BF16: 1.5e-2, F16: 4e-3}  # keys that are nearly one, steps of 1 and 2, decays of nothing and of all
 
-Run = Callable[..., Any]  # a public function, which takes the case first
 PER_TOKEN = {  # parameters with a token's numbers
     "chunk_gated_delta_rule": ("q", "k", "v", "g", "beta"),
     "chunk_delta_rule": ("q", "k", "v", "beta"),
@@ -49,7 +51,7 @@ FUNCTIONS = ("chunk_gated_delta_rule", *OF_LINEAR_ATTENTION)  # each with gates
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Sequences):
     """A function, and the sizes of a call: small for the emulator, a model's on a card."""
 
     function: str = "chunk_kda"
@@ -92,6 +94,27 @@ class Case:
     def decode(self) -> Callable[..., Tensor]:
         found: Callable[..., Tensor] = getattr(ssmgen, self.function.removeprefix("chunk_"))
         return found
+
+    def made(self, *lead: int, slow: bool = False) -> dict[str, Any]:
+        return make(self, *lead)
+
+    def exact(self, call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
+        return exact(self, call, **more)
+
+    def step(self, state: Tensor, call: dict[str, Any]) -> Tensor:
+        return self.decode(state, **call)
+
+    def of(self, run: Run) -> Run:
+        return partial(run, self)
+
+    def bound(self) -> float:
+        return BOUNDS[self.x]
+
+    def state_bound(self, dtype: torch.dtype) -> float:
+        return BOUNDS[self.x] + STORED[dtype]
+
+    def step_bound(self) -> float:
+        return self.bound() if self.per_head else self.few
 
     def build(self, **kwargs: Any) -> Any:
         return getattr(ssmgen, self.function).build(**kwargs)
@@ -165,7 +188,7 @@ def make(
 
 def cut(case: Case, call: Mapping[str, Any], *at: Any) -> dict[str, Any]:
     """The call with this index into the operands per token."""
-    return {n: t[at] if n in case.per_token and t is not None else t for n, t in call.items()}
+    return case.cut(call, *at)
 
 
 def tokens_of(case: Case, call: Mapping[str, Any], span: slice) -> dict[str, Any]:
@@ -174,7 +197,7 @@ def tokens_of(case: Case, call: Mapping[str, Any], span: slice) -> dict[str, Any
 
 
 def states(case: Case, count: int, dtype: torch.dtype = F32, seed: int = 1) -> Tensor:
-    return torch.randn(count, *case.state, generator=torch.Generator().manual_seed(seed)).to(case.device, dtype)
+    return case.states(count, dtype, seed)
 
 
 # The expected results of a call.

@@ -14,7 +14,6 @@ from prompt_cases import (
     F32,
     HARD,
     NAN,
-    STORED,
     Case,
     Run,
     cut,
@@ -26,6 +25,14 @@ from prompt_cases import (
     states,
     tokens_of,
 )  # fmt: skip
+from sequence_laws import (  # noqa: F401
+    a_cut_changes_no_bit,
+    a_pool_is_touched_where_it_should_be,
+    decoding_goes_on,
+    neighbours_do_not_matter,
+    packing_changes_no_bit,
+    states_of_a_pool_may_begin_elsewhere,
+)
 from ssu_cases import Memory
 from torch import Tensor
 
@@ -75,88 +82,6 @@ def lengths_are_accurate(run: Run, case: Case, lengths: Sequence[int]) -> None:
             assert error(last[i], wanted["final_states"][i]) <= bound, length
         else:
             assert not last[i].any()
-
-
-def packing_changes_no_bit(run: Run, case: Case, lengths: Sequence[int]) -> None:
-    call = make(case, sum(lengths))
-    starts = starts_of(lengths, case.device)
-    packed, last = run(case, **call, cu_seqlens=starts, return_final_states=True)
-    for i, length in enumerate(lengths):
-        span = slice(int(starts[i]), int(starts[i + 1]))
-        if length:
-            out, own = run(case, **tokens_of(case, call, span), return_final_states=True)
-            assert same(out[0], packed[span]) and same(own[0], last[i]), length
-        else:
-            assert not last[i].any()
-
-
-def a_cut_changes_no_bit(run: Run, case: Case, tokens: int, at: int) -> None:
-    """at: a multiple of a chunk's tokens."""
-    call = make(case, 1, tokens)
-    whole, last = run(case, **call, return_final_states=True)
-    first, state = run(case, **cut(case, call, slice(None), slice(0, at)), return_final_states=True)
-    rest = cut(case, call, slice(None), slice(at, None))
-    second, end = run(case, **rest, initial_states=state, return_final_states=True, final_states_out=state)
-    assert same(torch.cat([first, second], 1), whole) and same(end, last) and end is state
-
-
-def a_pool_is_touched_where_it_should_be(run: Run, case: Case, state: torch.dtype, layout: str = "vk") -> None:
-    """NaN fills unused slots, slots of empty sequences, slots of sequences that start from zeros, and tokens outside every sequence."""
-    lengths, slots, started = (65, 7, 0, 16, 64), (3, 20, 7, 0, -1), (True, True, True, False, True)
-    memory, tokens = Memory(case.device), sum(lengths) + 9
-    call = make(case, tokens)
-    for name in case.per_token:
-        call[name][-9:] = NAN
-        call[name] = memory.fill(name, call[name])
-    HV, V, K = case.state
-    shape = (9, HV, K, V) if layout == "kv" else (9, HV, V, K)
-    pool = memory.fill("state", torch.full(shape, NAN, dtype=state, device=case.device))
-    pool[3] = torch.randn(shape[1:], generator=torch.Generator().manual_seed(1)).to(case.device, state)
-    out = memory.fill("out", torch.full_like(call["v"], NAN))
-    call |= {"cu_seqlens": starts_of(lengths, case.device, torch.int64), "state": pool, "out": out, "state_layout": layout}
-    call |= {"state_indices": torch.tensor(slots).int().to(case.device), "has_initial_state": torch.tensor(started).to(case.device)}
-    wanted = exact(case, call)
-    memory.seal()
-    run(case, **call)
-    assert not memory.untouched({"state": torch.tensor([3, 0], device=case.device), "out": torch.arange(tokens - 9, device=case.device)})
-    for begin, end, slot in ((0, 65, 3), (72, 88, 0)):
-        assert error(out[begin:end], wanted["out"][0, begin:end]) <= BOUNDS[case.x]
-        assert error(pool[slot], wanted["state"][slot]) <= BOUNDS[case.x] + STORED[state]
-    assert not out[65:72].any() and not out[88:152].any()
-
-
-def neighbours_do_not_matter(run: Run, case: Case, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
-    call = make(case, sum(lengths) + 9)
-    starts = starts_of((4, *lengths), case.device)[1:]
-    plain, last = run(case, **call, cu_seqlens=starts, return_final_states=True)
-    for i, length in enumerate(lengths):
-        span = slice(int(starts[i]), int(starts[i]) + length)
-        poisoned = {n: torch.full_like(call[n], NAN) for n in case.per_token}
-        for name, t in poisoned.items():
-            t[span] = call[name][span]
-        out, own = run(case, **call | poisoned, cu_seqlens=starts, return_final_states=True)
-        assert same(out[span], plain[span]) and same(own[i], last[i]), length
-
-
-def states_of_a_pool_may_begin_elsewhere(run: Run, case: Case, state: torch.dtype, index: torch.dtype | None) -> None:
-    """Dense states into a pool give the bits of a call without a pool. A sequence without a slot or without tokens changes no slot."""
-    lengths = (65, 7, 0, 16)
-    memory, call = Memory(case.device), make(case, sum(lengths))
-    call |= {"cu_seqlens": starts_of(lengths, case.device), "initial_states": states(case, len(lengths), state)}
-    wanted, last = run(case, **call, return_final_states=True)
-    slots = [0, 1, 2, 3] if index is None else [4, 9, 1, 0]
-    pool = memory.fill("state", torch.full((9, *case.state), NAN, dtype=state, device=case.device))
-    given = {} if index is None else {"state_indices": torch.tensor(slots, dtype=index, device=case.device)}
-    memory.seal()
-    out = run(case, **call, state=pool, **given)
-    served = [i for i in range(4) if lengths[i] and slots[i] < 9]
-    assert not memory.untouched({"state": torch.tensor([slots[i] for i in served], device=case.device)})
-    assert all(same(pool[slots[i]], last[i]) for i in served)
-    if index is not None:
-        assert not out[65:72].any()
-        wanted[65:72] = 0
-    assert same(out, wanted)
 
 
 def layout_changes_no_bit(run: Run, case: Case, offset: int) -> None:
@@ -238,16 +163,6 @@ def linear_gates_agree(run: Run, case: Case) -> None:
     behind = exact(case, cut(case, call | {"g": decays}, slice(None), slice(67, None)), linear_gate=True)
     out = run(case, **call | {"g": decays, "linear_gate": True})
     assert error(out[:, 67:], behind["out"]) <= BOUNDS[case.x]
-
-
-def decoding_goes_on(run: Run, case: Case, tokens: int) -> None:
-    """The state that a prompt leaves is the one that the next step reads."""
-    call = make(case, 2, tokens + 1)
-    wanted = exact(case, call, return_final_states=True)
-    _, state = run(case, **cut(case, call, slice(None), slice(0, -1)), return_final_states=True)
-    out = case.decode(state, **cut(case, call, slice(None), -1))
-    bound = BOUNDS[case.x] if case.per_head else case.few
-    assert error(out, wanted["out"][:, -1]) <= bound and error(state, wanted["final_states"]) <= BOUNDS[case.x]
 
 
 def checkpoints_are_final_states(run: Run, case: Case, state: torch.dtype, lengths: Sequence[int]) -> None:

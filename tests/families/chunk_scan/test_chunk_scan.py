@@ -57,7 +57,7 @@ def test_results_are_those_of_float64(sizes, tokens, decay, more):
 @costly(1)
 @by_both
 def test_packing_changes_no_bit(scan):
-    laws.packing_changes_no_bit(scan, SMALL if scan is emulated else replace(SMALL, x=F32))
+    laws.packing_changes_no_bit(scan, SMALL if scan is emulated else replace(SMALL, x=F32), laws.LENGTHS)
 
 
 @costly(1)
