@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_laws import edited, found_in_words
+from kernel_laws import edited, found_in_words, found_when_planted
 from selection import costly
 from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, small_matrix
 
@@ -257,11 +257,7 @@ CLUSTER_BUGS = {
 
 @pytest.mark.parametrize("bug", CLUSTER_BUGS)
 def test_planted_bug_in_a_cluster(bug):
-    old, new, words = CLUSTER_BUGS[bug]
-    assert old in SHARES
-    with pytest.raises(EmulatorError) as e:
-        run_broken(SHARES.replace(old, new, 1), grid=4, cluster=4)
-    assert words in str(e.value)
+    found_when_planted(SHARES, CLUSTER_BUGS[bug], lambda text: run_broken(text, grid=4, cluster=4))
 
 
 def test_a_grid_is_made_of_clusters():

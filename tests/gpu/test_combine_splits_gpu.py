@@ -24,13 +24,13 @@ from combine_cases import (
     Call,
     assert_matches,
     check_special,
-    emulate,
     expected,
     make,
     matrix,
     named,
     needs_emulator,
 )
+from emulated_calls import emulate
 
 import ssmgen
 from ssmgen.bench.timing import host_us

@@ -9,7 +9,8 @@ import pytest
 import torch
 from bits import bits, same
 from card_calls import arch, launch, needs_pdl, waits_for_its_producer
-from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, assert_matches, expected, kv_matrix, make_call, matrix
+from decode_cases import assert_matches
+from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, expected, kv_matrix, make_call, matrix
 
 import ssmgen
 from ssmgen import emulator

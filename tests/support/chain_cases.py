@@ -11,6 +11,7 @@ from typing import Any
 import delta_images
 import linear_images
 import torch
+from emulated_calls import written_by
 from scan_cases import error
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
@@ -266,11 +267,6 @@ def walked(
         launch = spec.name, grid, spec.threads_per_block, packed, operands, written_by(spec), spec.dynamic_bytes
         run_source(source, *launch, early=spec.early_operands())
     return {name: named[name] for name in spec.roles() if name in written_by(spec)}
-
-
-def written_by(spec: Any) -> tuple[str, ...]:
-    """Operands that a kernel writes, as it calls them."""
-    return tuple(p.name for p in spec.parameters() if p.code == "Q" and not p.ctype.startswith("const"))
 
 
 def accurate(found: Mapping[str, Tensor], p: Prompt, before: Tensor | None = None, bound: float = BOUND) -> bool:

@@ -72,6 +72,16 @@ def waits_first(spec: Any, pdl: Pdl, accesses: str = "load|store") -> None:
     assert ("allow_dependents();" in body) == (pdl is not Pdl.WAIT)
 
 
+def waits_before_any_of(spec: Any, *words: str) -> str:
+    """A kernel that triggers has none of these words before its wait. Returns the kernel's text."""
+    text = render(spec, SM90)
+    body = text[text.index('extern "C"') :]
+    before = body[: body.index("wait_for_upstream();")]
+    assert not [word for word in words if word in before]
+    assert "__restrict__" not in body and "allow_dependents();" in body
+    return body
+
+
 def has_none_of(spec: Any, *words: str) -> None:
     """What a spec switches off is not in the text of its kernel."""
     text = render(spec, SM90).split("#define DEVICE")[1]
@@ -123,3 +133,11 @@ def found_in_words(words: str) -> Iterator[None]:
     with pytest.raises((EmulatorError, AssertionError)) as e:
         yield
     assert words in str(e.value)
+
+
+def found_when_planted(text: str, bug: tuple[str, str, str], run: Callable[[str], Any], count: int = 1) -> None:
+    """A kernel's text with one mistake, (text to replace, replacement, words of the error), fails in one of its threads."""
+    old, new, words = bug
+    with pytest.raises(EmulatorError) as e:
+        run(edited(old, new, count=count)(text))
+    assert words in str(e.value) and "thread" in str(e.value)

@@ -136,6 +136,10 @@ class Call:
         return self.named | {"dt_softplus": True, "update_state": self.case.update, "philox_rounds": self.case.noise}
 
     @property
+    def built(self) -> Any:
+        return self.public
+
+    @property
     def public(self) -> Any:
         """The result of the public function."""
         return call_of(ssmgen.selective_state_update, **self.kwargs)

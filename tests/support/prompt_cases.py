@@ -10,23 +10,19 @@ from typing import Any
 
 import torch
 from bits import error, same
-from chain_cases import written_by
-from scan_cases import SM90, placed
+from emulated_calls import SM90, emulate
+from scan_cases import placed
 from sequence_laws import NAN, Run, Sequences, starts_of
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 import ssmgen
-from ssmgen.compile.render import render
-from ssmgen.emulator import run_source
 from ssmgen.families.chunk_delta_rule import chain as delta_chain
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
 from ssmgen.families.chunk_linear_attention import chain as linear_chain
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, Rule
 from ssmgen.launch import runtime
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch
 
 __all__ = ["BF16", "F16", "F32", "NAN", "SM90", "error", "same", "starts_of"]
@@ -289,28 +285,7 @@ def public(case: Case, **kwargs: Any) -> Any:
 def emulated(case: Case, *, spec: Any = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> Any:
     """The call's result from its kernels in the emulator. spec: a variant, or a function of the problem that makes one; None: the
     registry's choice. `change` edits the kernels' texts."""
-    call = case.build(**kwargs)
-    views, family = views_of(call), call.caller.family
-    where = {n: t.data_ptr() for n, t in call.operands.items()}
-    problem, size = family.problem_of(views, where, call.options), family.size_of(views)
-    if call.before is not None:
-        call.before()
-    if size:
-        spec = spec(problem) if callable(spec) else spec or registry.select(family.operator, problem, size, arch, arch >= Arch(90))
-        call.operands["workspace"].fill_(0xFF)  # NaN in every dtype
-        for part in spec.kernels:
-            launch_emulated(part, views, call, arch, change)
-    return call.result
-
-
-def launch_emulated(part: Any, views: Mapping[str, Tensor], call: Any, arch: Arch = SM90, change: Callable[[str], str] = str) -> None:
-    """One kernel of a call in the emulator."""
-    family = call.caller.family
-    named = {n: call.operands[n] for n in part.operands()}
-    packed = Arguments(part, family.values_of(part, views, call.options)).at([t.data_ptr() for t in named.values()])
-    writable = tuple(n for role, n in zip(part.roles(), part.operands(), strict=True) if role in written_by(part))
-    launch = part.name, family.grid_of(part, views), part.threads_per_block, packed, named, writable, part.dynamic_bytes
-    run_source(change(render(part, arch)), *launch, early=part.early_operands(), cluster=part.cluster_blocks)
+    return emulate(case.build(**kwargs), spec, arch, change)
 
 
 def launched(case: Case, *, spec: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from bits import error, same
+from emulated_calls import emulate
 from sequence_laws import (  # noqa: F401
     NAN,
     Sequences,
@@ -23,14 +24,10 @@ from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 
 import ssmgen
-from ssmgen.compile.render import render
-from ssmgen.emulator import SMS, run_source
 from ssmgen.families.chunk_scan import call as op
 from ssmgen.families.chunk_scan.rules import candidates
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
 from ssmgen.launch import runtime
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, Pdl
 
 SM90 = Arch.parse("sm_90a")
@@ -80,18 +77,7 @@ def emulated(
 ) -> Any:
     """The call's result from a kernel in the emulator. spec: a variant, or a function of the problem that makes one; None: the registry's
     choice. `change` edits the kernel's text."""
-    call = (function or ssmgen.chunk_scan).build(**kwargs)
-    views, family = call.caller.checked(call.operands, call.options, None), call.caller.family
-    where = {n: t.data_ptr() for n, t in call.operands.items()}
-    problem, size = family.problem_of(views, where, call.options), family.size_of(views)
-    if size:
-        spec = spec(problem) if callable(spec) else spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
-        packed = Arguments(spec, family.values_of(spec, views, call.options)).at([where[n] for n in spec.operands()])
-        text, grid = change(render(spec, arch)), family.grid_of(spec, views)
-        grid = min(grid, SMS) if spec.stays else grid
-        launch = spec.name, grid, spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
-        run_source(text, *launch, cluster=spec.cluster_blocks)
-    return call.result
+    return emulate((function or ssmgen.chunk_scan).build(**kwargs), spec, arch, change)
 
 
 def variant(**how: Any) -> Make:

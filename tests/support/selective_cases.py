@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from emulated_calls import emulate
 from scan_cases import F32, NAN, SM90, error, launched, same, starts_of
 from sequence_laws import (  # noqa: F401
     Sequences,
@@ -22,13 +23,10 @@ from ssu_cases import BF16, F16
 from torch import Tensor
 
 import ssmgen
-from ssmgen.compile.render import render
-from ssmgen.emulator import run_source
 from ssmgen.families.selective_scan import planning as op
 from ssmgen.families.selective_scan.problem import OPERATOR, SelectiveProblem
 from ssmgen.families.selective_scan.spec import SelectiveSpec
 from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, changed
 
 __all__ = ["BF16", "F16", "F32", "NAN", "SM90", "error", "launched", "same", "starts_of"]
@@ -90,15 +88,7 @@ def variant(**how: Any) -> Callable[[SelectiveProblem], SelectiveSpec]:
 
 def emulated(*, spec: Any = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> Any:
     """The call's result from a kernel in the emulator: a small variant, or the one that `spec` makes for its problem."""
-    call = ssmgen.selective_scan.build(**kwargs)
-    views = call.caller.checked(call.operands, call.options, None)
-    where = {n: t.data_ptr() for n, t in call.operands.items()}
-    if op.FAMILY.size_of(views):
-        made = (spec or variant())(op.FAMILY.problem_of(views, where, call.options))
-        packed = Arguments(made, op.FAMILY.values_of(made, views, call.options)).at([where[n] for n in made.operands()])
-        launch = made.name, op.FAMILY.grid_of(made, views), made.threads_per_block, packed, call.operands, op.FAMILY.written
-        run_source(change(render(made, arch)), *launch, made.dynamic_bytes, cluster=made.cluster_blocks)
-    return call.result
+    return emulate(ssmgen.selective_scan.build(**kwargs), spec or variant(), arch, change)
 
 
 def make(sizes: Sizes, *lead: int, seed: int = 0, step: float = 0.05, decay: float = 1.0, z: bool = True) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 import prompt_laws as laws
 import pytest
 import torch
-from chain_cases import written_by
 from compiled import compiled
+from emulated_calls import written_by
 from kernel_laws import edited, found
 from prompt_cases import (
     ADVERSARIAL,

@@ -168,7 +168,7 @@ def test_broken_template(edit):
     call = make(case, "cpu")
     want = expected(call)
     with found_in_words(words):
-        emulate(call.op, call.given, call.options, change=edited(old, new))
+        emulate(call, change=edited(old, new))
         assert_matches(call, want)
 
 

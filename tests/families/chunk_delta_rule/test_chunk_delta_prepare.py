@@ -10,7 +10,8 @@ import prompt_cases
 import pytest
 import torch
 from delta_images import Images, images_are_right, images_of, pack, spans_of, unpack
-from prompt_cases import ADVERSARIAL, OF_HEADS, Case, error, exact, launch_emulated, states, views_of
+from emulated_calls import launch_emulated
+from prompt_cases import ADVERSARIAL, OF_HEADS, Case, error, exact, states, views_of
 from scan_cases import NAN, SM90, starts_of
 from selection import costly
 from ssu_cases import BF16, F16, F32
@@ -85,7 +86,7 @@ def run(sizes: Sizes, *, arch: Arch = SM90, change: Callable[[str], str] = str, 
     problem = FAMILY.problem_of(views, {n: t.data_ptr() for n, t in call.operands.items()}, call.options)
     views["workspace"].fill_(0xFF)
     spec = PrepareSpec(**of_problem(problem, ChunkProblem), pdl=Pdl.TRIGGER_LOADED if arch >= Arch(90) else Pdl.OFF)
-    launch_emulated(spec, views, call, arch, change)
+    launch_emulated(spec, call.caller.family, views, call.options, call.operands, arch, change)
     counts = counts_of(views)
     found = views["workspace"][: counts.chunks * counts.heads * IMAGE]
     return found.view(counts.chunks, counts.heads, IMAGE), images_of(views, call.options)

@@ -8,7 +8,7 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
-from kernel_laws import edited, found
+from kernel_laws import edited, found, waits_before_any_of
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
 from selection import costly
 
@@ -16,7 +16,6 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.cache.store import shared_cache
 from ssmgen.compile.occupancy import LIMITS
-from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.chunk_scan.rules import candidates, space
@@ -265,11 +264,7 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_wait_precedes_every_access(spec):
-    text = render(replace(spec, pdl=Pdl.TRIGGER_LOADED), SM90)
-    body = text[text.index('extern "C"') :]
-    wait = body.index("wait_for_upstream();")
-    assert not [word for word in ("load(", "load_u8(", "ask_for(", "copy_rows<", "store_") if word in body[:wait]]
-    assert "__restrict__" not in body and "allow_dependents();" in body
+    waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_LOADED), "load(", "load_u8(", "ask_for(", "copy_rows<", "store_")
 
 
 @costly(1)

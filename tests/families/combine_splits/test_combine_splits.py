@@ -25,13 +25,13 @@ from combine_cases import (
     Case,
     assert_matches,
     check_special,
-    emulate,
     expected,
     make,
     matrix,
     named,
     needs_emulator,
 )
+from emulated_calls import emulate
 from selection import costly
 
 import ssmgen

@@ -9,24 +9,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from bits import same as equal
-from norm_cases import (
-    BF16,
-    F16,
-    F32,
-    GDN,
-    KDA,
-    MAMBA,
-    PLAIN,
-    SM90,
-    Case,
-    assert_matches,
-    emulate,
-    expected,
-    make,
-    matrix,
-    named,
-    needs_emulator,
-)
+from emulated_calls import emulate
+from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, SM90, Case, assert_matches, expected, make, matrix, named, needs_emulator
 from selection import costly
 
 import ssmgen

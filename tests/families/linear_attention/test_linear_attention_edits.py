@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import decode_cases as laws
+import la_cases as of
 import pytest
-from kernel_laws import edited, found_in_words
-from la_cases import BF16, F32, GDN, assert_matches, expected, make_call, matrix
+from la_cases import BF16, F32, GDN, matrix
 from selection import costly
-from test_linear_attention import emulate, emulated
+from test_linear_attention import emulated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,9 +37,5 @@ EDITS = {
 @emulated
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
-    case, old, new, words = EDITS[edit]
-    call = make_call(case, "cpu")
-    want = expected(call)
-    with found_in_words(words):
-        emulate(call, change=edited(old, new, count=1))
-        assert_matches(call, want)
+    case, *edit = EDITS[edit]
+    laws.a_mistake_is_found(of, case, tuple(edit))
