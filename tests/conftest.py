@@ -85,6 +85,14 @@ def memory_goes_back() -> Iterator[None]:
     card_memory.give_back()
 
 
+@pytest.fixture
+def room() -> Iterator[None]:
+    """The memory of other tests is given back before and after."""
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """For modules whose tensors are small: workers share the cores."""

@@ -35,7 +35,6 @@ OTHERS = (
 LONG = (
     "test_build_of_linear_attention", "test_its_tests_pass", "test_the_guides_command_lines_work", "test_two_ranks_agree_with_one",
 )  # fmt: skip
-UNTRACKED = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "site")
 FETCHED = re.compile(r"<link[^>]*(stylesheet|preconnect)[^>]*https?:|<(script|img|iframe)[^>]*src=.?https?:")
 
 

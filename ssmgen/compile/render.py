@@ -77,17 +77,17 @@ def uses_pdl(source: str) -> bool:
     return PDL_WAIT in source
 
 
-def _parameters(spec: KernelSpec, width: int = 120) -> str:
+def _parameters(spec: KernelSpec) -> str:
     """The parameter list, broken between parameters only."""
     glued = ", ".join(f"{p.ctype} {p.name}".replace(" ", "~") for p in spec.parameters())
-    return textwrap.fill(glued, width, initial_indent=" " * 4, subsequent_indent=" " * 4, break_on_hyphens=False).replace("~", " ")
+    return textwrap.fill(glued, 120, initial_indent=" " * 4, subsequent_indent=" " * 4, break_on_hyphens=False).replace("~", " ")
 
 
-def _facts(spec: KernelSpec, width: int = 110) -> list[str]:
+def _facts(spec: KernelSpec) -> list[str]:
     """The spec's fields as comment lines."""
     lines = [""]
     for item in spec.said():
-        if len(lines[-1]) + len(item) > width:
+        if len(lines[-1]) + len(item) > 110:
             lines.append("")
         lines[-1] += ("  " if lines[-1] else "") + item
     return lines

@@ -99,11 +99,6 @@ class RowSpec(KernelSpec, RowProblem):
         return replace(super().needs, prefetch=self.prefetch > 0, lines=self.prefetch > 0 and self.scaled)
 
     @property
-    def warp_lanes(self) -> int:
-        """Lanes of a row in one warp."""
-        return self.lanes // max(1, self.row_warps)
-
-    @property
     def passes(self) -> int:
         return -(-self.row_elements // (self.lanes * self.vec))
 

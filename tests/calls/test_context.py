@@ -15,7 +15,8 @@ if not torch.distributed.is_available():
 
 from context_cases import cases, inputs
 from context_tool_cases import cases as tool_cases
-from delta_cases import BOUNDS, error, launch_emulated
+from emulated_calls import launch_emulated
+from prompt_cases import BOUNDS, error
 from sharded_calls import BF16, F32
 from sharded_cases import failures
 
@@ -121,7 +122,7 @@ class Emulated(Kernels):
 
     def launch(self, kernel: Any) -> None:
         call = SimpleNamespace(caller=self.call.caller, options=self.call.options, operands=self.operands)
-        launch_emulated(kernel, self.views, call, self.arch)
+        launch_emulated(kernel, call.caller.family, self.views, call.options, call.operands, self.arch)
 
 
 class EmulatedByWarps(Emulated):

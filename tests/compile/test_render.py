@@ -11,10 +11,11 @@ from difflib import SequenceMatcher
 from itertools import pairwise
 
 import jinja2
+import kernel_laws as laws
 import pytest
 
 from ssmgen.compile import render as rendering
-from ssmgen.compile.render import render, uses_pdl
+from ssmgen.compile.render import render
 from ssmgen.errors import SpecError
 from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.families.slot_copy.spec import SlotCopySpec
@@ -36,17 +37,9 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_header_names_the_spec_and_every_argument_is_in_the_parameter_list(spec):
-    text = render(spec, SM90)
-    assert text.startswith(f"// {spec.family} for sm_90a")
-    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_layout_of_the_text(spec):
+    laws.is_well_formed(spec)
     lines = render(spec, SM90).splitlines()
-    assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in lines)
     assert not any(a == b == "" for a, b in pairwise(lines))
 
 
@@ -101,35 +94,15 @@ def test_same_in_another_process_and_environment():
 
 
 def test_what_is_switched_off_is_not_in_the_text():
+    absent = "softplus silu state_indices pad_slot_id prefetch griddepcontrol.wait load_elements dt_bias dst_slot"
+    laws.has_none_of(BARE, *absent.split(), "kHeadDim - 1")
     text = render(BARE, SM90)
-    for absent in (
-        "softplus",
-        "silu",
-        "state_indices",
-        "pad_slot_id",
-        "prefetch",
-        "griddepcontrol.wait",
-        "load_elements",
-        "dt_bias",
-        "dst_slot",
-        "kHeadDim - 1",
-    ):
-        assert absent not in text.split("#define DEVICE")[1], absent
     assert "struct f16" not in text and "(f16 " not in text
 
 
 @pytest.mark.parametrize("pdl", Pdl)
 def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(pdl):
-    text = render(replace(FULL, pdl=pdl), SM90)
-    body = text[text.index('extern "C"') :]
-    assert uses_pdl(text) == (pdl is not Pdl.OFF)
-    if pdl is Pdl.OFF:
-        assert "wait_for_upstream" not in text
-        return
-    wait = body.index("wait_for_upstream();")
-    assert all(m.start() > wait for m in re.finditer(r"\b(load|store|prefetch)\w*[(<]", body))
-    assert ("allow_dependents();" in body) == (pdl is not Pdl.WAIT)
-    assert "__restrict__" not in body and "__ldg" not in body
+    laws.waits_first(FULL, pdl, "load|store|prefetch")
 
 
 def test_an_undefined_name_in_a_template_is_an_error():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import kernel_laws as laws
 import pytest
 import torch
 from click.testing import CliRunner
@@ -103,12 +104,7 @@ WRONG = {
 def edited(old: str, new: str) -> Callable[[KernelSpec, Arch], str]:
     """render, and one edit."""
 
-    def changed(spec: KernelSpec, arch: Arch) -> str:
-        source = render(spec, arch)
-        assert old in source, "the edit no longer applies"
-        return source.replace(old, new)
-
-    return changed
+    return lambda spec, arch: laws.edited(old, new)(render(spec, arch))
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_laws import edited, found_in_words, found_when_planted
 from selection import costly
 from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, small_matrix
 
@@ -256,11 +257,7 @@ CLUSTER_BUGS = {
 
 @pytest.mark.parametrize("bug", CLUSTER_BUGS)
 def test_planted_bug_in_a_cluster(bug):
-    old, new, words = CLUSTER_BUGS[bug]
-    assert old in SHARES
-    with pytest.raises(EmulatorError) as e:
-        run_broken(SHARES.replace(old, new, 1), grid=4, cluster=4)
-    assert words in str(e.value)
+    found_when_planted(SHARES, CLUSTER_BUGS[bug], lambda text: run_broken(text, grid=4, cluster=4))
 
 
 def test_a_grid_is_made_of_clusters():
@@ -382,16 +379,9 @@ def test_broken_template(edit):
     case, old, new, words = EDITS[edit]
     call = make_call(case, "cpu")
     want = expected(call)
-    spec = select(call)
-
-    def change(source: str) -> str:
-        assert old in source, "the edit no longer applies"
-        return source.replace(old, new, 1)
-
-    with pytest.raises((EmulatorError, AssertionError)) as e:
-        emulate(call, spec, change=change)
+    with found_in_words(words):
+        emulate(call, select(call), change=edited(old, new, count=1))
         assert_matches(call, want)
-    assert words in str(e.value)
 
 
 def test_no_compiler_is_an_error_that_says_what_to_install(monkeypatch):

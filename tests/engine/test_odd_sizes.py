@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import combine_cases
+import decode_cases
 import la_cases
 import narrow_cases
 import norm_cases
@@ -15,12 +16,10 @@ import ssu_cases
 import ssu_token_cases
 import test_ring as rings
 import torch
+from emulated_calls import emulate
 from selection import costly
 from test_emulator import emulate as emulate_mamba
 from test_emulator import select
-from test_linear_attention import emulate as emulate_linear
-from test_narrow_states import emulate as emulate_narrow
-from test_selective_state_update_tokens import emulate as emulate_tokens
 
 import ssmgen
 from ssmgen import emulator
@@ -42,8 +41,8 @@ def named(cases):
 def test_linear_attention(case):
     call = la_cases.make_call(case, "cpu")
     want = la_cases.expected(call)
-    emulate_linear(call)
-    la_cases.assert_matches(call, want)
+    emulate(call)
+    decode_cases.assert_matches(call, want)
 
 
 @costly(4)
@@ -61,7 +60,7 @@ def test_selective_state_update(case):
 def test_selective_state_update_of_several_tokens(case):
     call = ssu_token_cases.make_call(case, "cpu")
     want = ssu_token_cases.expected(call)
-    emulate_tokens(call)
+    emulate(call)
     ssu_token_cases.assert_matches(call, want)
 
 
@@ -69,7 +68,7 @@ def test_selective_state_update_of_several_tokens(case):
 @named(odd_sizes.narrow())
 def test_states_in_fewer_bits(case):
     call = narrow_cases.Call(case)
-    emulate_narrow(call)
+    emulate(call)
     narrow_cases.assert_matches(call)
 
 
@@ -78,7 +77,7 @@ def test_states_in_fewer_bits(case):
 def test_gated_rms_norm(case):
     call = norm_cases.make(case, "cpu")
     want = norm_cases.expected(call)
-    norm_cases.emulate(call)
+    emulate(call)
     norm_cases.assert_matches(call, want)
 
 
@@ -87,7 +86,7 @@ def test_gated_rms_norm(case):
 def test_combine_splits(case):
     call = combine_cases.make(case, "cpu")
     want = combine_cases.expected(call)
-    combine_cases.emulate(call)
+    emulate(call)
     combine_cases.assert_matches(call, want)
 
 
@@ -103,7 +102,7 @@ def test_variants_are_bit_equal(case):
     results = []
     for spec in [None, *{(s.ilp, s.tile > s.rows_per_step): s for s in specs}.values()][:4]:
         call = la_cases.make_call(case, "cpu")
-        emulate_linear(call, spec)
+        emulate(call, spec)
         results.append((narrow_cases.bits(call.kwargs["state"]), narrow_cases.bits(call.kwargs["out"])))
         assert all(map(torch.equal, results[-1], results[0])), spec
 
@@ -114,7 +113,7 @@ def test_rings(name, monkeypatch):
     monkeypatch.setattr(rings, "K", 6)
     monkeypatch.setattr(rings, "V", 9)
     for law in (rings.test_a_step_keeps_its_inputs_and_leaves_the_state, rings.test_a_commit_is_the_update_by_the_accepted_tokens):
-        law(name, torch.bfloat16, {}, rings.emulate)
+        law(name, torch.bfloat16, {}, rings.emulated)
 
 
 def test_a_row_of_a_single_element_is_a_product():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_laws import found_when_planted
 from product_cases import FENCE, NO_FENCE, SYNC, Run, close, close_twice, emulated, product_of, random, run, with_library
 from torch import Tensor
 
@@ -97,11 +98,7 @@ RING_BUGS = {
 @emulated
 @pytest.mark.parametrize("bug", RING_BUGS)
 def test_planted_bug_in_a_ring(bug):
-    old, new, words = RING_BUGS[bug]
-    assert old in RING
-    with pytest.raises(EmulatorError) as e:
-        run_ring(RING.replace(old, new, 1))
-    assert words in str(e.value)
+    found_when_planted(RING, RING_BUGS[bug], lambda text: run_ring(text))
 
 
 # out = a (a b). The inner product is stored transposed: its columns are the second product's rows.
@@ -165,11 +162,7 @@ TWICE_BUGS = {
 @emulated
 @pytest.mark.parametrize("bug", TWICE_BUGS)
 def test_planted_bug_in_stored_matrices(bug):
-    old, new, words = TWICE_BUGS[bug]
-    assert old in TWICE
-    with pytest.raises(EmulatorError) as e:
-        run_twice(TWICE.replace(old, new, 1))
-    assert words in str(e.value)
+    found_when_planted(TWICE, TWICE_BUGS[bug], lambda text: run_twice(text))
 
 
 # out = the values that the cluster's other block has copied from a.
@@ -238,11 +231,7 @@ PEER_BUGS = {
 @emulated
 @pytest.mark.parametrize("bug", PEER_BUGS)
 def test_planted_bug_among_peers(bug):
-    old, new, words = PEER_BUGS[bug]
-    assert old in PEERS
-    with pytest.raises(EmulatorError) as e:
-        run_peers(PEERS.replace(old, new, 1))
-    assert words in str(e.value)
+    found_when_planted(PEERS, PEER_BUGS[bug], lambda text: run_peers(text))
 
 
 @pytest.mark.parametrize("text", [RING, TWICE, PEERS], ids=["ring", "stored", "peers"])

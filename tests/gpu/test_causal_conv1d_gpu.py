@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import conv_laws as laws
 import pytest
 import torch
+from card_calls import arch, launch, prepare
 from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHIFT, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_update
 from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, expected, needs_emulator
 from conv_matrices import matrix, update_matrix
@@ -21,26 +19,14 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d_update import spec as step
-from ssmgen.launch import runtime
 from ssmgen.select import registry
 from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch, KernelSpec
+from ssmgen.spec.kernel import KernelSpec
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 forward, update = ssmgen.causal_conv1d, ssmgen.causal_conv1d_update
-
-
-def arch() -> Arch:
-    return runtime.device_arch(torch.cuda.current_device())
-
-
-def prepare(operator: str, specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
-    device = torch.cuda.current_device()
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        wait([pool.submit(runtime.load, spec, device, operator) for spec in dict.fromkeys(specs)])
 
 
 def chosen(call: Call) -> KernelSpec:
@@ -52,7 +38,7 @@ def kernels() -> None:
     """The kernels of the matrices, loaded."""
     for family in (matrix(), update_matrix()):
         calls = [make(case, DEVICE) for case in family]
-        prepare(calls[0].op.OPERATOR, [chosen(call) for call in calls if call.op.FAMILY.size_of(call.views)])
+        prepare([chosen(call) for call in calls if call.op.FAMILY.size_of(call.views)])
 
 
 @named(*matrix(), *update_matrix())
@@ -103,7 +89,7 @@ def test_grid_of_lengths(last, dtype, width, dressed):
                 for final in (False, True):
                     options = {"activation": "silu" if dressed else None, "initial_states": initial, "return_final_states": final}
                     made.append(((wide[:, 256 : 256 + dim], weight, bias), options))
-    prepare("causal_conv1d", [ssmgen.explain(forward, *args, **options).chosen.spec for args, options in made])
+    prepare([ssmgen.explain(forward, *args, **options).chosen.spec for args, options in made])
     for (x, weight, bias), options in made:
         initial, length = options["initial_states"], x.shape[2]
         before = x.new_zeros(2, x.shape[1], width - 1) if initial is None else initial
@@ -193,14 +179,6 @@ def test_many_packed_sequences_equal_segments(last):
     assert equal(packed[None], forward(x[None], *draw.weights, activation="silu", seq_idx=ids[None]))
 
 
-def launch(spec: KernelSpec, call: Call) -> runtime.Plan:
-    """One given variant, independent of the registry's choice, ready to run."""
-    device = torch.cuda.current_device()
-    kernel = runtime.load(spec, device, call.op.OPERATOR)
-    values = call.op.kernel_values(spec, call.views, call.options)
-    return runtime.Launch(kernel, device, call.op.grid_of(spec, call.views), values).at([t.data_ptr() for t in call.operands.values()])
-
-
 VARIED = [
     replace(FIRST, id="first-states", dim=64, length=5000, **STATEFUL),
     replace(FIRST, id="first-packed-shifted", layout="first_slice", lengths=(3, 0, 3000, 1, 270, 511), **POOL),
@@ -225,11 +203,11 @@ def test_variants_are_bit_equal(case):
     space = (conv if isinstance(case, Case) else step).space
     specs = list(space(call.problem, arch()))
     specs = random.Random(0).sample(specs, min(16, len(specs)))
-    prepare(call.op.OPERATOR, specs)
+    prepare(specs)
     first = None
     for spec in specs:
         call = make(case, DEVICE)
-        launch(spec, call)()
+        launch(spec, call.op.FAMILY, call.views, call.options, call.operands)()
         torch.cuda.synchronize()
         first = first or call.results()
         assert all(equal(a, b) for a, b in zip(call.results(), first, strict=True)), f"{spec} differs from {specs[0]}"

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from conv_cases import BF16, FIRST, I64, LAST, POOL, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call
+from card_calls import arch, far, launch, needs_pdl, waits_for_its_producer
+from conv_cases import BF16, FIRST, I64, LAST, POOL, ROLL, SHORT, STATEFUL, Case, UpdateCase, make, make_call
 from conv_laws import LAST_AXIS, Draw, assert_matches, bits, equal, expected
 from ssu_cases import F16, F32
-from test_selective_state_update import after_a_producer, needs_pdl
 from varying import named
 
 import ssmgen
-from ssmgen.cache.entry import Entry
-from ssmgen.compile import nvrtc
-from ssmgen.compile.render import render
 from ssmgen.errors import ArgumentError, CaptureError
-from ssmgen.launch import runtime
 from ssmgen.select import registry
 
 pytestmark = pytest.mark.gpu
@@ -29,21 +23,6 @@ forward, update = ssmgen.causal_conv1d, ssmgen.causal_conv1d_update
 
 
 # Offsets above 2^31 elements.
-
-
-def far(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Zeros whose elements are far from each other in memory."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    assert extent > 2**31
-    return torch.zeros(extent, dtype=dtype, device=DEVICE).as_strided(shape, strides)
-
-
-@pytest.fixture
-def room():
-    """The memory of other tests is given back before and after."""
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("gap", [2**30 + 64, 2**30 + 3], ids=["aligned", "odd"])
@@ -259,18 +238,6 @@ def test_pdl_on_and_off_are_bit_equal_on_a_chain(last):
         assert all(equal(a, b) for a, b in zip(chain(True, last), want, strict=True))
 
 
-def produced(call: Call, run: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, state) bits of `run()` after a kernel that triggers at once and writes x 40 us later."""
-    name = next(n for n in ("conv_states", "conv_state", "final_states") if n in call.views)
-    before = make(call.case, DEVICE).views[name]
-    memory = SimpleNamespace(buffers={"conv": call.memory.buffers["x"]})
-    return after_a_producer(SimpleNamespace(args=(call.views[name],), kwargs=call.kwargs, memory=memory), before, run)
-
-
-def pairs_equal(a, b) -> bool:
-    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
-
-
 @needs_pdl
 @named(
     replace(FIRST, id="first", **STATEFUL),
@@ -283,16 +250,8 @@ def pairs_equal(a, b) -> bool:
 def test_pdl_waits_for_a_producer_that_triggers_early(case):
     """The upstream kernel still writes x when this one starts. Without its wait this kernel reads too early."""
     call = make(case, DEVICE)
-    right = produced(call, lambda: call.run(pdl=False))
-    assert pairs_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.kwargs["out"]).all()
-    arch = runtime.device_arch(torch.cuda.current_device())
-    spec = registry.select(call.op.OPERATOR, call.problem, call.op.FAMILY.size_of(call.views), arch, True)
-    source = render(spec, arch)
-    hasty = source.replace("  wait_for_upstream();", "  ", 1)
-    assert hasty != source
-    done = nvrtc.compile_cubin(hasty, arch, str(spec))
-    kernel = runtime.Kernel(spec, arch, Entry("", "", spec.name, str(arch), "", (), done.resources, 0.0, hasty, done.cubin))
-    assert kernel.pdl
-    values, grid = call.op.kernel_values(spec, call.views, call.options), call.op.grid_of(spec, call.views)
-    plan = runtime.Launch(kernel, torch.cuda.current_device(), grid, values).at([t.data_ptr() for t in call.operands.values()])
-    assert not pairs_equal(right, produced(call, plan))
+    spec = registry.select(call.op.OPERATOR, call.problem, call.op.FAMILY.size_of(call.views), arch(), True)
+    hasty = launch(spec, call.op.FAMILY, call.views, call.options, call.operands, hasty=spec.kernels)
+    state = next(n for n in ("conv_states", "conv_state", "final_states") if n in call.views)
+    kept, written = make(call.case, DEVICE).views[state], call.memory.buffers["x"][0]
+    waits_for_its_producer(lambda pdl: call.run(pdl=pdl), hasty, written, call.views[state], call.kwargs["out"], kept)

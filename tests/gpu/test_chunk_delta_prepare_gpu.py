@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from delta_cases import views_of
 from delta_images import images_of
+from prompt_cases import views_of
 from scan_cases import starts_of
 from ssu_cases import BF16, F16
 from test_chunk_delta_prepare import GATES, Sizes, assert_images, function_of, make

@@ -6,58 +6,63 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import delta_cases as laws
+import prompt_laws as laws
 import pytest
 import torch
-from delta_cases import ADVERSARIAL, PER_TOKEN, Sizes, make, same, starts_of
-from scan_cases import bits
+from bits import bits
+from prompt_cases import (
+    ADVERSARIAL,
+    BOUNDS,
+    NAN,
+    OF_HEADS,
+    Case,
+    by_warps,
+    error,
+    launched,
+    make,
+    problem_of,
+    public,
+    same,
+    starts_of,
+)
 from ssu_cases import BF16, F32, Memory
 
 import ssmgen
-from ssmgen.families.chunk_delta_rule.chain import ChainSpec, candidates
-from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
-from ssmgen.launch import runtime
-from ssmgen.spec.kernel import Arch
 
 pytestmark = pytest.mark.gpu
 
-FEW = Sizes(heads=4, key_heads=2, head_k=128, head_v=128, device="cuda")
+FEW = Case("chunk_gated_delta_rule", heads=4, key_heads=2, head_k=128, head_v=128, device="cuda")
 LENGTHS = (0, 1, 15, 63, 64, 65, 129, 300, 513, 1025, 2000)
 SPARSE = (3,) * 40 + (1500, 1, 0, 1, 700)
 
 
-def by_warps(problem: DeltaProblem) -> ChainSpec:
-    arch = runtime.device_arch(torch.cuda.current_device())
-    rules = candidates(problem, 1, arch, arch >= Arch(90))
-    return next(spec for _, spec, _ in rules if spec and not spec.grouped and not spec.violations(arch))
+def served(segments: int | None = None, **more: Any) -> Any:
+    return partial(public, segments=segments, **more)
 
 
-def served(segments: int | None = None, **more: Any) -> laws.Run:
-    return partial(ssmgen.chunk_gated_delta_rule, segments=segments, **more)
-
-
-def warps(segments: int | None = None) -> laws.Run:
-    return partial(laws.launched, spec=by_warps, segments=segments)
+def warps(segments: int | None = None) -> Any:
+    return partial(launched, spec=by_warps, segments=segments)
 
 
 by_both = pytest.mark.parametrize("cut", [served, warps], ids=["served", "warps"])
 
 
 @by_both
-@pytest.mark.parametrize("kind", [{}, *ADVERSARIAL.values()], ids=["random", *ADVERSARIAL])
+@pytest.mark.parametrize("kind", ["random", *OF_HEADS])
 @pytest.mark.parametrize("sizes", [FEW, replace(FEW, head_k=96, head_v=192), replace(FEW, head_k=64)], ids=["k128", "k96v192", "k64v128"])
 def test_errors_are_those_of_one_segment(cut, sizes, kind):
-    laws.segments_are_as_accurate(cut(1), cut(6), sizes, 1500, **kind)
+    laws.segments_are_as_accurate(cut(1), cut(6), sizes, 1500, **ADVERSARIAL.get(kind, {}))
 
 
 @by_both
 @pytest.mark.parametrize(("heads", "tokens", "segments"), [(4, 16400, 16), (32, 8192, 2)])
 def test_the_rule(cut, heads, tokens, segments):
     """A call takes the rule's choice: `segments` segments after the first launch; the model's own state follows."""
-    call = make(replace(FEW, heads=heads), 1, tokens, gate=0.05) | {"return_final_states": True}
-    assert laws.problem_of(**call).segments == segments
-    for one, several in zip(cut(1)(**call), cut()(**call), strict=True):
-        assert not same(one, several) and laws.error(several, one.double().cpu()) <= laws.BOUNDS[BF16]
+    case = replace(FEW, heads=heads)
+    call = make(case, 1, tokens, gate=0.05) | {"return_final_states": True}
+    assert problem_of(case, **call).segments == segments
+    for one, several in zip(cut(1)(case, **call), cut()(case, **call), strict=True):
+        assert not same(one, several) and error(several, one.double().cpu()) <= BOUNDS[BF16]
 
 
 @by_both
@@ -82,46 +87,40 @@ def test_pools(cut, state, layout):
 @by_both
 def test_states_may_go_where_they_come_from(cut):
     """There are more blocks than the card holds at once: a last segment may be over before a first one begins."""
-    lengths, sizes = (1500, 0, 2500) * 8, replace(FEW, heads=16, key_heads=4)
-    call = make(sizes, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cuda"), "return_final_states": True}
-    before = laws.states(sizes, len(lengths), BF16)
-    out, last = cut(8)(**call, initial_states=before)
-    kept = before.clone()
-    again, _ = cut(8)(**call, initial_states=kept, final_states_out=kept)
-    assert same(again, out) and same(kept, last)
+    laws.states_may_go_where_they_come_from(cut(8), replace(FEW, heads=16, key_heads=4), (1500, 0, 2500) * 8)
 
 
 @by_both
 def test_states_at_positions_are_those_on_the_way(cut):
     call = make(FEW, 1, 1500) | {"return_final_states": True}
     positions = torch.tensor([64, 100, 384, 448, 1472, 1500], device="cuda")
-    kept = torch.full((6, *FEW.state), laws.NAN, device="cuda")
-    out, last = cut(4)(**call)
-    found = cut(4)(**call, checkpoint_positions=positions, checkpoints_out=kept, return_checkpoints=True)
+    kept = torch.full((6, *FEW.state), NAN, device="cuda")
+    out, last = cut(4)(FEW, **call)
+    found = cut(4)(FEW, **call, checkpoint_positions=positions, checkpoints_out=kept, return_checkpoints=True)
     assert same(found[0], out) and same(found[1], last) and kept[1].isnan().all() and same(kept[5], last[0])
     for row in (0, 2, 3, 4):
-        part = {n: t[:, : int(positions[row])] if n in PER_TOKEN else t for n, t in call.items()}
-        assert laws.error(kept[row], cut(1)(**part)[1][0].double().cpu()) <= laws.BOUNDS[BF16]
+        part = laws.cut(FEW, call, slice(None), slice(0, int(positions[row])))
+        assert error(kept[row], cut(1)(FEW, **part)[1][0].double().cpu()) <= BOUNDS[BF16]
 
 
 def test_the_workspace_is_as_large_as_it_says():
     memory, lengths = Memory("cuda"), (1500, 0, 65, 700)
     call = make(FEW, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cuda")}
-    wanted = served(5)(**call)
-    size = ssmgen.chunk_delta_rule_workspace(sum(lengths), len(lengths), FEW.heads, 128, 128, 5)
-    room = memory.fill("workspace", torch.full((size // 4,), laws.NAN, device="cuda"))
+    wanted = served(5)(FEW, **call)
+    size = FEW.workspace(sum(lengths), len(lengths), 5)
+    room = memory.fill("workspace", torch.full((size // 4,), NAN, device="cuda"))
     memory.seal()
-    assert same(served(5)(**call, workspace=room.view(torch.uint8)), wanted) and not memory.untouched({"workspace": None})
+    assert same(served(5)(FEW, **call, workspace=room.view(torch.uint8)), wanted) and not memory.untouched({"workspace": None})
 
 
 @by_both
 def test_the_same_bits_every_time(cut):
     """Consecutive calls share one workspace, so that kernels of neighbouring calls overlap."""
-    size = ssmgen.chunk_delta_rule_workspace(6000, 2, FEW.heads, 128, 128, 8)
+    size = FEW.workspace(6000, 2, 8)
     call = make(FEW, 2, 3000) | {"workspace": torch.empty(size, dtype=torch.uint8, device="cuda"), "return_final_states": True}
     seen = set()
     for _ in range(500):
-        out, state = cut(8)(**call)
+        out, state = cut(8)(FEW, **call)
         seen.add((int(bits(out).sum(dtype=torch.int64)), int(bits(state).sum(dtype=torch.int64))))
     assert len(seen) == 1
 
@@ -130,18 +129,18 @@ def test_launches_change_no_bit():
     """Programmatic or not, bound, and in graphs whose lengths change."""
     call = make(FEW, 3000) | {"cu_seqlens": starts_of((2000, 1000), "cuda"), "return_final_states": True}
     call |= {"out": torch.empty_like(call["v"]), "final_states_out": torch.empty(2, *FEW.state, device="cuda")}
-    wanted = [t.clone() for t in served(6)(**call)]
+    wanted = [t.clone() for t in served(6)(FEW, **call)]
     if torch.cuda.get_device_capability()[0] >= 9:
-        assert all(same(a, b) for a, b in zip(served(6, pdl=False)(**call), wanted, strict=True))
+        assert all(same(a, b) for a, b in zip(served(6, pdl=False)(FEW, **call), wanted, strict=True))
     bound = ssmgen.bind(ssmgen.chunk_gated_delta_rule, **call, segments=6)
     assert all(same(a, b) for a, b in zip(bound(), wanted, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        served(6)(**call)
+        served(6)(FEW, **call)
     for lengths in ((2000, 1000), (2936, 64), (0, 3000), (30, 2970)):
         call["cu_seqlens"].copy_(starts_of(lengths, "cuda"))
         for _ in range(20):
             graph.replay()
         found = [call[name].clone() for name in ("out", "final_states_out")]
         other = call | {name: torch.empty_like(call[name]) for name in ("out", "final_states_out")}
-        assert all(same(a, b) for a, b in zip(found, served(6)(**other), strict=True)), lengths
+        assert all(same(a, b) for a, b in zip(found, served(6)(FEW, **other), strict=True)), lengths

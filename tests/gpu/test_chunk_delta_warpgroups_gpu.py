@@ -7,14 +7,14 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-import delta_cases as laws
+import prompt_laws as laws
 import pytest
 import torch
-from delta_cases import ADVERSARIAL, PER_TOKEN, Sizes, make
-from scan_cases import SM90, bits, same
+from bits import bits
+from prompt_cases import ADVERSARIAL, OF_HEADS, Case, launched, make, problem_of
+from scan_cases import SM90, same
 from ssu_cases import BF16, F16, F32
 
-import ssmgen
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec, warpgroup_space
 from ssmgen.families.chunk_delta_rule.problem import OPERATOR, DeltaProblem
 from ssmgen.select.registry import select
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
 ]
 
-SIZES = Sizes(heads=4, key_heads=2, head_k=128, head_v=128, device="cuda")
+SIZES = Case("chunk_gated_delta_rule", heads=4, key_heads=2, head_k=128, head_v=128, device="cuda")
 LENGTHS = (0, 1, 15, 63, 64, 65, 127, 129, 300, 511, 512, 513, 700, 1025)
 of_rows = pytest.mark.parametrize("rows", [64, 128])
 
@@ -36,8 +36,8 @@ def variant(rows: int, problem: DeltaProblem) -> ChainSpec:
     return ChainSpec.by_warpgroups(**given, tile=tile, stages=3, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=Pdl.TRIGGER_LOADED)
 
 
-def by(rows: int, **more: Any) -> laws.Run:
-    return partial(laws.launched, spec=partial(variant, rows), **more)
+def by(rows: int) -> Any:
+    return partial(launched, spec=partial(variant, rows))
 
 
 @of_rows
@@ -46,7 +46,7 @@ def test_lengths(rows):
 
 
 @of_rows
-@pytest.mark.parametrize("kind", ADVERSARIAL)
+@pytest.mark.parametrize("kind", OF_HEADS)
 def test_hard_data(rows, kind):
     laws.is_accurate(by(rows), SIZES, 700, **ADVERSARIAL[kind])
 
@@ -96,12 +96,13 @@ def test_layouts_change_no_bit(rows):
 @pytest.mark.parametrize("state", [F32, BF16])
 def test_checkpoints(state):
     laws.checkpoints_are_final_states(by(64), SIZES, state, LENGTHS)
-    laws.checkpoints_of_a_batch(by(64), SIZES)
+    laws.batches_change_no_bit(by(64), SIZES)
 
 
 @of_rows
 def test_gates_agree(rows):
-    laws.gates_agree(by(rows), by(rows, function=ssmgen.chunk_delta_rule), SIZES)
+    laws.gates_agree(by(rows), SIZES)
+    laws.linear_gates_agree(by(rows), SIZES)
 
 
 @of_rows
@@ -111,37 +112,38 @@ def test_decoding_goes_on(rows):
 
 def test_rows_stages_and_launches_change_no_bit():
     call = make(SIZES, 2, 700) | {"return_final_states": True}
-    wanted = by(64)(**call)
-    specs = list(warpgroup_space(laws.problem_of(**call), SM90))
+    wanted = by(64)(SIZES, **call)
+    specs = list(warpgroup_space(problem_of(SIZES, **call), SM90))
     assert {s.tile for s in specs} == {64, 128} and len(specs) > 2 * len(Pdl)
     for spec in specs:
-        assert all(same(a, b) for a, b in zip(laws.launched(spec=spec, **call), wanted, strict=True)), spec
+        assert all(same(a, b) for a, b in zip(launched(SIZES, spec=spec, **call), wanted, strict=True)), spec
 
 
 @of_rows
 def test_the_same_bits_every_time(rows):
     """Calls of more blocks than the card holds at once."""
-    call, run = make(replace(SIZES, heads=32), 8, 700), by(rows)
+    case, run = replace(SIZES, heads=32), by(rows)
+    call = make(case, 8, 700)
     seen = set()
     for _ in range(200):
-        out, state = run(**call, return_final_states=True)
+        out, state = run(case, **call, return_final_states=True)
         seen.add((int(bits(out).sum(dtype=torch.int64)), int(bits(state).sum(dtype=torch.int64))))
     assert len(seen) == 1
-    assert len({hashlib.sha256(bits(run(**call)).cpu().numpy().tobytes()).hexdigest() for _ in range(5)}) == 1
+    assert len({hashlib.sha256(bits(run(case, **call)).cpu().numpy().tobytes()).hexdigest() for _ in range(5)}) == 1
 
 
 @of_rows
 def test_place_in_the_batch_changes_no_bit(rows):
     call, run = make(SIZES, 5, 300), by(rows)
-    whole, states = run(**call, return_final_states=True)
+    whole, states = run(SIZES, **call, return_final_states=True)
     for i in (0, 4):
-        own = {n: t[i : i + 1] if n in PER_TOKEN else t for n, t in call.items()}
-        out, last = run(**own, return_final_states=True)
+        own = laws.cut(SIZES, call, slice(i, i + 1))
+        out, last = run(SIZES, **own, return_final_states=True)
         assert same(out[0], whole[i]) and same(last[0], states[i])
 
 
 def test_what_is_chosen():
-    problem = laws.problem_of(**make(SIZES, 1, 64))
+    problem = problem_of(SIZES, **make(SIZES, 1, 64))
     chosen = {heads: select(OPERATOR, problem, heads, SM90, True) for heads in (4, 64, 128)}
     assert all(spec.grouped for spec in chosen.values())
     assert [spec.tile for spec in chosen.values()] == [64, 64, 128]

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import scan_cases as laws
 import torch
+from bits import bits
 from scan_cases import BF16, F16, F32, Sizes, make, same
 
 import ssmgen
@@ -156,10 +157,10 @@ def test_the_same_bits_every_time():
     seen = set()
     for _ in range(1000):
         out, state = ssmgen.chunk_scan(**call, return_final_states=True)
-        total = laws.bits(out).sum(dtype=torch.int64), laws.bits(state).sum(dtype=torch.int64)
+        total = bits(out).sum(dtype=torch.int64), bits(state).sum(dtype=torch.int64)
         seen.add(tuple(map(int, total)))
     assert len(seen) == 1
-    digests = {hashlib.sha256(laws.bits(ssmgen.chunk_scan(**call)).cpu().numpy().tobytes()).hexdigest() for _ in range(10)}
+    digests = {hashlib.sha256(bits(ssmgen.chunk_scan(**call)).cpu().numpy().tobytes()).hexdigest() for _ in range(10)}
     assert len(digests) == 1
 
 

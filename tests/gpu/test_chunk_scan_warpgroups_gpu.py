@@ -11,6 +11,7 @@ import attention_cases
 import pytest
 import scan_cases as laws
 import torch
+from bits import bits
 from repeats import others_in_graphs
 from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, error, exact, make, same
 
@@ -156,9 +157,9 @@ def test_the_same_bits_every_time(heads):
     seen = set()
     for _ in range(1000):
         out, state = scan(**call, return_final_states=True)
-        seen.add((int(laws.bits(out).sum(dtype=torch.int64)), int(laws.bits(state).sum(dtype=torch.int64))))
+        seen.add((int(bits(out).sum(dtype=torch.int64)), int(bits(state).sum(dtype=torch.int64))))
     assert len(seen) == 1
-    assert len({hashlib.sha256(laws.bits(scan(**call)).cpu().numpy().tobytes()).hexdigest() for _ in range(10)}) == 1
+    assert len({hashlib.sha256(bits(scan(**call)).cpu().numpy().tobytes()).hexdigest() for _ in range(10)}) == 1
 
 
 @of_heads

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from bits import bits
+from bits import same as equal
+from card_calls import arch, far, launch, needs_pdl, prepare, waits_for_its_producer
 from combine_cases import (
     BF16,
     DENSE,
@@ -25,57 +23,31 @@ from combine_cases import (
     PREFIX,
     Call,
     assert_matches,
-    bits,
     check_special,
-    emulate,
-    equal,
     expected,
     make,
     matrix,
     named,
     needs_emulator,
 )
-from test_selective_state_update import after_a_producer, needs_pdl
+from emulated_calls import emulate
 
 import ssmgen
 from ssmgen.bench.timing import host_us
-from ssmgen.cache.entry import Entry
 from ssmgen.compat import flashinfer, vllm
-from ssmgen.compile import nvrtc
-from ssmgen.compile.render import render
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.families.combine_splits import call as op
 from ssmgen.families.combine_splits import spec as kernels
-from ssmgen.launch import runtime
 from ssmgen.select import registry
-from ssmgen.spec.kernel import Arch, KernelSpec, Pdl
+from ssmgen.spec.kernel import KernelSpec, Pdl
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 
 
-def arch() -> Arch:
-    return runtime.device_arch(torch.cuda.current_device())
-
-
 def chosen(call: Call, pdl: bool | None = None) -> KernelSpec:
     return registry.select(op.OPERATOR, call.problem, op.size_of(call.views), arch(), arch().number >= 90 if pdl is None else pdl)
-
-
-def prepare(specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
-    device = torch.cuda.current_device()
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(specs)])
-
-
-def launch(spec: KernelSpec, call: Call, kernel: runtime.Kernel | None = None) -> runtime.Plan:
-    """One given variant, independent of the registry's choice, ready to run."""
-    device = torch.cuda.current_device()
-    values = op.kernel_values(spec, call.views, call.options)
-    launched = runtime.Launch(kernel or runtime.load(spec, device, op.OPERATOR), device, op.grid_of(spec, call.views), values)
-    return launched.at([t.data_ptr() for t in call.named.values()])
 
 
 LARGE = [
@@ -131,7 +103,7 @@ def test_variants_are_bit_equal(case):
     first = None
     for spec in specs:
         call = make(case, DEVICE)
-        launch(spec, call)()
+        launch(spec, op.FAMILY, call.views, call.options, call.named)()
         torch.cuda.synchronize()
         first = first or call.results()
         assert all(equal(a, b) for a, b in zip(call.results(), first, strict=True)), f"{spec} differs from {specs[0]}"
@@ -164,21 +136,6 @@ def test_emulator_agrees_bit_for_bit_where_weights_are_exact(case):
 
 
 # Offsets above 2^31 elements.
-
-
-@pytest.fixture
-def room():
-    """The memory of other tests is given back before and after."""
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
-
-
-def far(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Zeros whose elements are far from each other in memory."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    assert extent > 2**31
-    return torch.zeros(extent, dtype=dtype, device=DEVICE).as_strided(shape, strides)
 
 
 @pytest.mark.parametrize("odd", [0, 1], ids=["aligned", "odd"])
@@ -307,17 +264,6 @@ def test_pdl_on_and_off_are_bit_equal_on_a_chain():
         assert all(equal(a, b) for a, b in zip(chain(True), want, strict=True))
 
 
-def produced(call: Call, run: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, lse_out) bits of `run()` after a kernel that triggers at once and writes o 40 us later."""
-    lse_out = call.named["lse_out"]
-    memory = SimpleNamespace(buffers={"conv": call.memory.buffers["o"]})
-    return after_a_producer(SimpleNamespace(args=(lse_out,), kwargs=call.kwargs, memory=memory), lse_out.clone(), run)
-
-
-def pairs_equal(a, b) -> bool:
-    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
-
-
 @needs_pdl
 @pytest.mark.parametrize(
     ("case", "rule", "trigger"),
@@ -331,18 +277,10 @@ def pairs_equal(a, b) -> bool:
 def test_pdl_waits_for_a_producer_that_triggers_early(case, rule, trigger):
     """The upstream kernel still writes o when this one starts. Without its wait this kernel reads too early."""
     call = make(case, DEVICE)
-    right = produced(call, lambda: call.run(pdl=False))
-    assert pairs_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.kwargs["out"]).all()
     found = registry.explain(op.OPERATOR, call.problem, op.size_of(call.views), arch(), True).chosen
-    spec = found.spec
-    assert (found.rule, spec.pdl) == (rule, trigger)
-    source = render(spec, arch())
-    hasty = source.replace("  wait_for_upstream();", "  ", 1)
-    assert hasty != source
-    done = nvrtc.compile_cubin(hasty, arch(), str(spec))
-    kernel = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, hasty, done.cubin))
-    assert kernel.pdl
-    assert not pairs_equal(right, produced(call, launch(spec, call, kernel)))
+    assert (found.rule, found.spec.pdl) == (rule, trigger)
+    hasty = launch(found.spec, op.FAMILY, call.views, call.options, call.named, hasty=found.spec.kernels)
+    waits_for_its_producer(lambda pdl: call.run(pdl=pdl), hasty, call.memory.buffers["o"][0], call.named["lse_out"], call.kwargs["out"])
 
 
 def test_torch_compile_fullgraph():

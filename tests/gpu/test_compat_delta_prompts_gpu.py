@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from card_calls import serves_as_on_the_host
 from delta_oracles import BF16, CHUNK, F32, HK, HV, SLOTS, K, V, checkpointed, operands, randn, starts_of, states, vllm_call
 from engine_calls import pages
-from scan_cases import error, same
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -129,14 +129,6 @@ WAYS = {
 WRITTEN = ("initial_state", "output_state", "state_checkpoints", "ssm_states", "track_state")
 
 
-def on_card(call: dict[str, Any]) -> dict[str, Any]:
-    """The call's tensors there, with the strides they have; one tensor stays one."""
-    moved: dict[int, Tensor] = {}
-    for t in (t for t in call.values() if isinstance(t, Tensor)):
-        moved.setdefault(id(t), torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t))
-    return {n: moved[id(t)] if isinstance(t, Tensor) else t for n, t in call.items()}
-
-
 def results(got: Any, call: dict[str, Any]) -> Iterator[Tensor]:
     """Every tensor that is returned or written; SGLang's states before chunks are limited to the chunks that exist."""
     chunks = sum(-(-length // CHUNK) for length in LENGTHS)
@@ -148,24 +140,4 @@ def results(got: Any, call: dict[str, Any]) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_on_a_card(way):
-    function, make = WAYS[way]
-    here, there = make(), on_card(make())
-    with torch.inference_mode():
-        wanted = [t.clone() for t in results(function(**here), here)]
-        function(**there)  # compiles
-        there, again, captured = (on_card(make()) for _ in range(3))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found = list(results(function(**there), there))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert len(found) == len(wanted)
-        assert all(error(f, w.double()) <= BOUND for f, w in zip(found, wanted, strict=True))
-        repeated = list(results(function(**again), again))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = function(**captured)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(same(a, b) and same(a, c) for a, b, c in zip(found, repeated, results(got, captured), strict=True))
+    serves_as_on_the_host(*WAYS[way], results, BOUND)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from card_calls import serves_as_on_the_host
 from engine_calls import pages
 from mamba1_oracles import SLOTS, D, N, by_channels, operands, vllm_call
 from prompt_oracles import BF16, F32, randn
-from scan_cases import error, same
 from selective_cases import BOUNDS
 from torch import Tensor
 
@@ -36,15 +36,6 @@ WAYS = {
 }
 
 
-def on_card(call):
-    """The call's tensors there, with the strides they have."""
-
-    def moved(t):
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t) if isinstance(t, Tensor) else t
-
-    return {n: moved(t) for n, t in call.items()}
-
-
 def results(got, call):
     """Every tensor that is returned or written."""
     yield from got if isinstance(got, tuple) else (got,)
@@ -53,24 +44,4 @@ def results(got, call):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_on_a_card(way):
-    function, make = WAYS[way]
-    here, there = make(), on_card(make())
-    with torch.inference_mode():
-        wanted = [t.clone() for t in results(function(**here), here)]
-        function(**there)  # compiles
-        there, again, captured = (on_card(make()) for _ in range(3))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found = list(results(function(**there), there))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert len(found) == len(wanted)
-        assert all(error(f, w.double()) <= BOUND for f, w in zip(found, wanted, strict=True))
-        repeated = list(results(function(**again), again))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = function(**captured)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(same(a, b) and same(a, c) for a, b, c in zip(found, repeated, results(got, captured), strict=True))
+    serves_as_on_the_host(*WAYS[way], results, BOUND)

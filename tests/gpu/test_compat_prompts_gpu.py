@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from card_calls import serves_as_on_the_host
 from engine_calls import pages
 from prompt_oracles import BF16, F32, LENGTHS, POOL, SLOTS, TOKENS, ids_of, operands, sglang_call, starts_of, states, vllm_call
-from scan_cases import BOUNDS, error, same
+from scan_cases import BOUNDS
 from torch import Tensor
 
 from ssmgen.compat import mamba_ssm, sglang, trtllm, vllm
@@ -33,17 +34,6 @@ WAYS = {
 WRITTEN = ("out", "final_states_out")
 
 
-def on_card(call: dict[str, Any]) -> dict[str, Any]:
-    """The call's tensors there, with the strides they have."""
-
-    def moved(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t)
-
-    return {n: moved(t) for n, t in call.items()}
-
-
 def results(got: Any, call: dict[str, Any]) -> Iterator[Tensor]:
     """Every tensor that is returned or written."""
     yield from (t for t in (got if isinstance(got, tuple) else (got,)) if t is not None)
@@ -52,24 +42,4 @@ def results(got: Any, call: dict[str, Any]) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_on_a_card(way):
-    function, make = WAYS[way]
-    here, there = make(), on_card(make())
-    with torch.inference_mode():
-        wanted = [t.clone() for t in results(function(**here), here)]
-        function(**there)  # compiles
-        there, again, captured = (on_card(make()) for _ in range(3))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found = list(results(function(**there), there))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert len(found) == len(wanted)
-        assert all(error(f, w.double()) <= BOUND for f, w in zip(found, wanted, strict=True))
-        repeated = list(results(function(**again), again))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = function(**captured)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(same(a, b) and same(a, c) for a, b, c in zip(found, repeated, results(got, captured), strict=True))
+    serves_as_on_the_host(*WAYS[way], results, BOUND)

@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, Call, assert_matches, bits, equal, expected, make, matrix, named
-from test_selective_state_update import after_a_producer, needs_pdl
+from bits import bits
+from bits import same as equal
+from card_calls import arch, far, launch, needs_pdl, prepare, waits_for_its_producer
+from norm_cases import F16, F32, GDN, KDA, MAMBA, PLAIN, Call, assert_matches, expected, make, matrix, named
 
 import ssmgen
 from ssmgen.bench.timing import host_us
-from ssmgen.cache.entry import Entry
-from ssmgen.compile import nvrtc
-from ssmgen.compile.render import render
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.families.gated_rms_norm import call as op
 from ssmgen.families.gated_rms_norm import spec as kernels
-from ssmgen.launch import runtime
 from ssmgen.select import registry
-from ssmgen.spec.kernel import Arch, KernelSpec, Pdl
+from ssmgen.spec.kernel import KernelSpec, Pdl
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 
 
-def arch() -> Arch:
-    return runtime.device_arch(torch.cuda.current_device())
-
-
 def chosen(call: Call, pdl: bool | None = None) -> KernelSpec:
     return registry.select(op.OPERATOR, call.problem, op.size_of(call.views), arch(), arch().number >= 90 if pdl is None else pdl)
-
-
-def prepare(specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
-    device = torch.cuda.current_device()
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(specs)])
-
-
-def launch(spec: KernelSpec, call: Call, kernel: runtime.Kernel | None = None) -> runtime.Plan:
-    """One given variant, independent of the registry's choice, ready to run."""
-    device = torch.cuda.current_device()
-    values = op.kernel_values(spec, call.views, call.options)
-    launched = runtime.Launch(kernel or runtime.load(spec, device, op.OPERATOR), device, op.grid_of(spec, call.views), values)
-    return launched.at([t.data_ptr() for t in call.named.values()])
 
 
 LARGE = [
@@ -102,7 +76,7 @@ def test_variants_are_bit_equal(case):
     first = None
     for spec in specs:
         call = make(case, DEVICE)
-        launch(spec, call)()
+        launch(spec, op.FAMILY, call.views, call.options, call.named)()
         torch.cuda.synchronize()
         first = first or call
         assert equal(call.out, first.out), f"{spec} differs from {specs[0]}"
@@ -121,14 +95,6 @@ def test_batch_size_and_position_change_nothing(groups, size):
 # Offsets above 2^31 elements.
 
 
-@pytest.fixture
-def room():
-    """The memory of other tests is given back before and after."""
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize("odd", [0, 1], ids=["aligned", "odd"])
 @pytest.mark.parametrize("name", ["x", "gate", "out"])
 @pytest.mark.parametrize("axis", ["rows", "groups"])
@@ -138,10 +104,8 @@ def test_tensors_above_2_31_elements(axis, name, odd, room):
     near = {n: torch.randn(shape, device=DEVICE).bfloat16() for n in ("x", "gate", "out")}
     weight = torch.randn(128, device=DEVICE)
     want = ssmgen.gated_rms_norm(near["x"], near["gate"], weight)
-    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    assert extent > 2**31
-    far = torch.zeros(extent, dtype=BF16, device=DEVICE).as_strided(shape, strides).copy_(near[name])
-    named_far = near | {name: far}
+    moved = far(shape, strides).copy_(near[name])
+    named_far = near | {name: moved}
     ssmgen.gated_rms_norm(named_far["x"], named_far["gate"], weight, out=named_far["out"])
     assert equal(named_far["out"], want)
 
@@ -222,17 +186,6 @@ def test_pdl_on_and_off_are_bit_equal_on_a_chain():
         assert all(equal(a, b) for a, b in zip(chain(True), want, strict=True))
 
 
-def produced(call: Call, run: Any) -> list[torch.Tensor]:
-    """Bits of `run()`'s result after a kernel that triggers at once and writes x 40 us later."""
-    memory = SimpleNamespace(buffers={"conv": call.memory.buffers["x"]})
-    found = after_a_producer(SimpleNamespace(args=(call.out,), kwargs=call.kwargs, memory=memory), call.out.clone(), run)
-    return [out for out, _ in found]
-
-
-def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @needs_pdl
 @pytest.mark.parametrize(
     ("case", "rule", "trigger"),
@@ -247,18 +200,10 @@ def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def test_pdl_waits_for_a_producer_that_triggers_early(case, rule, trigger):
     """The upstream kernel still writes x when this one starts. Without its wait this kernel reads too early."""
     call = make(case, DEVICE)
-    right = produced(call, lambda: call.run(pdl=False))
-    assert all_equal(right, produced(call, lambda: call.run(pdl=True))) and torch.isfinite(call.out).all()
     found = registry.explain(op.OPERATOR, call.problem, op.size_of(call.views), arch(), True).chosen
-    spec = found.spec
-    assert (found.rule, spec.pdl) == (rule, trigger)
-    source = render(spec, arch())
-    hasty = source.replace("  wait_for_upstream();", "  ", 1)
-    assert hasty != source
-    done = nvrtc.compile_cubin(hasty, arch(), str(spec))
-    kernel = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, hasty, done.cubin))
-    assert kernel.pdl
-    assert not all_equal(right, produced(call, launch(spec, call, kernel)))
+    assert (found.rule, found.spec.pdl) == (rule, trigger)
+    hasty = launch(found.spec, op.FAMILY, call.views, call.options, call.named, hasty=found.spec.kernels)
+    waits_for_its_producer(lambda pdl: call.run(pdl=pdl), hasty, call.memory.buffers["x"][0], call.out, call.out)
 
 
 def test_torch_compile_fullgraph():

@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, assert_matches, expected, kv_matrix, make_call, matrix
-from test_selective_state_update import after_a_producer, needs_pdl
+from bits import bits, same
+from card_calls import arch, launch, needs_pdl, waits_for_its_producer
+from decode_cases import assert_matches
+from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, expected, kv_matrix, make_call, matrix
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.cache.entry import Entry
-from ssmgen.compile import nvrtc
-from ssmgen.compile.render import render
 from ssmgen.errors import ArgumentError, CaptureError
 from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.launch import runtime
 from ssmgen.select import registry
 from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch
 
 pytestmark = pytest.mark.gpu
 
 POOL = replace(GDN, state=BF16, heads=8, batch=6)
 STEPS = replace(POOL, id="gdn-t4-each", tokens=4, dst="token", kept=0)
-
-
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
-
-
-def arch() -> Arch:
-    return runtime.device_arch(torch.cuda.current_device())
 
 
 @pytest.mark.parametrize("case", matrix() + kv_matrix(), ids=lambda c: c.id)
@@ -61,16 +45,8 @@ def test_arguments_by_position_and_without_out(tokens):
     rest = {n: v for n, v in call.kwargs.items() if n not in ("state", "out", "A_log", "dt_bias", *RULES[case.rule])}
     for _ in range(3):
         out = call.function(*first, **rest)
-        assert equal(out, want) and out.is_contiguous() and out.dtype == call.kwargs["v"].dtype
-        assert equal(call.function(*first[:4], g=first[4], beta=first[5], A_log=first[6], dt_bias=first[7], **rest), want)
-
-
-def launch(spec, call: Call) -> runtime.Plan:
-    """One given variant, independent of the registry's choice, ready to run."""
-    device = torch.cuda.current_device()
-    kernel = runtime.load(spec, device, call.case.rule)
-    made = runtime.Launch(kernel, device, op.grid_of(spec, call.views), op.kernel_values(spec, call.views, call.built.options))
-    return made.at([t.data_ptr() for t in call.operands.values()])
+        assert same(out, want) and out.is_contiguous() and out.dtype == call.kwargs["v"].dtype
+        assert same(call.function(*first[:4], g=first[4], beta=first[5], A_log=first[6], dt_bias=first[7], **rest), want)
 
 
 SMALL = {"heads": 4, "index": None, "batch": 3, "out": F32}
@@ -99,11 +75,11 @@ def test_variants_are_bit_equal(case):
     first = None
     for spec in chosen:
         call = make_call(case, "cuda")
-        launch(spec, call)()
+        launch(spec, op.FAMILY, call.views, call.built.options, call.operands)()
         torch.cuda.synchronize()
         result = call.kwargs["state"], call.kwargs["out"]
         first = first or result
-        assert all(equal(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
+        assert all(same(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
 
 
 def tokens_of(call: Call, which: int | slice) -> Call:
@@ -128,11 +104,11 @@ def test_token_t_equals_single_steps(rule, layout):
         many, fixed = make_call(case, "cuda"), make_call(replace(case, update=False, kept=None), "cuda")
         for call in (many, fixed):
             tokens_of(call, slice(0, tokens)).run()
-            assert equal(call.kwargs["out"][:, :tokens], single.kwargs["out"][:, :tokens])
-        assert equal(many.kwargs["state"], states[tokens - 1])
-        assert equal(fixed.kwargs["state"], make_call(case, "cuda").kwargs["state"])
+            assert same(call.kwargs["out"][:, :tokens], single.kwargs["out"][:, :tokens])
+        assert same(many.kwargs["state"], states[tokens - 1])
+        assert same(fixed.kwargs["state"], make_call(case, "cuda").kwargs["state"])
         kept = many.kwargs["intermediate_states"]
-        assert all(equal(kept[:, t], states[t][: case.batch]) for t in range(tokens)), f"states of {tokens} tokens"
+        assert all(same(kept[:, t], states[t][: case.batch]) for t in range(tokens)), f"states of {tokens} tokens"
 
 
 @pytest.mark.parametrize("tokens", [None, 5])
@@ -145,7 +121,7 @@ def test_batch_size_and_position_change_nothing(tokens, layout):
         small.kwargs[name][0].copy_(large.kwargs[name][69])
     for name in ("A_log", "dt_bias"):
         small.kwargs[name].copy_(large.kwargs[name])
-    assert equal(large.run()[69], small.run()[0]) and equal(large.kwargs["state"][69], small.kwargs["state"][0])
+    assert same(large.run()[69], small.run()[0]) and same(large.kwargs["state"][69], small.kwargs["state"][0])
 
 
 def test_a_sequence_in_company_equals_it_alone():
@@ -156,7 +132,7 @@ def test_a_sequence_in_company_equals_it_alone():
         span = {n: apart.kwargs[n][None, s.start : s.start + s.tokens] for n in (*RULES[case.rule], "out")}
         others = {n: v for n, v in apart.kwargs.items() if n != "cu_seqlens"}
         apart.function(**others | span | {"state": apart.kwargs["state"][b : b + 1]})
-    assert equal(packed.kwargs["out"], apart.kwargs["out"]) and equal(packed.kwargs["state"], apart.kwargs["state"])
+    assert same(packed.kwargs["out"], apart.kwargs["out"]) and same(packed.kwargs["state"], apart.kwargs["state"])
 
 
 @pytest.mark.parametrize("case", [POOL, STEPS], ids=lambda c: c.id)
@@ -165,7 +141,7 @@ def test_all_rows_padded(case):
     call.kwargs["state_indices"].fill_(-1)
     before = [bits(call.kwargs[n]).clone() for n in ("state", "intermediate_states") if n in call.kwargs]
     assert not call.run().any()
-    assert all(torch.equal(bits(call.kwargs[n]), b) for n, b in zip(("state", "intermediate_states"), before, strict=False))
+    assert all(torch.same(bits(call.kwargs[n]), b) for n, b in zip(("state", "intermediate_states"), before, strict=False))
 
 
 @pytest.mark.parametrize(("shape", "edges"), [((0,), None), ((3, 0), None), ((0,), 1), ((0,), 3)])
@@ -197,8 +173,8 @@ def test_pool_above_2_32_elements():
         pool[-3:] = 0
         pool[-1] = start
         out = call.function(pool, **others, state_indices=last, dst_state_indices=dst)
-        assert equal(out, want.kwargs["out"])
-        assert all(equal(slot, expect) for slot, expect in zip(pool[-3:], left, strict=True))
+        assert same(out, want.kwargs["out"])
+        assert all(same(slot, expect) for slot, expect in zip(pool[-3:], left, strict=True))
     assert not any(part.any() for part in pool[:-3].split(512))
 
 
@@ -248,7 +224,7 @@ def test_first_launch_ever_may_be_inside_a_capture_once_warm(case):
         graph.replay()
         eager.run()
     torch.cuda.synchronize()
-    assert all(equal(call.kwargs[n], eager.kwargs[n]) for n in ("state", "out"))
+    assert all(same(call.kwargs[n], eager.kwargs[n]) for n in ("state", "out"))
 
 
 @pytest.mark.parametrize("case", [replace(POOL, dst="row", batch=70), replace(STEPS, batch=70)], ids=lambda c: c.id)
@@ -284,18 +260,7 @@ CHAINS = [POOL, replace(POOL, id="t3", tokens=3), replace(POOL, id="kv", layout=
 def test_pdl_on_and_off_are_bit_equal_on_a_chain(case):
     want = decode_chain(case, pdl=False)
     for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(decode_chain(case, pdl=True), want, strict=True))
-
-
-def produced(call: Call, run) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, state) bits of `run()` after a kernel that triggers at once and writes q, k and v 40 us later."""
-    state = call.kwargs["state"]
-    as_one = SimpleNamespace(args=(state,), kwargs=call.kwargs, memory=SimpleNamespace(buffers={"conv": call.memory.buffers["q+k+v"]}))
-    return after_a_producer(as_one, make_call(call.case, "cuda").kwargs["state"], run)
-
-
-def pairs_equal(a, b) -> bool:
-    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
+        assert all(torch.same(a, b) for a, b in zip(decode_chain(case, pdl=True), want, strict=True))
 
 
 @needs_pdl
@@ -304,16 +269,11 @@ def pairs_equal(a, b) -> bool:
 def test_pdl_waits_for_a_producer_that_triggers_early(tokens, layout):
     """q, k and v are slices of a tensor that the kernel ahead still writes when this one starts; without its wait it reads too early."""
     call = make_call(replace(POOL, packed=8, index=None, tokens=tokens, layout=layout), "cuda")
-    right = produced(call, lambda: call.function(**call.kwargs, pdl=False))
-    assert pairs_equal(right, produced(call, lambda: call.function(**call.kwargs, pdl=True))) and torch.isfinite(call.kwargs["out"]).all()
     spec = registry.select("linear_attention", call.problem, call.case.batch, arch(), True)
-    hasty = render(spec, arch()).replace("  wait_for_upstream();", "  ", 1)
-    done = nvrtc.compile_cubin(hasty, arch(), str(spec))
-    kernel = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, hasty, done.cubin))
-    assert kernel.pdl
-    values, grid = op.kernel_values(spec, call.views, call.built.options), op.grid_of(spec, call.views)
-    plan = runtime.Launch(kernel, torch.cuda.current_device(), grid, values).at([t.data_ptr() for t in call.operands.values()])
-    assert not pairs_equal(right, produced(call, plan))
+    hasty = launch(spec, op.FAMILY, call.views, call.built.options, call.operands, hasty=spec.kernels)
+    state, out, written = call.kwargs["state"], call.kwargs["out"], call.memory.buffers["q+k+v"][0]
+    kept = make_call(call.case, "cuda").kwargs["state"]
+    waits_for_its_producer(lambda pdl: call.function(**call.kwargs, pdl=pdl), hasty, written, state, out, kept)
 
 
 # The emulator.
@@ -344,5 +304,5 @@ def test_emulator_agrees_bit_for_bit_without_exponentials(case):
     emulator.run(spec, arch(), op.grid_of(spec, host.views), packed, host.operands, written)
     torch.cuda.synchronize()
     slots = sorted({slot for s in host.sequences for slot in s.targets.values()})
-    assert equal(card.kwargs["state"][slots].cpu(), host.kwargs["state"][slots])
-    assert all(equal(card.kwargs[n].cpu(), host.kwargs[n]) for n in written[1:] if n in host.kwargs)
+    assert same(card.kwargs["state"][slots].cpu(), host.kwargs["state"][slots])
+    assert all(same(card.kwargs[n].cpu(), host.kwargs[n]) for n in written[1:] if n in host.kwargs)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from la_cases import assert_matches, expected, make_call
+from decode_cases import assert_matches
+from la_cases import expected, make_call
 from la_trees import DRAWS, LAWS, Draw, cases
 from varying import named
 

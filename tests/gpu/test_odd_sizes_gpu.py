@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import combine_cases
+import decode_cases
 import la_cases
 import narrow_cases
 import norm_cases
@@ -28,7 +29,7 @@ def test_linear_attention(case):
     call = la_cases.make_call(case, "cuda")
     want = la_cases.expected(call)
     call.run()
-    la_cases.assert_matches(call, want)
+    decode_cases.assert_matches(call, want)
 
 
 @named(odd_sizes.mamba())

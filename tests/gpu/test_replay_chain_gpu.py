@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from card_calls import arch, launch, needs_pdl, waits_for_its_producer
 from replay_cases import BF16, F32, I32, RING, STEP, make, same
-from test_selective_state_update import after_a_producer, needs_pdl
 from torch import Tensor
 
 import ssmgen
-from ssmgen.cache.entry import Entry
-from ssmgen.compile import nvrtc
-from ssmgen.compile.render import render
 from ssmgen.families.replay_selective_state_update import planning as op
-from ssmgen.launch import runtime
 from ssmgen.select import registry
 
 pytestmark = [pytest.mark.gpu, needs_pdl]
@@ -246,18 +240,6 @@ def test_one_kernel_and_two_leave_the_same():
 # A producer that writes x, B and C late.
 
 
-def produced(call: Any, run: Callable[[], Any]) -> list[tuple[Tensor, Tensor]]:
-    """(out, state) bits of `run()` after a kernel that triggers at once and writes x, B and C 40 us later. No entry counts, so all runs are
-    alike."""
-    memory = SimpleNamespace(buffers={"conv": call.memory.buffers["conv"]})
-    state = call.kwargs["state"]
-    return after_a_producer(SimpleNamespace(args=(state,), kwargs=call.kwargs, memory=memory), state.clone(), run)
-
-
-def pairs_equal(a, b) -> bool:
-    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
-
-
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 @pytest.mark.parametrize("after_conv", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("base", [STEP, RING], ids=lambda c: c.id)
@@ -265,21 +247,8 @@ def test_pdl_waits_for_a_producer_that_triggers_early(base, after_conv, two):
     """Without its wait the kernel reads too early, so the test can detect a missing wait."""
     case = replace(base, heads=16, headdim=64, d_state=128, groups=1, accepted=(0,), index=None, two_kernels=two, after_conv=after_conv)
     call = make(case, "cuda")
-    right = produced(call, lambda: call.run(pdl=False))
-    assert pairs_equal(right, produced(call, lambda: call.run(pdl=True))) and call.kwargs["out"].isfinite().all()
-    device = torch.cuda.current_device()
-    arch = runtime.device_arch(device)
-    spec = registry.select(op.OPERATOR, call.problem, op.FAMILY.size_of(call.views), arch, True)
-    launches, places = [], []
-    for part in spec.kernels:
-        source = render(part, arch)
-        hasty = source.replace("  wait_for_upstream();", "  ") if part is not spec or not two else source
-        assert hasty != source or part is spec
-        done = nvrtc.compile_cubin(hasty, arch, str(part))
-        kernel = runtime.Kernel(part, arch, Entry("", "", part.name, str(arch), "", (), done.resources, 0.0, hasty, done.cubin))
-        assert kernel.pdl
-        values = op.kernel_values(part, call.views, call.options)
-        launches.append(runtime.Launch(kernel, device, op.FAMILY.grid_of(part, call.views), values))
-        places.append([list(call.operands).index(n) for n in part.operands()])
-    plan = runtime.Chain(launches, places).at([t.data_ptr() for t in call.operands.values()])
-    assert not pairs_equal(right, produced(call, plan))
+    spec = registry.select(op.OPERATOR, call.problem, op.FAMILY.size_of(call.views), arch(), True)
+    first = spec.kernels[:1] if two else spec.kernels
+    hasty = launch(spec, op.FAMILY, call.views, call.options, call.operands, hasty=first)
+    state, out, written = call.kwargs["state"], call.kwargs["out"], call.memory.buffers["conv"][0]
+    waits_for_its_producer(lambda pdl: call.run(pdl=pdl), hasty, written, state, out)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from card_calls import arch, launch, prepare
 from replay_cases import (
     BF16,
     F16,
@@ -38,9 +35,8 @@ import ssmgen
 from ssmgen.errors import CaptureError
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update import spec as family
-from ssmgen.launch import runtime
 from ssmgen.select import registry
-from ssmgen.spec.kernel import Arch, KernelSpec
+from ssmgen.spec.kernel import KernelSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -48,19 +44,8 @@ DEVICE = "cuda"
 BOTH = pytest.mark.parametrize("base", [STEP, RING], ids=lambda c: c.id)
 
 
-def arch() -> Arch:
-    return runtime.device_arch(torch.cuda.current_device())
-
-
 def chosen(call: Call) -> KernelSpec:
     return registry.select(op.OPERATOR, call.problem, op.FAMILY.size_of(call.views), arch(), arch().number >= 90)
-
-
-def prepare(specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
-    device, parts = torch.cuda.current_device(), [part for spec in specs for part in spec.kernels]
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        wait([pool.submit(runtime.load, spec, device, op.OPERATOR) for spec in dict.fromkeys(parts)])
 
 
 def equal(a: Call, b: Call) -> list[str]:
@@ -198,21 +183,11 @@ def test_variants_are_bit_equal(case):
     want, first = expected(make(case, DEVICE)), None
     for kind, spec in variants:
         call = make(replace(case, **kind), DEVICE)
-        launch(spec, call)()
+        launch(spec, op.FAMILY, call.views, call.options, call.operands)()
         torch.cuda.synchronize()
         first = first or call
         assert not equal(first, call), f"{spec} differs from {variants[0][1]} in {equal(first, call)}"
     assert_matches(first, want)
-
-
-def launch(spec: KernelSpec, call: Call) -> Any:
-    """One given variant, independent of the registry's choice, ready to run."""
-    device, launches, places = torch.cuda.current_device(), [], []
-    for part in spec.kernels:
-        kernel, values = runtime.load(part, device, op.OPERATOR), op.kernel_values(part, call.views, call.options)
-        launches.append(runtime.Launch(kernel, device, op.FAMILY.grid_of(part, call.views), values))
-        places.append([list(call.operands).index(n) for n in part.operands()])
-    return runtime.Chain(launches, places).at([t.data_ptr() for t in call.operands.values()])
 
 
 @BOTH

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import selective_cases as laws
 import torch
-from scan_cases import bits
+from bits import bits
 from selective_cases import BF16, F16, F32, Sizes, make, same, starts_of
 
 import ssmgen

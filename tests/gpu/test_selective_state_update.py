@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from bits import bits
+from card_calls import arch, launch, needs_pdl, waits_for_its_producer
 from ssu_cases import BF16, F16, F32, Case, assert_matches, expected, make_call, matrix
 
 import ssmgen
-from ssmgen.cache.entry import Entry
 from ssmgen.compat.mamba_ssm import selective_state_update as mamba_signature
-from ssmgen.compile import nvrtc
-from ssmgen.compile.render import render
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update import spec as family
 from ssmgen.launch import runtime
@@ -25,10 +24,6 @@ pytestmark = pytest.mark.gpu
 
 M2 = Case("m2", heads=16, groups=2, state=BF16, index=torch.int32, batch=4)
 M1 = Case("m1", headdim=256, d_state=16, tied=False, z=BF16, index=torch.int32, batch=4)
-
-
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
 
 
 @pytest.mark.parametrize("case", matrix(), ids=lambda c: c.id)
@@ -47,17 +42,12 @@ def test_out_is_allocated_like_x():
     assert out.shape == given.shape and out.dtype == call.args[1].dtype and out.is_contiguous()
 
 
-def launch(spec, call) -> None:
-    """Runs one given variant, independent of the registry's choice."""
+def ready(spec, call, hasty=()) -> Any:
+    """One given variant, independent of the registry's choice, ready to run."""
     named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
     views = op.views_of(named, call.options, problems := [])
     assert not problems
-    device = views["state"].device.index
-    kernel = runtime.load(spec, device, "selective_state_update")
-    values = op.kernel_values(spec, views, call.options)
-    grid = views["x"].shape[0] * spec.nheads * spec.tiles
-    runtime.Launch(kernel, device, grid, values).at([t.data_ptr() for t in named.values()])()
-    torch.cuda.synchronize()
+    return launch(spec, op.FAMILY, views, call.options, named, hasty)
 
 
 def problem_of(call) -> family.SsuProblem:
@@ -87,7 +77,8 @@ def test_variants_are_bit_equal(case):
     first = None
     for spec in chosen:
         call = make_call(case, "cuda")
-        launch(spec, call)
+        ready(spec, call)()
+        torch.cuda.synchronize()
         result = bits(call.args[0]), bits(call.kwargs["out"])
         first = first or result
         assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
@@ -194,84 +185,17 @@ def test_pdl_on_and_off_are_bit_equal_on_a_chain(case):
         assert all(torch.equal(a, b) for a, b in zip(decode_chain(case, pdl=True), want, strict=True))
 
 
-PRODUCER = r"""
-extern "C" __global__ void produce(const unsigned short* from, unsigned short* to, int n) {
-  asm volatile("griddepcontrol.launch_dependents;");  // the consumer may start now; what it reads comes much later
-  for (int i = 0; i < 40; ++i) __nanosleep(1000);
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) to[i] = from[i];
-}
-"""
-
-
-def after_a_producer(call, kept, run) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, state) bits of `run()` launched directly after a kernel that triggers at once and writes x, B and C 40 us later.
-
-    kept: the state before each run.
-    """
-    arch = runtime.device_arch(torch.cuda.current_device())
-    done = nvrtc.compile_cubin(PRODUCER, arch, "the test's producer")
-    producer = runtime.Kernel(None, arch, Entry("", "", "produce", str(arch), "", (), done.resources, 0.0, PRODUCER, done.cubin))
-    assert not producer.pdl
-    driver = runtime.driver()
-    conv = call.memory.buffers["conv"][0]
-    results = []
-    for seed in range(6):
-        torch.manual_seed(seed)
-        fresh = torch.randn(conv.shape, device="cuda").to(conv.dtype)
-        conv.fill_(float("nan"))
-        call.args[0].copy_(kept)
-        torch.cuda.synchronize()
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ = 4, 1, 1, 256, 1, 1
-        config.hStream = runtime.current_raw_stream(torch.cuda.current_device())
-        values = (fresh.data_ptr(), conv.data_ptr(), conv.numel()), (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
-        (code,) = driver.cuLaunchKernelEx(config, producer.handle, values, 0)
-        assert not code
-        run()
-        torch.cuda.synchronize()
-        results.append((bits(call.kwargs["out"]).clone(), bits(call.args[0]).clone()))
-    return results
-
-
-def equal(a, b) -> bool:
-    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
-
-
-needs_pdl = pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9", reason="needs sm_90")
-
-
 @needs_pdl
 @pytest.mark.parametrize("case", [M2, M1], ids=lambda c: c.id)
 def test_pdl_waits_for_a_producer_that_triggers_early(case):
     """x, B and C are slices of a tensor that the kernel ahead is still writing when this one starts."""
     call = make_call(replace(case, conv_slices=True, index=None), "cuda")
-    kept = call.args[0].clone()
+    spec = registry.select("selective_state_update", problem_of(call), call.case.batch, arch(), True)
 
-    def run(pdl: bool):
-        return after_a_producer(call, kept, lambda: ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=pdl))
+    def run(pdl: bool) -> None:
+        ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=pdl)
 
-    assert equal(run(False), run(True)) and torch.isfinite(call.kwargs["out"]).all()
-
-
-@needs_pdl
-def test_the_producer_test_notices_a_missing_wait():
-    """The same kernel without its wait, launched with the attribute, reads data that is not yet written."""
-    call = make_call(replace(M2, conv_slices=True, index=None), "cuda")
-    kept = call.args[0].clone()
-    right = after_a_producer(call, kept, lambda: ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=False))
-    named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
-    views, arch = op.views_of(named, call.options, []), runtime.device_arch(torch.cuda.current_device())
-    spec = registry.select("selective_state_update", problem_of(call), call.case.batch, arch, True)
-    source = render(spec, arch)
-    hasty = source.replace("  wait_for_upstream();", "  ", 1)
-    assert hasty != source
-    done = nvrtc.compile_cubin(hasty, arch, str(spec))
-    kernel = runtime.Kernel(spec, arch, Entry("", "", spec.name, str(arch), "", (), done.resources, 0.0, hasty, done.cubin))
-    assert kernel.pdl
-    device = torch.cuda.current_device()
-    grid = call.case.batch * spec.nheads * spec.tiles
-    plan = runtime.Launch(kernel, device, grid, op.kernel_values(spec, views, call.options)).at([t.data_ptr() for t in named.values()])
-    assert not equal(right, after_a_producer(call, kept, plan))
+    waits_for_its_producer(run, ready(spec, call, spec.kernels), call.memory.buffers["conv"][0], call.args[0], call.kwargs["out"])
 
 
 def test_variants_of_every_pdl_mode_exist():

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bits import bits, same
+from card_calls import launch
 from ssu_cases import BF16, F16, F32, ulp
 from ssu_token_cases import Case, assert_matches, expected, make_call, matrix
 from torch import Tensor
@@ -21,14 +23,6 @@ pytestmark = pytest.mark.gpu
 I32, I64 = torch.int32, torch.int64
 SMALL = {"heads": 4, "groups": 2, "headdim": 64, "d_state": 128, "index": None, "batch": 3, "out": F32}
 TOKENWISE = ("x", "dt", "B", "C", "z", "out")
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
 
 
 def written(call) -> list[Tensor]:
@@ -53,16 +47,7 @@ def test_pdl_changes_nothing(name):
         for _ in range(4):
             ssmgen.selective_state_update(**call.kwargs, pdl=pdl)
         results.append([bits(t).clone() for t in written(call)])
-        assert all(torch.equal(a, b) for a, b in zip(results[-1], results[0], strict=True))
-
-
-def launch(spec, call) -> None:
-    """Runs one given variant, independent of the registry's choice."""
-    device, family = call.kwargs["state"].device.index, call.caller.family
-    values, grid = family.values_of(spec, call.views, call.options), family.grid_of(spec, call.views)
-    kernel = runtime.load(spec, device, "selective_state_update")
-    runtime.Launch(kernel, device, grid, values).at([t.data_ptr() for t in call.operands.values()])()
-    torch.cuda.synchronize()
+        assert all(torch.same(a, b) for a, b in zip(results[-1], results[0], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -82,10 +67,11 @@ def test_variants_are_bit_equal(case):
     first = None
     for spec in chosen:
         call = make_call(case, "cuda")
-        launch(spec, call)
+        launch(spec, call.caller.family, call.views, call.options, call.operands)()
+        torch.cuda.synchronize()
         result = [bits(t).clone() for t in written(call)]
         first = first or result
-        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
+        assert all(torch.same(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
     assert len(layouts) > 1
 
 
@@ -98,9 +84,9 @@ def test_token_t_equals_single_steps(case):
         ssmgen.selective_state_update(
             **{n: v[:, t] if n in TOKENWISE else v for n, v in single.kwargs.items() if n != "intermediate_states"}
         )
-        assert equal(many.kwargs["intermediate_states"][:3, t], single.kwargs["state"][:3]), f"state after token {t}"
-        assert equal(many.kwargs["out"][:, t], single.kwargs["out"][:, t]), f"output of token {t}"
-    assert equal(many.kwargs["state"][:3], single.kwargs["state"][:3])
+        assert same(many.kwargs["intermediate_states"][:3, t], single.kwargs["state"][:3]), f"state after token {t}"
+        assert same(many.kwargs["out"][:, t], single.kwargs["out"][:, t]), f"output of token {t}"
+    assert same(many.kwargs["state"][:3], single.kwargs["state"][:3])
 
 
 @pytest.mark.parametrize("name", ["t4-no-update", "tree-t9", "t4-kept-f32-of-bf16", "noisy-kept-only"])
@@ -108,7 +94,7 @@ def test_a_pool_that_is_not_updated_keeps_its_bits(name):
     call = make_call(next(c for c in matrix() if c.id == name), "cuda")
     before = bits(call.kwargs["state"]).clone()
     call.run()
-    assert torch.equal(bits(call.kwargs["state"]), before)
+    assert torch.same(bits(call.kwargs["state"]), before)
 
 
 def test_states_and_intermediates_above_2_31_elements():
@@ -126,7 +112,7 @@ def test_states_and_intermediates_above_2_31_elements():
     ssmgen.selective_state_update(**plain)
     out = small["out"].clone()
     ssmgen.selective_state_update(**big)
-    assert equal(out, small["out"]) and equal(pool[-1], small["state"][0]) and equal(kept[-1], small["intermediate_states"][0, :T])
+    assert same(out, small["out"]) and same(pool[-1], small["state"][0]) and same(kept[-1], small["intermediate_states"][0, :T])
     assert not pool[:-1].any() and not kept[:-1].any()
 
 
@@ -145,11 +131,11 @@ def test_noise_is_that_of_the_seed_and_the_element(name, seed):
     plain.run()
     for s in call.sequences:
         for slot in s.targets.values():
-            assert equal(call.kwargs["state"][slot], stored(plain.kwargs["state"][slot], case.state, seed, case.rounds, slot))
+            assert same(call.kwargs["state"][slot], stored(plain.kwargs["state"][slot], case.state, seed, case.rounds, slot))
         columns = call.kwargs["intermediate_states"].shape[1] if case.kept else 0
         for t in range(min(s.tokens, columns) if s.slot >= 0 and s.kept >= 0 else 0):
             exact = plain.kwargs["intermediate_states"][s.kept, t]
-            assert equal(call.kwargs["intermediate_states"][s.kept, t], stored(exact, case.kept, seed, case.rounds, s.slot, 1 + t))
+            assert same(call.kwargs["intermediate_states"][s.kept, t], stored(exact, case.kept, seed, case.rounds, s.slot, 1 + t))
 
 
 @pytest.mark.parametrize("rounds", [1, 4, 10])
@@ -170,7 +156,7 @@ def test_philox_is_triton_s(rounds):
     for seed in (0, 42, 123456, 2**31 - 1):
         out = torch.zeros(64, 4, dtype=I64, device="cuda")
         draw[(1,)](torch.tensor([seed], device="cuda"), counters, out, rounds)
-        assert torch.equal(out & 0xFFFFFFFF, torch.stack(philox(seed, counters, rounds), -1))
+        assert torch.same(out & 0xFFFFFFFF, torch.stack(philox(seed, counters, rounds), -1))
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -201,4 +187,4 @@ def test_a_graph_draws_fresh_noise_when_its_seed_changes():
         seed.fill_(value)
         graph.replay()
         results.append(kept.clone())
-    assert equal(results[0], results[1]) and not equal(results[0], results[2])
+    assert same(results[0], results[1]) and not same(results[0], results[2])

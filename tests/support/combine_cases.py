@@ -15,13 +15,9 @@ from torch import Tensor
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.compile.render import render
-from ssmgen.emulator import run_source
 from ssmgen.families.combine_splits import call as op
 from ssmgen.families.combine_splits.reference import combine_splits as reference
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch, KernelSpec
+from ssmgen.spec.kernel import Arch
 
 I32, I64 = torch.int32, torch.int64
 INF, NAN = math.inf, math.nan
@@ -137,8 +133,8 @@ class Call:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        built = ssmgen.combine_splits.build(**self.kwargs)
-        self.given, self.options, self.named = built.given, built.options, built.operands
+        self.built = ssmgen.combine_splits.build(**self.kwargs)
+        self.options, self.named = self.built.options, self.built.operands
         self.views = op.CALLER.checked(self.named, self.options, None)
         self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.named.items()}, self.options)
 
@@ -270,27 +266,6 @@ def assert_matches(call: Call, want: Expected) -> None:
         same = (got == right) | (got.isnan() & right.isnan())  # elements that the call leaves unchanged were NaN
         excess = torch.where(same, 0.0, (got - right).abs() / bound).nan_to_num(nan=INF)
         assert not excess.numel() or excess.max() <= 1, f"{name} off by {float(excess.max()):.2f} x its bound"
-
-
-def emulate(call: Call, spec: KernelSpec | None = None, arch: Arch = SM90, change=str) -> None:
-    """One launch, or none, of a variant or of the one that the registry chooses, on the CPU; `change` edits the text."""
-    size = op.size_of(call.views)
-    if size == 0:
-        return
-    spec = spec or registry.select(op.OPERATOR, call.problem, size, arch, arch >= SM90)
-    assert spec.operands() == list(call.named)
-    packed = Arguments(spec, op.kernel_values(spec, call.views, call.options)).at([t.data_ptr() for t in call.named.values()])
-    source = change(render(spec, arch))
-    run_source(source, spec.name, op.grid_of(spec, call.views), spec.threads, packed, call.named, ("out", "lse_out"))
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and 0 is not -0."""
-    return torch.equal(bits(a), bits(b))
 
 
 LSES = {  # of two splits: the second's share of the output, and the sum's logarithm; None: nothing is there

@@ -144,8 +144,8 @@ class Call:
     written: dict[str, str] = field(default_factory=dict)  # {operand: name of its buffer}
 
     def __post_init__(self) -> None:
-        built = self.function.build(**self.kwargs)
-        self.given, self.options, self.operands = built.given, built.options, built.operands
+        self.built = self.function.build(**self.kwargs)
+        self.given, self.options, self.operands = self.built.given, self.built.options, self.built.operands
         self.views = self.op.CALLER.checked(self.operands, self.options, None)
         self.problem = self.op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.options)
 

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from bits import bits
+from bits import same as equal
 from conv_cases import I32, I64, Call
+from emulated_calls import emulate
 from ssu_cases import ulp
 from torch import Tensor
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.compile.render import render
-from ssmgen.emulator import run_source
 from ssmgen.engine.convolution_calls import ACTIVATIONS
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch, KernelSpec
+from ssmgen.spec.kernel import Arch
 
 SM90 = Arch.parse("sm_90a")
 LAST_AXIS = pytest.mark.parametrize("last", [False, True], ids=["first", "last"])  # whether channels are the contiguous axis
@@ -69,15 +68,6 @@ def expected(call: Call) -> Expected:
     return Expected(*activated(total, size, views["weight"].shape[1], silu, views["out"].dtype), kept)
 
 
-def bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and 0 is not -0."""
-    return torch.equal(bits(a), bits(b))
-
-
 def assert_matches(call: Call, want: Expected) -> None:
     """The output within its bound, states bit for bit, and nothing else in memory changed."""
     wrong = call.memory.untouched(dict.fromkeys(call.written.values()))
@@ -93,30 +83,11 @@ def assert_matches(call: Call, want: Expected) -> None:
 # The emulator: kernels on a CPU. It stops at accesses that are out of bounds or misaligned, and at elements written by two threads.
 
 
-def emulate(op: ModuleType, given: tuple[Any, ...], options: Any, spec: KernelSpec | None = None, arch: Arch = SM90, change=str) -> None:
-    """One launch, or none, of a variant or of the one that the registry chooses; `change` edits the text."""
-    operands = op.CALLER.named(given)
-    views = op.CALLER.checked(operands, options, None)
-    size = op.FAMILY.size_of(views)
-    if size == 0:
-        return
-    problem = op.problem_of(views, {n: t.data_ptr() for n, t in operands.items()}, options)
-    spec = spec or registry.select(op.OPERATOR, problem, size, arch, arch >= SM90)
-    assert spec.operands() == list(operands)
-    packed = Arguments(spec, op.kernel_values(spec, views, options)).at([t.data_ptr() for t in operands.values()])
-    places = {operands[n].data_ptr() for n in op.FAMILY.written if n in operands and operands[n].numel()}
-    writable = tuple(n for n, t in operands.items() if t.data_ptr() in places)
-    source = change(render(spec, arch))
-    run_source(source, spec.name, op.grid_of(spec, views), spec.threads_per_block, packed, operands, writable)
-
-
 def emulated(op: ModuleType):
     """A function that runs the operator in the emulator and has the public function's signature."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        call = getattr(ssmgen, op.OPERATOR).build(*args, **kwargs)
-        emulate(op, call.given, call.options)
-        return call.result
+        return emulate(getattr(ssmgen, op.OPERATOR).build(*args, **kwargs))
 
     return function
 

@@ -8,6 +8,7 @@ from itertools import cycle, product
 from typing import Any
 
 import torch
+from decode_cases import Row, rows_of
 from rounding import Approx, U, dot, exact
 from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
@@ -167,19 +168,6 @@ def usual(case: Case) -> bool:
     return case in _KV or (case.layout == "vk" and not case.id.endswith("-t3"))
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """The start and the outputs of one sequence. Its tokens are [row, start + i] of the operands."""
-
-    row: int
-    start: int
-    tokens: int
-    slot: int  # where it starts from; -1: it is padding
-    targets: Mapping[int, int]  # {token: slot that receives the state after it}
-    kept: int  # its row of intermediate_states; -1: none
-    parents: tuple[int, ...]  # of its tokens; -1: the token before
-
-
 @dataclass
 class Call:
     """A call's arguments and the memory around them."""
@@ -187,7 +175,7 @@ class Call:
     case: Case
     memory: Memory
     kwargs: dict[str, Any]
-    sequences: list[Sequence]
+    sequences: list[Row]
 
     def __post_init__(self) -> None:
         self.function = getattr(ssmgen, self.case.rule)
@@ -200,42 +188,11 @@ class Call:
         return self.function(**self.kwargs)
 
 
-def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Sequence]]:
-    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are invalid."""
-    B, longest = len(case.counts), max(case.counts)
-    columns = longest if case.dst == "own" else 4
-    slots = B + 1 if case.index is None else 2 * B * max(columns, longest) + 9
-    invalid = (case.pad_slot_id, slots + 2, -5)
-    order = iter([s for s in torch.randperm(slots, generator=g).tolist() if s != case.pad_slot_id])
-    starts = [invalid[(1, 2, 4).index(b % 5)] if b % 5 in (1, 2, 4) else next(order) for b in range(B)]
-    starts = list(range(B)) if case.index is None else starts
-    indices: dict[str, Any] = {} if case.index is None else {"state_indices": starts}
-    if case.accepted:  # the column that counts differs, and two of the padded sequences have a count out of range
-        accepted = [{1: 0, 2: columns + 1}.get(b, 1 + b % columns) for b in range(B)]
-        rows = [[starts[b] if c + 1 == accepted[b] else next(order) for c in range(columns)] for b in range(B)]
-        indices = {"state_indices": rows, "num_accepted_tokens": accepted}
-    if case.dst == "row":
-        indices["dst_state_indices"] = [invalid[(3, 5, 8).index(b)] if b in (3, 5, 8) else next(order) for b in range(B)]
-    elif case.dst:
-        width = range(longest + min(case.kept or 0, 0))
-        fresh = [[invalid[(b + t) % 3] if (b + t) % 4 == 1 else next(order) for t in width] for b in range(B)]
-        indices["dst_state_indices"] = rows if case.dst == "own" else fresh
-    rows, columns = [-7 if case.rows and b % 6 == 3 else (2 * b + 1 if case.rows else b) for b in range(B)], longest + (case.kept or 0)
-    indices |= {"intermediate_state_indices": rows} if case.rows else {}
-    trees: list[list[int]] = [[]] * B
-    if case.parents:  # one back, two back, the first; and invalid: itself, a later one, far off, negative
-        made = [lambda t: t - 1, lambda t: 0, lambda t: t - 2, lambda t: t, lambda t: t + 1, lambda t: 2**31 - 1, lambda t: -7]
-        trees = [[made[(b + t * t) % 7](t) for t in range(longest - (1 if case.lengths else 0))] for b in range(B)]
-        indices["parents"] = trees
-    sequences, edges = [], [sum(case.lengths[:b]) for b in range(B + 1)]
-    for b, (n, to) in enumerate(zip(case.counts, indices.get("dst_state_indices", starts), strict=True)):
-        slot = -1 if starts[b] in invalid or (case.parents and rows[b] < 0) else starts[b]
-        targets = dict(enumerate(to[:n])) if isinstance(to, list) else {n - 1: to}
-        targets = {t: s for t, s in targets.items() if case.update and n and slot >= 0 and s not in invalid}
-        parents = tuple(p if 0 <= p < min(t, columns) else -1 for t, p in enumerate([*trees[b], *[-1] * n][:n]))
-        sequences.append(Sequence(0 if case.lengths else b, edges[b], n, slot, targets, rows[b], parents))
-    indices |= {"cu_seqlens": edges} if case.lengths else {}
-    return slots, indices, sequences
+def _rows(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Row]]:
+    """As rows_of; one sequence in six has no row of intermediate states."""
+    kept = [-7 if case.rows and b % 6 == 3 else (2 * b + 1 if case.rows else b) for b in range(len(case.counts))]
+    slots, indices, rows = rows_of(case, g, case.kept or 0, kept, max(case.counts) - (1 if case.lengths else 0))
+    return slots, indices | ({"intermediate_state_indices": kept} if case.rows else {}), rows
 
 
 def _values(kind: str, case: Case, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
@@ -251,7 +208,7 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
     """Random operands. Unused slots hold NaN; buffers are padded with poison."""
     g, memory = torch.Generator().manual_seed(seed), Memory(device)
     B, HV, HK, K, V = len(case.counts), case.heads, case.heads // case.group, case.K, case.V
-    slots, indices, sequences = _slots(case, g)
+    slots, indices, sequences = _rows(case, g)
     other = {"cu_seqlens": I32 if case.index is I64 else I64, "num_accepted_tokens": case.accepted}
     other |= {"parents": case.parents, "intermediate_state_indices": case.rows}
     kwargs = {n: memory.fill(n, torch.tensor(t, dtype=other.get(n, case.index))) for n, t in indices.items()}
@@ -370,18 +327,3 @@ def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]
                 after[i] = Approx(S.value, S.error + half), reach
             want["state"] |= {s.targets[i]: S} if i in s.targets else {}
     return want
-
-
-def assert_matches(call: Call, want: dict[str, dict[Any, Approx]]) -> None:
-    """Everything written is within its bounds, padded rows are zero, and nothing else in memory has changed."""
-    views = {n: t.detach().cpu() for n, t in call.views.items()}
-    index = {n: torch.tensor(list(results), dtype=I64, device=call.memory.device) for n, results in want.items()}
-    wrong = call.memory.untouched(index | {"intermediate_states": tuple(index["intermediate_states"].view(-1, 2).T), "out": None})
-    assert not wrong, f"changed outside what the call may write: {wrong}"
-    for name, results in want.items():
-        for at, w in results.items():
-            got = views[name][at]
-            off = (got.double() - w.value).abs() / (w.error + (0 if got.dtype is F32 else ulp(w.size, got.dtype) / 2))
-            assert off.max() <= 1, f"{name}[{at}] off by {float(off.max()):.2f} x its bound"
-    padding = [views["out"][s.row, s.start : s.start + s.tokens] for s in call.sequences if s.slot < 0]
-    assert not any(map(Tensor.any, padding)), "a padded row's output is not zero"

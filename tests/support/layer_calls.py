@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import F32, I32, I64, Case, Gdn, Kda, Mamba
+from bits import bits
+from layer_cases import I32, I64, Case, Gdn, Kda, Mamba
 from ssu_cases import Memory
 from torch import Tensor
 
@@ -66,10 +67,6 @@ class LayerCall:
 
 
 KEPT = ("intermediate_states", "intermediate_conv_window")
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view(I32 if t.dtype is F32 else torch.int16)
 
 
 def differing(a: LayerCall, b: LayerCall) -> list[str]:

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from types import SimpleNamespace
 from typing import Any
 
 import card_memory
 import pytest
 import torch
+from card_calls import after_a_producer, arch, launch
+from card_calls import prepare as load
 from layer_calls import LayerCall, bits, differing, make
 from layer_cases import Case
 from torch import Tensor
 
 import ssmgen
-from ssmgen.cache.entry import Entry
-from ssmgen.compile import nvrtc
-from ssmgen.compile.render import render
 from ssmgen.errors import CaptureError
 from ssmgen.launch import runtime
 from ssmgen.select import registry
 from ssmgen.select.catalog import OPERATOR_OF
-from ssmgen.spec.kernel import Arch, KernelSpec, Problem
+from ssmgen.spec.kernel import KernelSpec, Problem
 
 DEVICE = "cuda"
-
-
-def arch() -> Arch:
-    return runtime.device_arch(torch.cuda.current_device())
 
 
 def problem_of(case: Case) -> Problem:
@@ -43,13 +35,6 @@ def chosen(case: Case, pdl: bool | None = None) -> KernelSpec:
     wanted = arch().number >= 90 if pdl is None else pdl
     name = runtime.device_name(torch.cuda.current_device())
     return registry.select(OPERATOR_OF[type(problem)], problem, case.batch, arch(), wanted, name)
-
-
-def load(specs: Iterable[KernelSpec]) -> None:
-    """Compiles and loads kernels in parallel. Failures are left to the calls that need the kernels."""
-    device, parts = torch.cuda.current_device(), dict.fromkeys(part for spec in specs for part in spec.kernels)
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        wait([pool.submit(runtime.load, spec, device, "test") for spec in parts])
 
 
 def prepare(cases: Iterable[Case]) -> None:
@@ -165,17 +150,14 @@ def assert_pdl_changes_nothing(case: Case) -> None:
 
 def assert_waits_for_its_producer(case: Case) -> None:
     """The kernel before still writes the projection when this one starts. Without its wait this kernel reads too early."""
-    from test_selective_state_update import after_a_producer
-
     call = make(case, DEVICE)
     again = _Again(call)
 
     def produced(run: Any) -> list[tuple[Tensor, Tensor]]:
         again.reset()
         call.kwargs["arrivals"].zero_()
-        memory = SimpleNamespace(buffers={"conv": call.memory.buffers["proj"]})
         state = call.kwargs["state"]
-        found = after_a_producer(SimpleNamespace(args=(state,), kwargs=call.kwargs, memory=memory), state.clone(), run)
+        found = after_a_producer(call.memory.buffers["proj"][0], state, call.kwargs["out"], state.clone(), run)
         return [(out[call.live], states[call.used]) for out, states in found]
 
     def equal(a: list[tuple[Tensor, Tensor]], b: list[tuple[Tensor, Tensor]]) -> bool:
@@ -185,22 +167,7 @@ def assert_waits_for_its_producer(case: Case) -> None:
     ssmgen.warm(call.function, **call.kwargs | {"pdl": False})
     right = produced(lambda: call.run(pdl=False))
     assert equal(right, produced(lambda: call.run(pdl=True)))
-    assert not equal(right, produced(_hasty(call, chosen(case, pdl=True))))
-
-
-def _hasty(call: LayerCall, spec: KernelSpec) -> Any:
-    """A variant whose first kernel does not wait."""
-    source = render(spec, arch())
-    text = source.replace("  wait_for_upstream();", "  ", 1)
-    assert text != source
-    done = nvrtc.compile_cubin(text, arch(), str(spec))
-    first = runtime.Kernel(spec, arch(), Entry("", "", spec.name, str(arch()), "", (), done.resources, 0.0, text, done.cubin))
-    built, device = call.built(), torch.cuda.current_device()
-    views, names = built.caller.checked(built.operands, built.options, None), list(built.operands)
-    launches = []
-    for i, part in enumerate(spec.kernels):
-        values = built.caller.family.values_of(part, views, built.options)
-        kernel = runtime.load(part, device, "test") if i else first
-        launches.append(runtime.Launch(kernel, device, built.caller.family.grid_of(part, views), values))
-    takes = [[names.index(n) for n in part.operands()] for part in spec.kernels]
-    return runtime.Chain(launches, takes).at(built.pointers)
+    built, spec = call.built(), chosen(case, pdl=True)
+    views = built.caller.checked(built.operands, built.options, None)
+    hasty = launch(spec, built.caller.family, views, built.options, built.operands, hasty=spec.kernels[:1])
+    assert not equal(right, produced(hasty))

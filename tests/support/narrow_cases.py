@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bits import bits
 from torch import Tensor
 
 import ssmgen
@@ -135,6 +136,10 @@ class Call:
         return self.named | {"dt_softplus": True, "update_state": self.case.update, "philox_rounds": self.case.noise}
 
     @property
+    def built(self) -> Any:
+        return self.public
+
+    @property
     def public(self) -> Any:
         """The result of the public function."""
         return call_of(ssmgen.selective_state_update, **self.kwargs)
@@ -212,10 +217,6 @@ def walk_tree(views: dict[str, Tensor], stored: Tensor) -> None:
             h, views["out"][b, t] = one_token(stored[b, parent] if 0 <= parent < t else h, token, weights, True, None)
             views["intermediate_states"][b, t] = h
         views["state"][slot] = h
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 RINGED = 2, 8, 32, 1, 8, 3, 5  # H, P, N, G, R, T, slots of a replay on a ring, of three sequences

@@ -13,12 +13,8 @@ from torch import Tensor
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.compile.render import render
-from ssmgen.emulator import run_source
 from ssmgen.families.gated_rms_norm import call as op
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch, KernelSpec
+from ssmgen.spec.kernel import Arch
 
 NAN = math.nan
 SM90 = Arch.parse("sm_90a")
@@ -121,8 +117,8 @@ class Call:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        built = ssmgen.gated_rms_norm.build(**self.kwargs)
-        self.given, self.options, self.named = built.given, built.options, built.operands
+        self.built = ssmgen.gated_rms_norm.build(**self.kwargs)
+        self.options, self.named = self.built.options, self.built.operands
         self.views = op.CALLER.checked(self.named, self.options, None)
         self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.named.items()}, self.options)
 
@@ -207,23 +203,3 @@ def assert_matches(call: Call, want: Expected) -> None:
     got = call.views["out"].detach().cpu().double()
     excess = torch.where(got == want.out, 0.0, (got - want.out).abs() / want.bound).nan_to_num(nan=math.inf)
     assert not excess.numel() or excess.max() <= 1, f"out off by {float(excess.max()):.2f} x its bound"
-
-
-def emulate(call: Call, spec: KernelSpec | None = None, arch: Arch = SM90, change=str) -> None:
-    """One launch, or none, of a variant or of the one that the registry chooses, on the CPU; `change` edits the text."""
-    size = op.size_of(call.views)
-    if size == 0:
-        return
-    spec = spec or registry.select(op.OPERATOR, call.problem, size, arch, arch >= SM90)
-    assert spec.operands() == list(call.named)
-    packed = Arguments(spec, op.kernel_values(spec, call.views, call.options)).at([t.data_ptr() for t in call.named.values()])
-    run_source(change(render(spec, arch)), spec.name, op.grid_of(spec, call.views), spec.threads, packed, call.named, ("out",))
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and 0 is not -0."""
-    return torch.equal(bits(a), bits(b))

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from scan_cases import NAN, bits
+from bits import bits
+from scan_cases import NAN
 from torch import Tensor
 
 

@@ -132,7 +132,7 @@ class Call:
 
     def __post_init__(self) -> None:
         self.function = ssmgen.checkpoint_selective_state_update if self.case.ring else ssmgen.replay_selective_state_update
-        built = self.function.build(**self.kwargs)
+        built = self.built = self.function.build(**self.kwargs)
         self.given, self.options, self.operands = built.given, built.options, built.operands
         self.views = built.caller.checked(self.operands, self.options, None)
         self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.options)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
-import pytest
 import torch
+from bits import error, same
+from emulated_calls import emulate
+from sequence_laws import (  # noqa: F401
+    NAN,
+    Sequences,
+    a_cut_changes_no_bit,
+    a_pool_is_touched_where_it_should_be,
+    decoding_goes_on,
+    neighbours_do_not_matter,
+    packing_changes_no_bit,
+    starts_of,
+    states_of_a_pool_may_begin_elsewhere,
+)
 from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 
 import ssmgen
-from ssmgen.compile.render import render
-from ssmgen.emulator import SMS, EmulatorError, run_source
 from ssmgen.families.chunk_scan import call as op
 from ssmgen.families.chunk_scan.rules import candidates
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
 from ssmgen.launch import runtime
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, Pdl
 
 SM90 = Arch.parse("sm_90a")
-NAN = float("nan")
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 130)
 BOUNDS = {BF16: 4e-3, F16: 6e-4, F32: 1e-5}  # relative L2 error: of products of operands of such a dtype
 
@@ -32,8 +38,11 @@ Scan = Callable[..., Any]  # as ssmgen.chunk_scan
 Make = Callable[[ScanProblem], ScanSpec]
 
 
+PER_TOKEN = ("x", "dt", "B", "C", "z")
+
+
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Sequences):
     """The sizes of a call: small for the emulator, a model's on a card."""
 
     heads: int = 2
@@ -43,49 +52,32 @@ class Sizes:
     x: torch.dtype = BF16
     device: str = "cpu"
 
+    per_token: ClassVar = PER_TOKEN
+    rows: ClassVar = "x"
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.heads, self.headdim, self.d_state
+
+    def made(self, *lead: int, slow: bool = False) -> dict[str, Any]:
+        return make(self, *lead, decay=0.02 if slow else 1.0)
+
+    def exact(self, call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
+        return exact(call, **more)
+
+    def step(self, state: Tensor, call: dict[str, Any]) -> Tensor:
+        return ssmgen.selective_state_update(state, **call)
+
+    def bound(self) -> float:
+        return BOUNDS[self.x]
+
 
 def emulated(
     *, function: Any = None, spec: ScanSpec | Make | None = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any
 ) -> Any:
     """The call's result from a kernel in the emulator. spec: a variant, or a function of the problem that makes one; None: the registry's
     choice. `change` edits the kernel's text."""
-    call = (function or ssmgen.chunk_scan).build(**kwargs)
-    views, family = call.caller.checked(call.operands, call.options, None), call.caller.family
-    where = {n: t.data_ptr() for n, t in call.operands.items()}
-    problem, size = family.problem_of(views, where, call.options), family.size_of(views)
-    if size:
-        spec = spec(problem) if callable(spec) else spec or registry.select(op.OPERATOR, problem, size, arch, arch >= Arch(90))
-        packed = Arguments(spec, family.values_of(spec, views, call.options)).at([where[n] for n in spec.operands()])
-        text, grid = change(render(spec, arch)), family.grid_of(spec, views)
-        grid = min(grid, SMS) if spec.stays else grid
-        launch = spec.name, grid, spec.threads_per_block, packed, call.operands, family.written, spec.dynamic_bytes
-        run_source(text, *launch, cluster=spec.cluster_blocks)
-    return call.result
-
-
-def edited(old: str, new: str, where: str = "") -> Callable[[str], str]:
-    """A `change` that plants a mistake in every text that has `where`."""
-
-    def change(source: str) -> str:
-        if where not in source:
-            return source
-        assert old in source, "the edit no longer applies"
-        return source.replace(old, new)
-
-    return change
-
-
-@contextmanager
-def found(words: str) -> Iterator[None]:
-    """A mistake is an EmulatorError with these words or, for the word "off", results that break a law."""
-    try:
-        yield
-    except EmulatorError as e:
-        assert words in str(e), str(e)
-    except AssertionError as e:
-        assert words == "off" and "no longer applies" not in str(e), str(e)
-    else:
-        pytest.fail("nothing was found")
+    return emulate((function or ssmgen.chunk_scan).build(**kwargs), spec, arch, change)
 
 
 def variant(**how: Any) -> Make:
@@ -152,28 +144,9 @@ def exact(call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
     return {n: t.cpu() for n, t in wanted.items()}
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative L2."""
-    found = found.detach().cpu().double().reshape(wanted.shape)
-    return float((found - wanted).norm() / wanted.norm())
-
-
-def starts_of(lengths: Sequence[int], device: str, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, NaN too."""
-    return torch.equal(bits(a), bits(b))
-
-
 def tokens_of(call: Mapping[str, Any], span: slice) -> dict[str, Any]:
     """The call on some of its packed tokens, as a batch of one."""
-    return {n: t[span][None] if n in ("x", "dt", "B", "C", "z") else t for n, t in call.items()}
+    return {n: t[span][None] if n in PER_TOKEN else t for n, t in call.items()}
 
 
 # Laws.
@@ -201,88 +174,6 @@ def lengths_are_accurate(scan: Scan, sizes: Sizes, lengths: Sequence[int], decay
         assert error(out, wanted["out"][:, :length]) <= BOUNDS[sizes.x] and error(last[0], state) <= BOUNDS[sizes.x], length
 
 
-def packing_changes_no_bit(scan: Scan, sizes: Sizes, lengths: Sequence[int] = LENGTHS) -> None:
-    call = make(sizes, sum(lengths))
-    starts = starts_of(lengths, sizes.device)
-    packed, states = scan(**call, cu_seqlens=starts, return_final_states=True)
-    for i, length in enumerate(lengths):
-        span = slice(int(starts[i]), int(starts[i + 1]))
-        if length:
-            out, last = scan(**tokens_of(call, span), return_final_states=True)
-            assert same(out[0], packed[span]) and same(last[0], states[i])
-        else:
-            assert not states[i].any()
-
-
-def a_cut_changes_no_bit(scan: Scan, sizes: Sizes, tokens: int, cut: int) -> None:
-    call = make(sizes, tokens, decay=0.02)
-    whole, last = scan(**tokens_of(call, slice(None)), return_final_states=True)
-    first, state = scan(**tokens_of(call, slice(0, cut)), return_final_states=True)
-    second, end = scan(**tokens_of(call, slice(cut, None)), initial_states=state, return_final_states=True, final_states_out=state)
-    assert same(torch.cat([first, second], 1), whole) and same(end, last) and end is state
-
-
-def a_pool_is_touched_where_it_should_be(scan: Scan, sizes: Sizes, state: torch.dtype) -> None:
-    """NaN fills unused slots, slots of empty sequences, slots of sequences that start from zeros, and tokens outside every sequence."""
-    lengths, slots, started = (65, 7, 0, 16, 64), (3, 20, 7, 0, -1), (True, True, True, False, True)
-    memory, tokens = Memory(sizes.device), sum(lengths) + 9
-    call = make(sizes, tokens)
-    for name in ("x", "B", "C", "dt"):
-        call[name][-9:] = NAN
-        call[name] = memory.fill(name, call[name])
-    shape = (9, sizes.heads, sizes.headdim, sizes.d_state)
-    pool = memory.fill("state", torch.full(shape, NAN, dtype=state, device=sizes.device))
-    pool[3] = torch.randn(shape[1:], generator=torch.Generator().manual_seed(1)).to(sizes.device, state)
-    out = memory.fill("out", torch.full_like(call["x"], NAN))
-    call |= {"cu_seqlens": starts_of(lengths, sizes.device, torch.int64), "state": pool, "out": out}
-    call |= {"state_indices": torch.tensor(slots).int().to(sizes.device), "has_initial_state": torch.tensor(started).to(sizes.device)}
-    wanted = exact(call)
-    memory.seal()
-    scan(**call)
-    assert not memory.untouched({"state": torch.tensor([3, 0], device=sizes.device), "out": torch.arange(tokens - 9, device=sizes.device)})
-    served = [(0, 65, 3), (72, 88, 0)]
-    for begin, end, slot in served:
-        assert error(out[begin:end], wanted["out"][0, begin:end]) <= BOUNDS[sizes.x]
-        assert error(pool[slot], wanted["state"][slot]) <= BOUNDS[sizes.x]
-    assert not out[65:72].any() and not out[88:152].any()
-
-
-def neighbours_do_not_matter(scan: Scan, sizes: Sizes, lengths: Sequence[int]) -> None:
-    """NaN in all other sequences, and in tokens outside every sequence, changes no bit of a sequence or of its state."""
-    call = make(sizes, sum(lengths) + 9)
-    starts = starts_of((4, *lengths), sizes.device)[1:]
-    plain, states = scan(**call, cu_seqlens=starts, return_final_states=True)
-    for i, length in enumerate(lengths):
-        span = slice(int(starts[i]), int(starts[i]) + length)
-        poisoned = {n: torch.full_like(call[n], NAN) for n in ("x", "dt", "B", "C")}
-        for name, t in poisoned.items():
-            t[span] = call[name][span]
-        out, last = scan(**call | poisoned, cu_seqlens=starts, return_final_states=True)
-        assert same(out[span], plain[span]) and same(last[i], states[i]), length
-
-
-def states_of_a_pool_may_begin_elsewhere(scan: Scan, sizes: Sizes, state: torch.dtype, index: torch.dtype | None) -> None:
-    """Dense states into a pool give the bits of a call without a pool. A sequence without a slot or without tokens changes no slot."""
-    lengths = (65, 7, 0, 16)
-    memory, call = Memory(sizes.device), make(sizes, sum(lengths), decay=0.1)
-    shape = (len(lengths), sizes.heads, sizes.headdim, sizes.d_state)
-    before = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(sizes.device, state)
-    call |= {"cu_seqlens": starts_of(lengths, sizes.device), "initial_states": before}
-    wanted, last = scan(**call, return_final_states=True)
-    slots = [0, 1, 2, 3] if index is None else [4, 9, 1, 0]
-    pool = memory.fill("state", torch.full((9, *shape[1:]), NAN, dtype=state, device=sizes.device))
-    given = {} if index is None else {"state_indices": torch.tensor(slots, dtype=index, device=sizes.device)}
-    memory.seal()
-    out = scan(**call, state=pool, **given)
-    served = [i for i in range(4) if lengths[i] and slots[i] < 9]
-    assert not memory.untouched({"state": torch.tensor([slots[i] for i in served], device=sizes.device)})
-    assert all(same(pool[slots[i]], last[i]) for i in served)
-    if index is not None:
-        assert not out[65:72].any()
-        wanted[65:72] = 0
-    assert same(out, wanted)
-
-
 def layout_changes_no_bit(scan: Scan, sizes: Sizes, offset: int) -> None:
     """x, B and C are slices of one tensor, as the convolution leaves them, `offset` elements from multiples of 16 bytes."""
     H, P, G, N = sizes.heads, sizes.headdim, sizes.groups, sizes.d_state
@@ -296,16 +187,6 @@ def layout_changes_no_bit(scan: Scan, sizes: Sizes, offset: int) -> None:
     moved = call | {"x": x.unflatten(2, (H, P)), "B": B.unflatten(2, (G, N)), "C": C.unflatten(2, (G, N)), "z": z, "out": out}
     scan(**moved)
     assert same(out, wanted)
-
-
-def decoding_goes_on(scan: Scan, sizes: Sizes, tokens: int) -> None:
-    """The state that a prompt leaves is the one that the next step reads."""
-    call = make(sizes, 2, tokens + 1)
-    per_token = ("x", "dt", "B", "C")
-    wanted = exact(call, return_final_states=True)
-    _, state = scan(**{n: t[:, :-1] if n in per_token else t for n, t in call.items()}, return_final_states=True)
-    out = ssmgen.selective_state_update(state, **{n: t[:, -1] if n in per_token else t for n, t in call.items()})
-    assert error(out, wanted["out"][:, -1]) <= BOUNDS[sizes.x] and error(state, wanted["final_states"]) <= BOUNDS[sizes.x]
 
 
 def ids_are_sequences(scan: Scan, sizes: Sizes, lengths: Sequence[int] = LENGTHS) -> None:

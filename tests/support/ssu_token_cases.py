@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from la_cases import I32, I64
+from decode_cases import I32, I64, Row, assert_matches, rounding, rows_of
 from rounding import Approx, dot, exact
-from ssu_cases import BF16, F16, F32, Memory, ulp
+from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 from varying import vary
 
@@ -96,19 +96,6 @@ def matrix() -> list[Case]:
     return cases
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """The start and the outputs of one sequence. Its tokens are [row, start + i] of the operands."""
-
-    row: int
-    start: int
-    tokens: int
-    slot: int  # where it starts from; -1: it is padding
-    targets: Mapping[int, int]  # {token: slot that receives the state after it}
-    kept: int  # row of the intermediate states; -1: none
-    parents: tuple[int, ...]  # of its tokens; -1: the token before
-
-
 @dataclass
 class Call:
     """A call's arguments and the memory around them."""
@@ -116,10 +103,10 @@ class Call:
     case: Case
     memory: Memory
     kwargs: dict[str, Any]
-    sequences: list[Sequence]
+    sequences: list[Row]
 
     def __post_init__(self) -> None:
-        built = ssmgen.selective_state_update.build(**self.kwargs)
+        built = self.built = ssmgen.selective_state_update.build(**self.kwargs)
         self.caller, self.given, self.options, self.operands = built.caller, built.given, built.options, built.operands
         self.views = self.caller.checked(self.operands, self.options, None)
         self.problem, self.size, _, _ = built.problem()
@@ -128,54 +115,20 @@ class Call:
         return ssmgen.selective_state_update(**self.kwargs)
 
 
-def _slots(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Sequence]]:
-    """(size of the pool, index operands, sequences), of which 1, 2 and 4 of every five are padding; some destinations are invalid."""
-    B, longest = len(case.counts), max(case.counts)
-    columns = longest if case.dst == "own" else 4
-    slots = B + 1 if case.index is None else 2 * B * max(columns, longest) + 9
-    invalid = (case.pad_slot_id, slots + 2, -5)
-    order = iter([s for s in torch.randperm(slots, generator=g).tolist() if s != case.pad_slot_id])
-    starts = [invalid[(1, 2, 4).index(b % 5)] if b % 5 in (1, 2, 4) else next(order) for b in range(B)]
-    starts = list(range(B)) if case.index is None else starts
-    indices: dict[str, Any] = {} if case.index is None else {"state_indices": starts}
-    if case.accepted:  # every column counts once, and two of the padded sequences have a count out of range
-        accepted = [{1: 0, 2: columns + 1}.get(b, 1 + b % columns) for b in range(B)]
-        table = [[starts[b] if c + 1 == accepted[b] else next(order) for c in range(columns)] for b in range(B)]
-        indices = {"state_indices": table, "num_accepted_tokens": accepted}
-    if case.dst == "row":
-        indices["dst_state_indices"] = [invalid[(3, 5, 8).index(b)] if b in (3, 5, 8) else next(order) for b in range(B)]
-    elif case.dst:
-        width = range(longest + min(case.columns, 0))
-        fresh = [[invalid[(b + t) % 3] if (b + t) % 4 == 1 else next(order) for t in width] for b in range(B)]
-        indices["dst_state_indices"] = table if case.dst == "own" else fresh
-    kept_columns = longest + case.columns
-    rows = list(range(B))
-    if case.rows:
-        rows = [-1 if b == 3 else B + 9 if b == 6 else 2 * b + 1 for b in range(B)]
-        indices["intermediate_state_indices"] = rows
-    rows = [r if case.kept and 0 <= r < 2 * B + 2 else -1 for r in rows]
-    trees = [[-1] * longest] * B
-    if case.parents:  # one back, two back, the first; and invalid: itself, a later one, far off, negative
-        made = [lambda t: t - 1, lambda t: 0, lambda t: t - 2, lambda t: t, lambda t: t + 1, lambda t: 2**31 - 1, lambda t: -7]
-        trees = [[made[(b + t * t) % 7](t) for t in range(kept_columns if case.lengths else longest)] for b in range(B)]
-        indices["parents"] = trees
-    sequences, edges = [], [sum(case.lengths[:b]) for b in range(B + 1)]
-    for b, (n, to) in enumerate(zip(case.counts, indices.get("dst_state_indices", starts), strict=True)):
-        slot = -1 if starts[b] in invalid or (case.parents and rows[b] < 0) else starts[b]
-        targets = dict(enumerate(to[:n])) if isinstance(to, list) else {n - 1: to}
-        targets = {t: s for t, s in targets.items() if case.update and n and slot >= 0 and s not in invalid}
-        parents = tuple(p if 0 <= p < min(t, kept_columns) else -1 for t, p in enumerate(trees[b]))
-        parents += (-1,) * max(0, n - len(parents))
-        sequences.append(Sequence(0 if case.lengths else b, edges[b], n, slot, targets, rows[b], parents))
-    indices |= {"cu_seqlens": edges} if case.lengths else {}
-    return slots, indices, sequences
+def _rows(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Row]]:
+    """As rows_of; rows of intermediate states may lie outside the buffer."""
+    B, columns = len(case.counts), max(case.counts) + case.columns
+    listed = [-1 if b == 3 else B + 9 if b == 6 else 2 * b + 1 for b in range(B)] if case.rows else list(range(B))
+    kept = [r if case.kept and 0 <= r < 2 * B + 2 else -1 for r in listed]
+    slots, indices, rows = rows_of(case, g, case.columns, kept, columns if case.lengths else max(case.counts))
+    return slots, indices | ({"intermediate_state_indices": listed} if case.rows else {}), rows
 
 
 def make_call(case: Case, device: str, seed: int = 0) -> Call:
     """Random operands. Unused slots hold NaN; buffers are padded with poison."""
     g, memory = torch.Generator().manual_seed(seed), Memory(device)
     B, H, P, N, G = len(case.counts), case.heads, case.headdim, case.d_state, case.groups
-    slots, indices, sequences = _slots(case, g)
+    slots, indices, sequences = _rows(case, g)
     types = {"cu_seqlens": I32 if case.index is I64 else I64, "num_accepted_tokens": case.accepted, "parents": case.parents}
     types |= {"intermediate_state_indices": case.rows}
     kwargs = {n: memory.fill(n, torch.tensor(t, dtype=types.get(n, case.index))) for n, t in indices.items()}
@@ -259,27 +212,4 @@ def expected(call: Call, any_order: bool = False) -> dict[str, dict[Any, Approx]
     return want
 
 
-def rounding(call: Call, name: str, w: Approx) -> Tensor | float:
-    """How far off a store may be: half an ulp, or with noise a whole one."""
-    dtype = call.views[name].dtype
-    if dtype is F32:
-        return 0.0
-    return ulp(w.size, dtype) / (1 if call.case.seed and name != "out" else 2)
-
-
-def assert_matches(call: Call, want: dict[str, dict[Any, Approx]]) -> None:
-    """Everything written is within its bounds, padded rows are zero, and nothing else in memory has changed."""
-    views = {n: t.detach().cpu() for n, t in call.views.items()}
-    views["out"] = views["out"] if views["out"].dim() == 4 else views["out"].unsqueeze(1)
-    index = {n: torch.tensor(list(results), dtype=I64, device=call.memory.device) for n, results in want.items()}
-    wrong = call.memory.untouched(index | {"intermediate_states": tuple(index["intermediate_states"].view(-1, 2).T), "out": None})
-    assert not wrong, f"changed outside what the call may write: {wrong}"
-    for name, results in want.items():
-        for at, w in results.items():
-            off = (views[name][at].double() - w.value).abs() / (w.error + rounding(call, name, w))
-            assert off.max() <= 1, f"{name}[{at}] off by {float(off.max()):.2f} x its bound"
-    padding = [views["out"][s.row, s.start : s.start + s.tokens] for s in call.sequences if s.slot < 0]
-    assert not any(map(Tensor.any, padding)), "a padded row's output is not zero"
-
-
-__all__ = ["Call", "Case", "Sequence", "assert_matches", "expected", "make_call", "matrix", "op"]
+__all__ = ["Call", "Case", "assert_matches", "expected", "make_call", "matrix", "op"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -59,9 +58,3 @@ def _of_function(name: str, original: Any) -> str:
 
 def _of_class(wanted: tuple[str, ...], owner: Any) -> str:
     return roles.objection(owner, *wanted)
-
-
-def unfused(module: ModuleType) -> list[str]:
-    """Classes of a modeling file that call functions of ssmgen's, and whose decode steps `fuse` leaves several calls."""
-    steps = {name for name, layer in copies.mixers(module).items() if layer.step is not None}
-    return [name for name in copies.callers(module) if name not in steps and inspect.isclass(vars(module)[name])]

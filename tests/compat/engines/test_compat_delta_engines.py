@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import pytest
 import torch
-from delta_cases import emulated
 from delta_oracles import (
     BF16,
     CHUNK,
@@ -35,6 +35,7 @@ from delta_oracles import (
     walks,
 )
 from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
+from prompt_cases import Case, emulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssmgen import emulator
@@ -200,8 +201,9 @@ BOUND = 6e-3 + 2**-9  # of kernels against float64, and the rounding to 16 bits
 )
 def test_kernels_make_what_is_asked_for(way, monkeypatch):
     """In the emulator: states of two dtypes and layouts, in slots, and at places that some sequences do not have."""
-    names = ("q", "k", "v", "g", "beta")
-    monkeypatch.setattr(delta_prompts, "chunk_gated_delta_rule", lambda *t, **more: emulated(**dict(zip(names, t, strict=True)), **more))
+    case = Case("chunk_gated_delta_rule")
+    run = partial(emulated, case)
+    monkeypatch.setattr(delta_prompts, case.function, lambda *t, **more: run(**dict(zip(case.per_token, t, strict=True)), **more))
     pool, buffer = pages(9, *POOL), torch.zeros(len(LENGTHS), *POOL)
     before = pool[SLOTS.long()]
     if way == "fla":

@@ -136,7 +136,9 @@ def faults(pieces, prompt: int, grid: int) -> list[str]:
     words = []
     for start, end in pieces:
         if start < prompt:
-            words += [f"{start} to {end} of {prompt}"] * (end > prompt or (end < prompt and end % grid != 0) or (end - start == 1 and start > 0))
+            words += [f"{start} to {end} of {prompt}"] * (
+                end > prompt or (end < prompt and end % grid != 0) or (end - start == 1 and start > 0)
+            )
         elif end - start != 1:
             words.append(f"{start} to {end} after {prompt}")
     return words

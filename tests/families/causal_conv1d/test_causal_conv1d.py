@@ -94,7 +94,7 @@ def covering(cases: Iterable[Any]) -> list[Any]:
 def emulate_and_check(case: Any, spec: KernelSpec | None = None, arch: Arch = SM90) -> Call:
     call = make(case, "cpu")
     want = expected(call)
-    emulate(call.op, call.given, call.options, spec, arch)
+    emulate(call, spec, arch)
     assert_matches(call, want)
     return call
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import cycle, product
 
+import kernel_laws as laws
 import pytest
-from compiled import compiled
 from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase, make
 from conv_laws import SM90, assert_matches, emulate, expected, needs_emulator
+from kernel_laws import edited, found_in_words
 from selection import costly, few, kept
 
-from ssmgen.compile.render import render, uses_pdl
-from ssmgen.emulator import EmulatorError
 from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem, ConvSpec
 from ssmgen.families.causal_conv1d_update import spec as step
@@ -46,7 +42,7 @@ STEP_SPEC = UpdateSpec(width=4, state_len=3, vec=4)
         (
             WHOLE_SPEC,
             {"seq_idx": True, "query_start_loc": Index.I32},
-            "seq_idx is yes and query_start_loc is i32; expected one of them",
+            "seq_idx and query_start_loc are both given; expected one: each divides the length",
         ),
         (CHANNELS_SPEC, {"shifted": True}, "shifted is yes with layout=channel_last, loads=vector; expected channel-first vectors"),
         (WHOLE_SPEC, {"threads": 48}, "threads is 48; expected 32 … 1024 in steps of 32"),
@@ -94,16 +90,12 @@ STEP_SPEC = UpdateSpec(width=4, state_len=3, vec=4)
     ],
 )
 def test_violations_in_words(spec, change, words):
-    assert not spec.violations(SM90)
-    assert any(words in problem for problem in replace(spec, **change).violations(SM90))
+    laws.says_its_violation(spec, change, words)
 
 
 @pytest.mark.parametrize("spec", [WHOLE_SPEC, CHANNELS_SPEC, STEP_SPEC], ids=lambda s: s.stem)
 def test_violations_of_architectures(spec):
-    assert "arch is sm_80; expected sm_90 or later, or pdl=off" in replace(spec, pdl=Pdl.WAIT).violations(SM80)
-    assert not spec.violations(SM80) and "arch is sm_75; expected sm_80 or later for bf16 arithmetic" in spec.violations(
-        Arch.parse("sm_75")
-    )
+    laws.says_its_architectures(spec)
 
 
 FULL = {"pool": True, "started": True, "index": Index.I64, "query_start_loc": Index.I32}
@@ -126,43 +118,23 @@ TEXTS = [
 @pytest.mark.parametrize("pdl", Pdl)
 @pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
 def test_wait_precedes_every_access_and_the_launch_attribute_follows_the_text(spec, pdl):
-    text = render(replace(spec, pdl=pdl), SM90)
-    body = text[text.index('extern "C"') :]
-    assert uses_pdl(text) == (pdl is not Pdl.OFF)
-    assert "__restrict__" not in body and "__ldg" not in body
-    if pdl is Pdl.OFF:
-        assert "wait_for_upstream" not in text
-        return
-    wait = body.index("wait_for_upstream();")
-    assert all(m.start() > wait for m in re.finditer(r"\b(load|store|find)\w*[(<]", body))
-    assert ("allow_dependents();" in body) == (pdl is not Pdl.WAIT)
+    laws.waits_first(spec, pdl, "load|store|find")
 
 
 @pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
 def test_layout_of_the_text(spec):
-    text = render(spec, SM90)
-    assert text.startswith(f"// {spec.family} for sm_90a")
-    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
-    assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{" in line for line in text.splitlines())
+    laws.is_well_formed(spec)
 
 
-def test_what_is_switched_off_is_not_in_the_text():
-    for spec in (WHOLE_SPEC, CHANNELS_SPEC, STEP_SPEC):
-        text = render(replace(spec, silu=False), SM90)
-        absent = (
-            "silu",
-            "exp2",
-            "bias",
-            "seq_idx",
-            "query_start_loc",
-            "pad_slot_id",
-            "initial_states",
-            "find_sequence",
-            "griddepcontrol.wait",
-        )
-        for word in (*absent, "parent", "elder", "intermediate", "cache_seqlens", "accepted", "struct f16"):
-            assert word not in text.split("#define DEVICE")[1], word
+OFF = (
+    "silu exp2 bias seq_idx query_start_loc pad_slot_id initial_states find_sequence griddepcontrol.wait parent elder intermediate "
+    "cache_seqlens accepted"
+)
+
+
+@pytest.mark.parametrize("spec", [WHOLE_SPEC, CHANNELS_SPEC, STEP_SPEC], ids=lambda s: s.stem)
+def test_what_is_switched_off_is_not_in_the_text(spec):
+    laws.has_none_of(replace(spec, silu=False), *OFF.split(), "struct f16")
 
 
 # Errors that the emulator finds in wrong kernels.
@@ -215,15 +187,9 @@ def test_broken_template(edit):
     case, old, new, words = EDITS[edit]
     call = make(case, "cpu")
     want = expected(call)
-
-    def change(source: str) -> str:
-        assert old in source, "the edit no longer applies"
-        return source.replace(old, new)
-
-    with pytest.raises((EmulatorError, AssertionError)) as e:
-        emulate(call.op, call.given, call.options, change=change)
+    with found_in_words(words):
+        emulate(call, change=edited(old, new))
         assert_matches(call, want)
-    assert words in str(e.value)
 
 
 # Machine code.
@@ -276,12 +242,6 @@ def sampled_updates(advance: Advance, widths: range) -> list[KernelSpec]:
     return list(specs)
 
 
-def spilled(specs: list[KernelSpec]) -> list[str]:
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
-        done = pool.map(lambda s: compiled(s, SM90).resources, specs)
-        return [f"{spec}: {resources}" for spec, resources in zip(specs, done, strict=True) if resources.spills]
-
-
 def widths(every: range):
     """The width that all models have, and every one."""
     return pytest.mark.parametrize("widths", kept((range(4, 5), every), lambda r: len(r) == 1), ids=("w4", "every-width"))
@@ -290,10 +250,10 @@ def widths(every: range):
 @widths(range(1, 9))
 @pytest.mark.parametrize("kind", few(LOADS, 1))
 def test_nothing_spills_over_whole_sequences(kind, widths):
-    assert not spilled(sampled(kind, widths))
+    assert not laws.spilled((spec, SM90) for spec in sampled(kind, widths))
 
 
 @widths(range(2, 7))
 @pytest.mark.parametrize("advance", few(Advance, 1), ids=lambda a: a.value)
 def test_nothing_spills_in_updates(advance, widths):
-    assert not spilled(sampled_updates(advance, widths))
+    assert not laws.spilled((spec, SM90) for spec in sampled_updates(advance, widths))

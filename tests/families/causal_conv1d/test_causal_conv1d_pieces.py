@@ -38,7 +38,7 @@ def test_sequences_that_begin_beside_the_ends_of_pieces(case):
     for spec in specs.values():
         call = make(case, "cpu")
         want = expected(call)
-        emulate(op, call.given, call.options, spec)
+        emulate(call, spec)
         assert_matches(call, want)
         first = first or call.results()
         assert all(equal(a, b) for a, b in zip(call.results(), first, strict=True)), str(spec)
@@ -80,7 +80,7 @@ def test_indices_that_come_back_join_what_they_parted(case):
     x.copy_(torch.randn(x.shape, generator=g)).masked_fill_((ids < 0)[:, None], float("nan"))
     call.memory.seal()
     want = expected(call)
-    emulate(op, call.given, call.options)
+    emulate(call)
     assert_matches(call, want)
 
 
@@ -95,7 +95,7 @@ def test_rows_of_channels_at_odd_places(case):
     call = make(case, "cpu")
     assert call.problem.words and (call.problem.taps is Loads.VECTOR) == (case.taps == "dense" and case.dim == 300)
     want = expected(call)
-    emulate(op, call.given, call.options)
+    emulate(call)
     assert_matches(call, want)
 
 
@@ -108,5 +108,5 @@ def test_wide_convolutions_of_large_inputs_have_longer_pieces(case):
     assert chosen(case, 1024).vectors < chosen(case, 2**20).vectors == 16
     call = make(case, "cpu")
     want = expected(call)
-    emulate(op, call.given, call.options, chosen(case, 2**20))
+    emulate(call, chosen(case, 2**20))
     assert_matches(call, want)

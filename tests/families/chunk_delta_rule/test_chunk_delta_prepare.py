@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import prompt_cases
 import pytest
 import torch
-from delta_cases import PER_TOKEN, launch_emulated, views_of
-from delta_images import Images, images_are_right, images_of, unpack
+from delta_images import Images, images_are_right, images_of, pack, spans_of, unpack
+from emulated_calls import launch_emulated
+from prompt_cases import ADVERSARIAL, OF_HEADS, Case, error, exact, states, views_of
 from scan_cases import NAN, SM90, starts_of
 from selection import costly
 from ssu_cases import BF16, F16, F32
@@ -27,6 +29,7 @@ from ssmgen.spec.kernel import Arch, Pdl
 
 SM80 = Arch.parse("sm_80")
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+SMALL = Case("chunk_gated_delta_rule")
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def run(sizes: Sizes, *, arch: Arch = SM90, change: Callable[[str], str] = str, 
     problem = FAMILY.problem_of(views, {n: t.data_ptr() for n, t in call.operands.items()}, call.options)
     views["workspace"].fill_(0xFF)
     spec = PrepareSpec(**of_problem(problem, ChunkProblem), pdl=Pdl.TRIGGER_LOADED if arch >= Arch(90) else Pdl.OFF)
-    launch_emulated(spec, views, call, arch, change)
+    launch_emulated(spec, call.caller.family, views, call.options, call.operands, arch, change)
     counts = counts_of(views)
     found = views["workspace"][: counts.chunks * counts.heads * IMAGE]
     return found.view(counts.chunks, counts.heads, IMAGE), images_of(views, call.options)
@@ -188,13 +191,59 @@ def test_sequences_have_numbers_of_their_own():
     for s in (1, 5, 6):
         first, chunks = int(starts[s]), -(-LENGTHS[s] // CHUNK)
         span, numbers = slice(first, first + LENGTHS[s]), slice(first // CHUNK + s, first // CHUNK + s + chunks)
-        alone = prepared(sizes, **{n: t[span][None] if n in PER_TOKEN else t for n, t in call.items()})
+        alone = prepared(sizes, **{n: t[span][None] if n in SMALL.per_token else t for n, t in call.items()})
         assert torch.equal(alone[:chunks], images[numbers])
         others = {n: torch.full_like(call[n], NAN) for n in ("q", "k", "g", "beta")}
         for name, t in others.items():
             t[span] = call[name][span]
         among, _ = run(sizes, **call | others, cu_seqlens=starts)
         assert torch.equal(among[numbers], images[numbers])
+
+
+# The computation by chunks that the chain follows.
+
+
+def by_chunks(views: dict[str, Tensor], images: Images) -> tuple[Tensor, Tensor]:
+    """(out, last states) in float64, from images of chunks, as the chain makes them."""
+    q, k, v = (views[n].double() for n in ("q", "k", "v"))
+    heads, each = v.shape[2], v.shape[2] // q.shape[2]
+    out, spans = torch.zeros_like(v), spans_of(views)
+    last = torch.zeros(len(spans), heads, v.shape[3], q.shape[3], dtype=torch.float64)
+    if "initial_states" in views:
+        last.copy_(views["initial_states"])
+    for s, (row, begin, end) in enumerate(spans):
+        for n, start in enumerate(range(begin, end, CHUNK)):
+            at, span = (row * v.shape[1] + begin) // CHUNK + s + n, slice(start, min(start + CHUNK, end))
+            for h in range(heads):
+                S, (Q, K, U) = last[s, h], (t[row, span, i] for t, i in ((q, h // each), (k, h // each), (v, h)))
+                T, P, c_x, c_u, c_o = (t[at, h][: len(U)] for t in (images.T, images.P, images.c_x, images.c_u, images.c_o))
+                U = T[:, : len(U)] @ (U + c_x[:, None] * (K @ S.T))
+                out[row, span, h] = c_o[:, None] * (Q @ S.T) + P[:, : len(U)] @ U
+                last[s, h] = images.decay[at, h] * S + (c_u[:, None] * U).T @ K
+    return out, last
+
+
+@pytest.mark.parametrize("kind", ["random", *OF_HEADS])
+def test_chunks_say_what_tokens_do(kind):
+    call = prompt_cases.make(SMALL, 150, **ADVERSARIAL.get(kind, {})) | {"cu_seqlens": starts_of((70, 0, 1, 64, 15), "cpu")}
+    call |= {"return_final_states": True, "initial_states": states(SMALL, 5)}
+    built = SMALL.build(**call)
+    out, last = by_chunks(views_of(built), images_of(views_of(built), built.options))
+    wanted = exact(SMALL, call)
+    assert error(out, wanted["out"]) < 1e-10 and error(last, wanted["final_states"]) < 1e-10
+
+
+def test_images_are_kept_and_read_again():
+    built = SMALL.build(**prompt_cases.make(SMALL, 137), cu_seqlens=starts_of((130, 7), "cpu"))
+    wanted = images_of(views_of(built), built.options)
+    assert wanted.served.tolist() == [64, 64, 2, 7]
+    found = pack(wanted, BF16)
+    assert len(found) == ssmgen.chunk_delta_rule_workspace(137, 2, SMALL.heads) == built.operands["workspace"].numel()
+    images_are_right(unpack(found, wanted, BF16), wanted, BF16)
+    worse = unpack(found, wanted, BF16)
+    worse.T[1, 0, 3, 3] += 1
+    with pytest.raises(AssertionError):
+        images_are_right(worse, wanted, BF16)
 
 
 MISTAKES = {

@@ -8,6 +8,7 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from kernel_laws import edited, found, waits_before_any_of
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
 from selection import costly
 
@@ -15,7 +16,6 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.cache.store import shared_cache
 from ssmgen.compile.occupancy import LIMITS
-from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.chunk_scan.rules import candidates, space
@@ -56,7 +56,7 @@ def test_results_are_those_of_float64(sizes, tokens, decay, more):
 @costly(1)
 @by_both
 def test_packing_changes_no_bit(scan):
-    laws.packing_changes_no_bit(scan, SMALL if scan is emulated else replace(SMALL, x=F32))
+    laws.packing_changes_no_bit(scan, SMALL if scan is emulated else replace(SMALL, x=F32), laws.LENGTHS)
 
 
 @costly(1)
@@ -272,11 +272,7 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_wait_precedes_every_access(spec):
-    text = render(replace(spec, pdl=Pdl.TRIGGER_LOADED), SM90)
-    body = text[text.index('extern "C"') :]
-    wait = body.index("wait_for_upstream();")
-    assert not [word for word in ("load(", "load_u8(", "ask_for(", "copy_rows<", "store_") if word in body[:wait]]
-    assert "__restrict__" not in body and "allow_dependents();" in body
+    waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_LOADED), "load(", "load_u8(", "ask_for(", "copy_rows<", "store_")
 
 
 @costly(1)
@@ -332,14 +328,14 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]
-    change = laws.edited(old, new, "keep_marked" if edit.startswith("a mark") else "")  # not in a call that it is compared with
+    change = edited(old, new, "keep_marked" if edit.startswith("a mark") else "")  # not in a call that it is compared with
     how = {"stages": 4, "copiers": 1} if edit.startswith("copier") else {"parts": 3} if edit.startswith("parts") else {}
 
     def scan(**call: object) -> object:
         return emulated(**call, spec=laws.variant(**how), change=change)
 
     one = replace(SMALL, heads=1)
-    with laws.found(words):
+    with found(words):
         if edit.startswith("an id"):
             laws.ids_go_on(scan, one)
         elif edit.startswith("a mark"):

@@ -12,6 +12,7 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from kernel_laws import edited, found
 from scan_cases import BF16, BOUNDS, F32, SM90, Sizes, emulated, error, exact, make, same
 from selection import costly, few
 from test_chunk_scan_warpgroups import SMALL, SPECS, variant
@@ -166,5 +167,5 @@ EDITS = {
 @pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]
-    with laws.found(words):
-        laws.is_accurate(by(3, 4, change=laws.edited(old, new)), SMALL, 64 * 29, 0.01)
+    with found(words):
+        laws.is_accurate(by(3, 4, change=edited(old, new)), SMALL, 64 * 29, 0.01)

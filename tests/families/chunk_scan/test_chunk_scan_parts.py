@@ -11,6 +11,7 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from kernel_laws import waits_before_any_of
 from scan_cases import BF16, F32, SM90, Sizes, emulated, make, same, starts_of, variant
 from selection import costly
 
@@ -158,10 +159,7 @@ def test_check_of_variants(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_wait_precedes_every_access(spec):
-    text = render(replace(spec, pdl=Pdl.TRIGGER_LOADED), SM90)
-    body = text[text.index('extern "C"') :]
-    wait = body.index("wait_for_upstream();")
-    assert not [word for word in ("load(", "load_u8(", "ask_for(", "copy_rows<", "store_") if word in body[:wait]]
+    waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_LOADED), "load(", "load_u8(", "ask_for(", "copy_rows<", "store_")
 
 
 def test_what_all_begin_with_is_read_before_it_is_overwritten():

@@ -13,7 +13,8 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
-from scan_cases import BF16, F16, F32, SM90, Sizes, edited, emulated, found, make, same
+from kernel_laws import edited, found
+from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same
 from selection import few
 from test_chunk_scan_warpgroups import PART, variant
 

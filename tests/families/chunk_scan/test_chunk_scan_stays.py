@@ -13,6 +13,7 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from kernel_laws import edited, found
 from scan_cases import BF16, F32, SM90, Sizes, emulated, make, same, starts_of
 from selection import costly, few
 from test_chunk_scan_warpgroups import SMALL, SPECS, variant
@@ -169,7 +170,7 @@ def test_broken_kernels_are_found(edit):
     lengths = (65, 3, 70, 64, 1) + (1, 2) * 12  # more than are known at once
     call = make(SMALL, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cpu"), "return_final_states": True}
     wanted = emulated(spec=variant(), **call)
-    with laws.found(words):
+    with found(words):
         poisoned = torch.full_like(wanted[0], torch.nan)  # new memory may hold an earlier result
-        found = by(change=laws.edited(old, new))(**call, out=poisoned)
-        assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+        made = by(change=edited(old, new))(**call, out=poisoned)
+        assert all(same(a, b) for a, b in zip(made, wanted, strict=True))

@@ -12,12 +12,12 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from kernel_laws import waits_before_any_of
 from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, emulated, error, exact, make, same
 from selection import costly, few
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.rules import space
 from ssmgen.families.chunk_scan.spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem, ScanSpec
@@ -262,11 +262,7 @@ def test_check_of_variants(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_wait_precedes_every_access(spec):
-    text = render(replace(spec, pdl=Pdl.TRIGGER_LOADED), SM90)
-    body = text[text.index('extern "C"') :]
-    wait = body.index("wait_for_upstream();")
-    assert not [word for word in ("load(", "load_u8(", "copy_tile<", "load_vector<", "store_") if word in body[:wait]]
-    assert "__restrict__" not in body and "allow_dependents();" in body
+    waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_LOADED), "load(", "load_u8(", "copy_tile<", "load_vector<", "store_")
 
 
 @pytest.mark.matrix  # `ssmgen generate --check` checks the default variants

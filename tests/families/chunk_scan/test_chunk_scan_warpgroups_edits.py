@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import scan_cases as laws
+from kernel_laws import edited, found
 from selection import few
 from test_chunk_scan_warpgroups import PART, SMALL, by, needs_emulator
 
@@ -88,8 +89,8 @@ EDITS = {
 @pytest.mark.parametrize("edit", few(EDITS))
 def test_broken_kernels_are_found(edit):
     parts, old, new, words = EDITS[edit]
-    with laws.found(words):
-        laws.is_accurate(by(parts, 4, change=laws.edited(old, new)), SMALL, 330 if parts == 1 else PART + 200, 0.1)
+    with found(words):
+        laws.is_accurate(by(parts, 4, change=edited(old, new)), SMALL, 330 if parts == 1 else PART + 200, 0.1)
 
 
 # Edits for the last chunk of a packed sequence, which tokens of another sequence follow.
@@ -104,8 +105,8 @@ PACKED_EDITS = {
 @pytest.mark.parametrize("edit", PACKED_EDITS)
 def test_broken_kernels_of_packed_sequences_are_found(edit):
     old, new, words = PACKED_EDITS[edit]
-    with laws.found(words):
-        laws.neighbours_do_not_matter(by(1, 2, change=laws.edited(old, new)), SMALL, (65, 3))
+    with found(words):
+        laws.neighbours_do_not_matter(by(1, 2, change=edited(old, new)), SMALL, (65, 3))
 
 
 # Edits for states that start again within a row, after large or infinite states; and for states at positions that NaN follows.
@@ -131,13 +132,13 @@ POSITION_EDITS = {
 @pytest.mark.parametrize("edit", few(ID_EDITS))
 def test_broken_kernels_of_rows_with_ids_are_found(edit):
     old, new, words = ID_EDITS[edit]
-    with laws.found(words):
-        laws.ids_go_on(by(change=laws.edited(old, new)), SMALL)
+    with found(words):
+        laws.ids_go_on(by(change=edited(old, new)), SMALL)
 
 
 @needs_emulator
 @pytest.mark.parametrize("edit", POSITION_EDITS)
 def test_broken_kernels_of_positions_are_found(edit):
     old, new, words = POSITION_EDITS[edit]
-    with laws.found(words):
-        laws.checkpoints_of_a_batch(by(change=laws.edited(old, new, "keep_marked")), SMALL)
+    with found(words):
+        laws.checkpoints_of_a_batch(by(change=edited(old, new, "keep_marked")), SMALL)

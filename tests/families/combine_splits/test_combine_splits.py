@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from bits import same as equal
 from combine_cases import (
     BF16,
     DENSE,
@@ -24,14 +25,13 @@ from combine_cases import (
     Case,
     assert_matches,
     check_special,
-    emulate,
-    equal,
     expected,
     make,
     matrix,
     named,
     needs_emulator,
 )
+from emulated_calls import emulate
 from selection import costly
 
 import ssmgen

@@ -8,25 +8,9 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from norm_cases import (
-    BF16,
-    F16,
-    F32,
-    GDN,
-    KDA,
-    MAMBA,
-    PLAIN,
-    SM90,
-    Case,
-    assert_matches,
-    emulate,
-    equal,
-    expected,
-    make,
-    matrix,
-    named,
-    needs_emulator,
-)
+from bits import same as equal
+from emulated_calls import emulate
+from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, SM90, Case, assert_matches, expected, make, matrix, named, needs_emulator
 from selection import costly
 
 import ssmgen

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_calls import emulate
 from norm_cases import BF16, F16, F32, SM90, needs_emulator
 from ssu_cases import ulp
 from torch import Tensor
@@ -15,13 +16,9 @@ from torch.nn.functional import layer_norm, silu
 
 import ssmgen
 from ssmgen.compat import mamba_ssm, vllm
-from ssmgen.compile.render import render
-from ssmgen.emulator import run_source
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.gated_rms_norm import centred as op
 from ssmgen.families.gated_rms_norm import spec as kernels
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import DType, Pdl
 
 # dtypes; rows, groups, size; options. `mean`: of x, whose spread is 1. A bias is like the weight
@@ -103,17 +100,6 @@ def assert_matches(call: dict[str, Any], want: tuple[Tensor, Tensor]) -> None:
     assert excess.max() <= 1, f"out is off by {float(excess.max()):.2f} x its bound"
 
 
-def emulate(call: dict[str, Any], spec: kernels.NormSpec | None = None) -> None:
-    built = ssmgen.gated_layer_norm.build(**call)
-    problem, size, *_ = built.problem()
-    spec = spec or registry.select(kernels.OPERATOR, problem, size, SM90, True)
-    views = op.CALLER.checked(built.operands, built.options, None)
-    named = built.operands
-    packed = Arguments(spec, op.kernel_values(spec, views, built.options)).at([t.data_ptr() for t in named.values()])
-    assert spec.operands() == list(named)
-    run_source(render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, named, ("out",))
-
-
 @cases
 def test_the_reference_is_torchs_layer_norm(name):
     call = operands(name)
@@ -134,7 +120,7 @@ def test_the_reference_is_torchs_layer_norm(name):
 @cases
 def test_the_kernel_is_within_the_bound(name):
     call = operands(name)
-    emulate(call)
+    emulate(ssmgen.gated_layer_norm.build(**call))
     assert_matches(call, expected(call))
 
 
@@ -143,12 +129,12 @@ def test_the_kernel_is_within_the_bound(name):
 def test_variants_are_bit_equal(name):
     call = operands(name)
     problem, *_ = ssmgen.gated_layer_norm.build(**call).problem()
-    emulate(call)
+    emulate(ssmgen.gated_layer_norm.build(**call))
     want = call["out"].clone()
     specs = list(kernels.space(problem, SM90))
     for spec in [replace(s, pdl=Pdl.OFF) for s in specs[:: max(1, len(specs) // 4)]]:
         call["out"].fill_(math.nan)
-        emulate(call, spec)
+        emulate(ssmgen.gated_layer_norm.build(**call), spec)
         assert torch.equal(call["out"], want), spec
 
 
@@ -157,7 +143,7 @@ def test_in_place():
     call = operands("behind")
     want = expected(call)
     there = call | {"x": (x := call["x"].clone()), "out": x}
-    emulate(there)
+    emulate(ssmgen.gated_layer_norm.build(**there))
     assert_matches(there, want)
 
 

@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_calls import emulate
 from norm_cases import BF16, F16, F32, SM90, needs_emulator
 from selection import costly
 
 import ssmgen
-from ssmgen.compile.render import render
-from ssmgen.emulator import run_source
 from ssmgen.errors import ArgumentError
 from ssmgen.families.gated_rms_norm import plain as op
 from ssmgen.families.gated_rms_norm import spec as kernels
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import DType, Pdl
 
 # x, residual, residual_out, weight and out; rows, size; options
@@ -88,23 +85,12 @@ def test_the_reference_rounds_where_models_do(name):
     assert_within_a_rounding(call, want, total)
 
 
-def emulate(call: dict[str, Any], spec: kernels.NormSpec | None = None) -> None:
-    built = ssmgen.rms_norm.build(**call)
-    named = built.operands
-    problem, size, *_ = built.problem()
-    spec = spec or registry.select(kernels.OPERATOR, problem, size, SM90, True)
-    views = op.CALLER.checked(named, built.options, None)
-    packed = Arguments(spec, op.kernel_values(spec, views, built.options)).at([t.data_ptr() for t in named.values()])
-    assert spec.operands() == list(named)
-    run_source(render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, named, op.TABLE.written)
-
-
 @costly(3)
 @needs_emulator
 @cases
 def test_the_kernel_rounds_where_models_do(name):
     call = operands(name)
-    emulate(call)
+    emulate(ssmgen.rms_norm.build(**call))
     assert_within_a_rounding(call, *as_models_do(call))
 
 
@@ -113,13 +99,13 @@ def test_the_kernel_rounds_where_models_do(name):
 def test_variants_are_bit_equal(name):
     call = operands(name)
     problem, size, *_ = ssmgen.rms_norm.build(**call).problem()
-    emulate(call)
+    emulate(ssmgen.rms_norm.build(**call))
     want = call["out"].clone(), call["residual_out"].clone()
     specs = list(kernels.space(problem, SM90))
     for spec in [replace(s, pdl=Pdl.OFF) for s in specs[:: max(1, len(specs) // 4)]]:
         call["out"].fill_(float("nan"))
         call["residual_out"].fill_(float("nan"))
-        emulate(call, spec)
+        emulate(ssmgen.rms_norm.build(**call), spec)
         assert torch.equal(call["out"], want[0]) and torch.equal(call["residual_out"], want[1]), spec
 
 
@@ -129,7 +115,7 @@ def test_in_place():
     want, total = as_models_do(call)
     x, residual = call["x"].clone(), call["residual"].clone()
     there = {**call, "x": x, "residual": residual, "out": x, "residual_out": residual}
-    emulate(there)
+    emulate(ssmgen.rms_norm.build(**there))
     assert_within_a_rounding({**there, "x": call["x"]}, want, total)
     x.copy_(call["x"])
     residual.copy_(call["residual"])

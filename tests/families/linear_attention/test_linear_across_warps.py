@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import decode_cases as laws
+import la_cases as of
 import pytest
-from la_cases import BF16, F16, F32, GDN, I32, RAW, Call, Case, assert_matches, expected, make_call
+from decode_cases import assert_matches
+from emulated_calls import SM80, SM90, emulate
+from la_cases import BF16, F16, F32, GDN, I32, RAW, Call, Case, expected, make_call
 from norm_cases import needs_emulator
 from selection import costly
-from test_linear_attention import SM80, SM90, emulate, equal
 
-from ssmgen.compile.render import render
-from ssmgen.emulator import EmulatorError
 from ssmgen.engine.recurrences.attention.problem import LinearAttentionProblem
 from ssmgen.engine.rows import across_warps
 from ssmgen.families.linear_attention.spec import LinearAttentionSpec, candidates, space
@@ -76,12 +77,7 @@ def test_variants_are_bit_equal(case):
     random.Random(3).shuffle(found)
     plain, across = next(s for s in found if not s.row_warps), [s for s in found if s.row_warps]
     kinds = {(s.row_warps > 1, s.passes > 1, s.tile > s.rows_per_step, s.prefetch > 0): s for s in across}
-    results = []
-    for spec in (plain, *list(kinds.values())[:4]):
-        call = make_call(case, "cpu")
-        emulate(call, spec)
-        results.append((call.kwargs["state"].clone(), call.kwargs["out"].clone()))
-        assert all(equal(a, b) for a, b in zip(results[-1], results[0], strict=True)), spec
+    laws.variants_are_equal(of, case, [plain, *list(kinds.values())[:4]])
 
 
 def across(call: Call) -> LinearAttentionSpec:
@@ -115,11 +111,5 @@ EDITS = {
 @needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
-    case, old, new, words = EDITS[edit]
-    call = make_call(case, "cpu")
-    want = expected(call)
-    assert old in render(across(call), SM90), "the edit no longer applies"
-    with pytest.raises((EmulatorError, AssertionError)) as e:
-        emulate(call, across(call), change=lambda source: source.replace(old, new, 1))
-        assert_matches(call, want)
-    assert words in str(e.value)
+    case, *edit = EDITS[edit]
+    laws.a_mistake_is_found(of, case, tuple(edit), across)

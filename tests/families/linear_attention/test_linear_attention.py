@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import math
-import random
 import re
 from dataclasses import replace
 
+import decode_cases as laws
+import la_cases as of
 import pytest
 import torch
-from la_cases import BF16, F16, F32, GDN, I32, RAW, RULES, Call, Case, assert_matches, expected, kv_matrix, make_call, matrix, usual
+from bits import same as equal
+from emulated_calls import emulate
+from la_cases import BF16, F16, F32, GDN, I32, RAW, RULES, Call, Case, expected, kv_matrix, make_call, matrix, usual
 from selection import costly, kept
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.compile.render import render
-from ssmgen.emulator import run_source
 from ssmgen.engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
 from ssmgen.engine.recurrences.attention.reference import reference as reference
 from ssmgen.errors import ArgumentError, UnsupportedError
-from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, DType, Index, PoolMode
 
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
 
 
 # The reference.
@@ -44,10 +35,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 @costly(40, 80)
 @pytest.mark.parametrize("case", kept(matrix() + kv_matrix(), usual), ids=lambda c: c.id)
 def test_reference_is_within_rounding_of_float64(case):
-    call = make_call(case, "cpu")
-    want = expected(call, any_order=True)
-    assert call.run() is call.kwargs["out"]
-    assert_matches(call, want)
+    laws.is_within_rounding(of, case, lambda call: call.run(), any_order=True)
 
 
 def outer(a, b):
@@ -273,40 +261,18 @@ def test_public_functions_say_their_shapes(rule):
 # The kernels, through the emulator.
 
 
-def select(call: Call, arch: Arch = SM90):
-    return registry.select("linear_attention", call.problem, len(call.sequences), arch, arch is SM90)
-
-
-def emulate(call: Call, spec=None, arch: Arch = SM90, change=lambda source: source) -> None:
-    """One launch of a variant, through the same argument packing as on a card; `change` edits the text."""
-    spec = spec or select(call, arch)
-    assert list(call.operands) == spec.operands()
-    packed = Arguments(spec, op.kernel_values(spec, call.views, call.built.options)).at([t.data_ptr() for t in call.operands.values()])
-    written, grid = ("state", "out", "intermediate_states"), op.grid_of(spec, call.views)
-    run_source(change(render(spec, arch)), spec.name, grid, spec.threads, packed, call.operands, written)
-
-
 @costly(16, 40)
 @emulated
 @pytest.mark.parametrize("case", kept(matrix() + kv_matrix()[::4], usual), ids=lambda c: c.id)
 def test_within_rounding_of_float64(case):
-    call = make_call(case, "cpu")
-    want = expected(call)
-    emulate(call)
-    assert_matches(call, want)
+    laws.is_within_rounding(of, case)
 
 
 @costly(2)
 @emulated
 @pytest.mark.parametrize("name", ["qwen3", "i64-pad7", "no-pool", "ragged-pool"])
 def test_prefetch_stays_within_the_pool(name):
-    """Blocks look at the slots of blocks to come, some of which are padding. Before sm_90 there is neither prefetch nor a wait."""
-    case = next(c for c in matrix() if c.id == f"gdn-{name}")
-    for arch, ahead in ((SM90, 1), (SM90, 3), (SM80, 0)):
-        call = make_call(case, "cpu")
-        want = expected(call)
-        emulate(call, replace(select(call, arch), prefetch=ahead), arch)
-        assert_matches(call, want)
+    laws.prefetch_stays_within_the_pool(of, next(c for c in matrix() if c.id == f"gdn-{name}"))
 
 
 SMALL = {"heads": 2, "K": 64, "V": 32, "index": None, "batch": 2, "out": F32}
@@ -322,16 +288,7 @@ VARIED = [
 @emulated
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
-    """The variants differ in their lane maps; their other choices are drawn."""
-    specs = list(space(make_call(case, "cpu").problem, SM90))
-    random.Random(1).shuffle(specs)
-    chosen = [*{(s.lanes, s.vec): s for s in specs}.values(), *specs][:6]
-    results = []
-    for spec in chosen:
-        call = make_call(case, "cpu")
-        emulate(call, spec)
-        results.append((call.kwargs["state"].clone(), call.kwargs["out"].clone()))
-        assert all(equal(a, b) for a, b in zip(results[-1], results[0], strict=True)), spec
+    laws.variants_are_equal(of, case, laws.lane_maps(space(make_call(case, "cpu").problem, SM90), 6))
 
 
 def one_token(call: Call, t: int) -> Call:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import decode_cases as laws
+import la_cases as of
 import pytest
-from la_cases import BF16, F32, GDN, assert_matches, expected, make_call, matrix
+from la_cases import BF16, F32, GDN, matrix
 from selection import costly
-from test_linear_attention import SM90, emulate, emulated, select
-
-from ssmgen.compile.render import render
-from ssmgen.emulator import EmulatorError
+from test_linear_attention import emulated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,11 +37,5 @@ EDITS = {
 @emulated
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
-    case, old, new, words = EDITS[edit]
-    call = make_call(case, "cpu")
-    want = expected(call)
-    assert old in render(select(call), SM90), "the edit no longer applies"
-    with pytest.raises((EmulatorError, AssertionError)) as e:
-        emulate(call, change=lambda source: source.replace(old, new, 1))
-        assert_matches(call, want)
-    assert words in str(e.value)
+    case, *edit = EDITS[edit]
+    laws.a_mistake_is_found(of, case, tuple(edit))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from la_cases import F32, Case, assert_matches, expected, make_call
+from decode_cases import assert_matches
+from emulated_calls import chosen, emulate
+from la_cases import F32, Case, expected, make_call
 from norm_cases import needs_emulator
-from test_linear_attention import emulate, select
 
 
 @needs_emulator
@@ -17,7 +18,7 @@ def test_long_rows_leave_room_for_fewer_tokens(rule):
     case = Case("long", rule=rule, heads=1, group=1, K=512, V=64, tokens=5, batch=1, out=F32)
     call = make_call(case, "cpu")
     want = expected(call)
-    spec = select(call)
+    spec = chosen(call)
     assert 1 <= spec.chunk < 8 and spec.shared_bytes <= 48 * 1024 < replace(spec, chunk=2 * spec.chunk).shared_bytes
     emulate(call, spec)
     assert_matches(call, want)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
+import decode_cases as laws
+import la_cases as of
 import pytest
 import torch
 from compiled import compiled
-from la_cases import GDN, I32, assert_matches, expected, make_call
+from emulated_calls import chosen, emulate
+from la_cases import GDN, I32, make_call
 from la_trees import DRAWS, LAWS, Draw, cases
 from selection import costly, few
-from test_linear_attention import PROBLEM, SM80, SM90, bad, emulate, emulated, equal, select
+from test_linear_attention import PROBLEM, SM80, SM90, bad, emulated
 from varying import named
 
 import ssmgen
 from ssmgen.compile.render import render
-from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.recurrences.attention.problem import Tokens
-from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import DType, Index
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,29 +29,18 @@ BY_NAME = {c.id: c for c in cases()}
 
 @named(*cases())
 def test_reference_is_within_rounding_of_float64(case):
-    call = make_call(case, "cpu")
-    want = expected(call, any_order=True)
-    call.run()
-    assert_matches(call, want)
+    laws.is_within_rounding(of, case, lambda call: call.run(), any_order=True)
 
 
 @emulated
 @named(*few(cases()))
 def test_kernels_are_within_rounding_of_float64(case):
-    call = make_call(case, "cpu")
-    want = expected(call)
-    emulate(call, arch=SM80 if case.id == "gdn-rows" else SM90)
-    assert_matches(call, want)
+    laws.is_within_rounding(of, case, lambda call: emulate(call, arch=SM80 if case.id == "gdn-rows" else SM90))
 
 
 def run(function: Any, **kwargs: Any) -> None:
     """A call by its emulated kernel."""
-    built = function.build(**kwargs)
-    views, pointers = built.caller.checked(built.operands, built.options, None), {n: t.data_ptr() for n, t in built.operands.items()}
-    spec = registry.select("linear_attention", op.problem_of(views, pointers, built.options), op.batch_of(views), SM90, True)
-    packed = Arguments(spec, op.kernel_values(spec, views, built.options)).at(list(pointers.values()))
-    written = ("state", "out", "intermediate_states")
-    run_source(render(spec, SM90), spec.name, op.grid_of(spec, views), spec.threads, packed, built.operands, written)
+    emulate(function.build(**kwargs))
 
 
 @costly(3)
@@ -69,16 +56,8 @@ def test_laws(law, draw):
 @emulated
 @pytest.mark.parametrize("name", ["gdn-bf16", "gdn-bf16-kv"])
 def test_variants_are_bit_equal(name):
-    specs = list(space(make_call(BY_NAME[name], "cpu").problem, SM90))
-    random.Random(2).shuffle(specs)
-    chosen = list({(s.lanes, s.vec): s for s in specs}.values())[:4]
-    results = []
-    for spec in chosen:
-        call = make_call(BY_NAME[name], "cpu")
-        emulate(call, spec)
-        results.append([call.kwargs[n].clone() for n in ("out", "state", "intermediate_states")])
-        assert all(equal(a, b) for a, b in zip(results[-1], results[0], strict=True)), spec
-    assert len(chosen) > 1
+    specs = laws.lane_maps(space(make_call(BY_NAME[name], "cpu").problem, SM90), 4, seed=2)
+    laws.variants_are_equal(of, BY_NAME[name], specs)
 
 
 # Errors.
@@ -125,13 +104,13 @@ def test_faults_of_a_problem(change, words):
 
 def test_what_is_switched_off_is_not_in_the_text():
     call = make_call(replace(GDN, tokens=4, kept=0), "cpu")
-    text = render(select(call), SM90)
+    text = render(chosen(call), SM90)
     assert "parent" not in text and "kept_row" not in text and "intermediate_state_indices" not in text
 
 
 @pytest.mark.parametrize("name", ["gdn-bf16", "kda-bf16", "ragged-few-kv"])
 def test_nothing_spills(name):
-    spec = select(make_call(BY_NAME[name], "cpu"))
+    spec = chosen(make_call(BY_NAME[name], "cpu"))
     assert not compiled(spec, SM90).resources.spills
 
 
@@ -164,11 +143,5 @@ EDITS = {
 @emulated
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
-    name, old, new, words = EDITS[edit]
-    call = make_call(BY_NAME[name], "cpu")
-    want = expected(call)
-    assert old in render(select(call), SM90), "the edit no longer applies"
-    with pytest.raises((EmulatorError, AssertionError)) as e:
-        emulate(call, change=lambda source: source.replace(old, new, 1))
-        assert_matches(call, want)
-    assert words in str(e.value)
+    name, *edit = EDITS[edit]
+    laws.a_mistake_is_found(of, BY_NAME[name], tuple(edit))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated_calls import emulate
 from selection import costly
 from torch import Tensor
 
 import ssmgen
 from ssmgen import Ring, emulator
 from ssmgen.errors import ArgumentError
-from ssmgen.families.linear_attention import planning as op
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, DType
 
 SM90 = Arch.parse("sm_90a")
@@ -22,23 +20,14 @@ SLOT = torch.tensor([4, -1, 2], dtype=torch.int32)
 NORM = {"use_qk_l2norm": True, "beta_sigmoid": True}
 
 
-def emulate(function, *args, **kwargs) -> Tensor:
+def emulated(function, *args, **kwargs) -> Tensor:
     """The function's result, from its kernel's text."""
-    call = function.build(*args, **kwargs)
-    named = call.operands
-    views = call.caller.checked(named, call.options, None)
-    problem = op.problem_of(views, {n: t.data_ptr() for n, t in named.items()}, call.options)
-    spec = registry.select(op.OPERATOR, problem, op.batch_of(views), SM90, True)
-    operands = {name: named[name] for name in spec.operands()}
-    packed = Arguments(spec, op.kernel_values(spec, views, call.options)).at([t.data_ptr() for t in operands.values()])
-    written = tuple(n for n in operands if n in ("state", "out") or n.startswith("ring_"))
-    emulator.run(spec, SM90, op.grid_of(spec, views), packed, operands, written)
-    return call.result
+    return emulate(function.build(*args, **kwargs))
 
 
 RUN = {
     "reference": lambda function, *args, **kwargs: function(*args, **kwargs),
-    "emulator": pytest.param(emulate, marks=pytest.mark.skipif(not emulator.available(), reason="needs g++"), id="emulator"),
+    "emulator": pytest.param(emulated, marks=pytest.mark.skipif(not emulator.available(), reason="needs g++"), id="emulator"),
 }
 runs = pytest.mark.parametrize("run", [pytest.param(RUN["reference"], id="reference"), RUN["emulator"]])
 

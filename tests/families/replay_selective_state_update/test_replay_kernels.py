@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import kernel_laws as laws
 import pytest
 import torch
+from emulated_calls import emulate
 from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make, same
 from selection import costly
 
@@ -18,10 +20,8 @@ from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.emulator import check as checking
 from ssmgen.emulator.check import Outcome, check
 from ssmgen.errors import SsmgenError
-from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.families.replay_selective_state_update.spec import History, Part, ReplaySpec
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, DType, Index, Loads, Narrow, Pdl
 
 SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
@@ -93,15 +93,9 @@ def test_fewer_terms_are_as_exact_as_they_say(terms, bound):
     assert exact < outcome.out_error <= bound and exact < outcome.state_error <= bound, outcome
 
 
-def emulate(call: Call, spec: ReplaySpec) -> dict[str, torch.Tensor]:
+def emulated(call: Call, spec: ReplaySpec) -> dict[str, torch.Tensor]:
     """The results of a variant, be it of one kernel or two."""
-    for part in spec.kernels:
-        operands = {n: call.operands[n] for n in part.operands()}
-        values, grid = op.kernel_values(part, call.views, call.options), op.FAMILY.grid_of(part, call.views)
-        packed = Arguments(part, values).at([t.data_ptr() for t in operands.values()])
-        source = render(part, SM90)
-        early = part.early_operands()
-        run_source(source, part.name, grid, part.threads_per_block, packed, operands, tuple(part.written()), early=early)
+    emulate(call, spec)
     return call.results()
 
 
@@ -129,7 +123,7 @@ def test_variants_are_bit_equal(name):
         want = expected(call)
         spec = family._spec(call.problem, **{k: v for k, v in choices.items() if k not in options})
         assert not spec.violations(SM90)
-        results[variant] = emulate(call, spec)
+        results[variant] = emulated(call, spec)
         assert_matches(call, want)
     first = results["plain"]
     for variant, found in results.items():
@@ -160,7 +154,7 @@ def test_blocks_of_several_heads_are_bit_equal(name):
                 call.kwargs[operand].mul_(1e18)
         spec = family._spec(call.problem, **how)
         assert not spec.violations(SM90)
-        results.append(emulate(call, spec))
+        results.append(emulated(call, spec))
     for found in results[1:]:
         assert not [n for n, t in found.items() if not same(t, results[0][n])]
 
@@ -170,7 +164,7 @@ def test_emulated_noise_has_the_bits_of_the_reference():
     """Checks the places of the noise, not only its size. The sum added to a 16-bit state, here of eight entries, is exact to 2^-17 each.
     That changes some roundings: measured, 0.02 of them. Another seed's noise would change 0.40."""
     card, host = make(VARIED["ring-philox"], "cpu"), make(VARIED["ring-philox"], "cpu")
-    emulate(card, family._spec(card.problem, warps=1))
+    emulated(card, family._spec(card.problem, warps=1))
     host.run()
     before = make(VARIED["ring-philox"], "cpu").kwargs["state"]
     written = [s for s in range(len(before)) if not same(before[s], host.kwargs["state"][s])]
@@ -225,10 +219,7 @@ def broken(monkeypatch: Any, spec: ReplaySpec, change: Callable[[str], str]) -> 
 def test_broken_template(edit, monkeypatch):
     spec, old, new, words = EDITS[edit]
 
-    def change(source: str) -> str:
-        assert old in source, "the edit no longer applies"
-        return source.replace(old, new)
-
+    change = laws.edited(old, new)
     if words not in ("out", "state"):
         with pytest.raises(EmulatorError, match=words):
             broken(monkeypatch, spec, change)
@@ -281,8 +272,7 @@ def test_the_first_of_two_kernels_is_checked_with_the_second():
     ],
 )
 def test_violations_in_words(spec, change, words):
-    assert not spec.violations(SM90)
-    assert any(words in problem for problem in replace(spec, **change).violations(SM90))
+    laws.says_its_violation(spec, change, words)
 
 
 def test_violations_of_architectures():
@@ -320,11 +310,7 @@ def test_the_wait_precedes_what_another_kernel_writes(spec, pdl):
 
 @pytest.mark.parametrize("spec", TEXTS, ids=lambda s: s.name)
 def test_layout_of_the_text(spec):
-    text = render(spec, SM90)
-    assert text.startswith(f"// {spec.family} for sm_90a")
-    parameters = re.search(rf"{spec.name}\((.*?)\) \{{", text, re.S)[1]
-    assert [p.split()[-1].lstrip("*") for p in parameters.split(",")] == [p.name for p in spec.parameters()]
-    assert not any(line != line.rstrip() or "\t" in line or "{%" in line or "{{ " in line for line in text.splitlines())
+    laws.is_well_formed(spec)
 
 
 def test_what_is_switched_off_is_not_in_the_text():

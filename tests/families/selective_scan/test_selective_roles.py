@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import selective_cases as laws
+from kernel_laws import edited
 from selection import costly
 from selective_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same, variant
+from test_selective_scan import PROBLEMS
 
 from ssmgen import emulator
 from ssmgen.emulator.check import check
@@ -20,7 +22,7 @@ from ssmgen.families.selective_scan.problem import OPERATOR, Order, SelectivePro
 from ssmgen.families.selective_scan.roles import RolesSpec, roles_space
 from ssmgen.families.selective_scan.rules import space
 from ssmgen.select.registry import select
-from ssmgen.spec.kernel import Arch, DType, Index, Loads, changed, flat
+from ssmgen.spec.kernel import Arch, DType, changed, flat
 
 SMALL = Sizes()
 EXACT = replace(SMALL, x=F32)
@@ -117,19 +119,8 @@ def test_bits_of_segments_are_those_without_roles(how):
     ids=["barrier", "copies", "steps", "bounds", "channels"],
 )
 def test_mistakes_are_found(old, new):
-    def change(text: str) -> str:
-        assert old in text, "the edit no longer applies"
-        return text.replace(old, new)
-
     with pytest.raises((emulator.EmulatorError, AssertionError), match=r"^(?!the edit)"):
-        laws.is_accurate(partial(run, change=change), replace(SMALL, dim=21), 149)
-
-
-PROBLEMS = [
-    SelectiveProblem(d_state=16, z=True, cu_seqlens=Index.I32, pool=True, started=True, index=Index.I64, state=DType.BF16),
-    SelectiveProblem(d_state=5, x=DType.F32, layout=Order.FIRST, key_copy=4, initial=True, final=True, state_loads=Loads.ELEMENT),
-    SelectiveProblem(d_state=64, copy=0, key_copy=0, key_layout=Order.FIRST, D=DType.BF16, delta_bias=DType.F16, x=DType.F16),
-]
+        laws.is_accurate(partial(run, change=edited(old, new)), replace(SMALL, dim=21), 149)
 
 
 @costly(1)

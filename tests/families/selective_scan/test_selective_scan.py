@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import selective_cases as laws
 import torch
+from kernel_laws import edited
 from selection import costly
 from selective_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same, variant
 from torch import Tensor
@@ -92,12 +93,8 @@ def test_either_exponential_is_accurate(polynomial):
 @needs_emulator
 def test_decays_of_f32_operands_are_off_to_neither_side():
     """Special function units may be off by 2 units of the last place, and always to the same side; 300 tokens of long memory keep that."""
-
-    def change(text: str) -> str:
-        old = "exp2_approx(step.low * a[s])"
-        assert old in text, "the edit no longer applies"
-        return text.replace(old, f"__uint_as_float(__float_as_uint({old}) - 2)")
-
+    power = "exp2_approx(step.low * a[s])"
+    change = edited(power, f"__uint_as_float(__float_as_uint({power}) - 2)")
     call = make(EXACT, 1, 300, **KINDS["long memory"]) | {"initial_states": laws.states(EXACT, 1), "return_final_states": True}
     wanted = laws.exact(call)
     out, last = emulated(**call, change=change)
@@ -197,12 +194,8 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
     ids=["barrier", "bounds", "channels"],
 )
 def test_mistakes_are_found(old, new):
-    def change(text: str) -> str:
-        assert old in text, "the edit no longer applies"
-        return text.replace(old, new)
-
     with pytest.raises((emulator.EmulatorError, AssertionError), match=r"^(?!the edit)"):
-        laws.is_accurate(partial(emulated, change=change), replace(SMALL, dim=21), 21)
+        laws.is_accurate(partial(emulated, change=edited(old, new)), replace(SMALL, dim=21), 21)
 
 
 PROBLEMS = [

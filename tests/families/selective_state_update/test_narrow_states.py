@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from emulated_calls import emulate
 from narrow_cases import E4M3, F32, I8, I16, WRITTEN, Call, Case, assert_matches, bits, matrix
 from selection import costly
 from torch import Tensor
@@ -13,11 +14,10 @@ from torch import Tensor
 import ssmgen
 from ssmgen import emulator
 from ssmgen.calls.checks import NARROW
-from ssmgen.compile.render import environment, render
+from ssmgen.compile.render import environment
 from ssmgen.emulator import run_source
 from ssmgen.engine.narrow_reference import narrowed, rounded_narrow, widened
 from ssmgen.errors import ArgumentError
-from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
 from ssmgen.select import registry
 from ssmgen.select.catalog import parse
@@ -38,19 +38,6 @@ def test_reference_is_within_a_step_of_float64(case):
     call = Call(case)
     call.run()
     assert_matches(call)
-
-
-def emulate(call: Call, spec=None) -> None:
-    """One launch of a variant, through the same argument packing as on a card."""
-    made = call.public
-    named = {n: t for n, t in zip(op.OPERANDS.names, made.given, strict=True) if t is not None}
-    problem, size, *_ = made.problem()
-    views = op.views_of(named, made.options, [])
-    spec = spec or registry.select("selective_state_update", problem, size, SM90, True)
-    assert set(spec.operands()) == set(named)
-    ordered = {n: named[n] for n in spec.operands()}
-    packed = Arguments(spec, op.kernel_values(spec, views, made.options)).at([t.data_ptr() for t in ordered.values()])
-    run_source(render(spec, SM90), spec.name, op.FAMILY.grid_of(spec, views), spec.threads, packed, ordered, WRITTEN)
 
 
 @costly(6, 15)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
+import decode_cases as laws
 import pytest
+import ssu_token_cases as of
 import torch
+from bits import same as equal
+from emulated_calls import emulate
 from la_cases import I32, I64
 from selection import costly, few
 from ssu_cases import BF16, F16, F32
-from ssu_token_cases import Call, Case, assert_matches, expected, make_call, matrix
+from ssu_token_cases import Call, Case, make_call, matrix
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.compile.render import render
-from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.stochastic_reference import stored
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
 from ssmgen.select import registry
-from ssmgen.select.catalog import OPERATOR_OF
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch
 
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
@@ -31,57 +30,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WRITTEN = ("state", "out", "intermediate_states")
 
 
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
-
-
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
-
-
 @costly(12)
 @pytest.mark.parametrize("case", few(matrix()), ids=lambda c: c.id)
 def test_reference_is_within_rounding_of_float64(case):
-    call = make_call(case, "cpu")
-    want = expected(call, any_order=True)
-    assert call.run() is call.kwargs["out"]
-    assert_matches(call, want)
-
-
-def select(call: Call, arch: Arch = SM90):
-    return registry.select(OPERATOR_OF[type(call.problem)], call.problem, call.size, arch, arch is SM90)
-
-
-def emulate(call: Call, spec=None, arch: Arch = SM90, change=lambda source: source) -> None:
-    """One launch of a variant, through the same argument packing as on a card; `change` edits the text."""
-    spec = spec or select(call, arch)
-    assert list(call.operands) == spec.operands()
-    family = call.caller.family
-    packed = Arguments(spec, family.values_of(spec, call.views, call.options)).at([t.data_ptr() for t in call.operands.values()])
-    run_source(change(render(spec, arch)), spec.name, family.grid_of(spec, call.views), spec.threads, packed, call.operands, WRITTEN)
+    laws.is_within_rounding(of, case, lambda call: call.run(), any_order=True)
 
 
 @costly(6)
 @emulated
 @pytest.mark.parametrize("case", few(matrix()), ids=lambda c: c.id)
 def test_within_rounding_of_float64(case):
-    call = make_call(case, "cpu")
-    want = expected(call)
-    emulate(call)
-    assert_matches(call, want)
+    laws.is_within_rounding(of, case)
 
 
 @costly(1)
 @emulated
 @pytest.mark.parametrize("name", ["t4-bf16", "t4-no-pool", "ragged-f32"])
 def test_prefetch_stays_within_the_pool(name):
-    """Blocks look at the slots of blocks to come, some of which are padding. Before sm_90 there is neither prefetch nor a wait."""
-    case = next((c for c in matrix() if c.id == name), Case("no-pool", index=None, batch=2))
-    for arch, ahead in ((SM90, 1), (SM90, 3), (SM80, 0)):
-        call = make_call(case, "cpu")
-        want = expected(call)
-        emulate(call, replace(select(call, arch), prefetch=ahead), arch)
-        assert_matches(call, want)
+    laws.prefetch_stays_within_the_pool(of, next((c for c in matrix() if c.id == name), Case("no-pool", index=None, batch=2)))
 
 
 SMALL = {"heads": 2, "groups": 1, "headdim": 32, "d_state": 64, "index": None, "batch": 2, "out": F32}
@@ -96,16 +62,7 @@ VARIED = [
 @emulated
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
-    """The variants differ in their lane maps; their other choices are drawn."""
-    specs = list(space(make_call(case, "cpu").problem, SM90))
-    random.Random(1).shuffle(specs)
-    chosen = [*{(s.lanes, s.vec): s for s in specs}.values(), *specs][:6]
-    results = []
-    for spec in chosen:
-        call = make_call(case, "cpu")
-        emulate(call, spec)
-        results.append([call.kwargs[n].clone() for n in WRITTEN if n in call.kwargs])
-        assert all(equal(a, b) for a, b in zip(results[-1], results[0], strict=True)), spec
+    laws.variants_are_equal(of, case, laws.lane_maps(space(make_call(case, "cpu").problem, SM90), 6))
 
 
 def one_token(call: Call, t: int) -> Call:
@@ -372,11 +329,5 @@ EDITS = {
 @emulated
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
-    case, old, new, words = EDITS[edit]
-    call = make_call(case, "cpu")
-    want = expected(call)
-    assert old in render(select(call), SM90), "the edit no longer applies"
-    with pytest.raises((EmulatorError, AssertionError)) as e:
-        emulate(call, change=lambda source: source.replace(old, new, 1))
-        assert_matches(call, want)
-    assert words in str(e.value)
+    case, *edit = EDITS[edit]
+    laws.a_mistake_is_found(of, case, tuple(edit))

@@ -1,4 +1,5 @@
-"""chunk_linear_attention on a card: the laws of its results at sizes of models, offsets beyond 32 bits, and the same bits every time."""
+"""chunk_delta_rule and chunk_linear_attention on a card: the laws of their results at sizes of models, offsets beyond 32 bits, and the
+same bits every time."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import linear_laws as laws
+import prompt_laws as laws
 import pytest
 import torch
-from linear_cases import (
+from bits import bits
+from prompt_cases import (
     ADVERSARIAL,
     BF16,
     BOUNDS,
@@ -18,7 +20,10 @@ from linear_cases import (
     F32,
     FUNCTIONS,
     NAN,
+    OF_HEADS,
+    OF_LINEAR_ATTENTION,
     Case,
+    by_warps,
     error,
     launched,
     make,
@@ -26,54 +31,62 @@ from linear_cases import (
     public,
     same,
     starts_of,
+    states,
 )
-from scan_cases import bits
 from ssu_cases import Memory
 
 import ssmgen
-from ssmgen.families.chunk_linear_attention.chain import ChainSpec, candidates
-from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem
-from ssmgen.launch import runtime
-from ssmgen.spec.kernel import Arch
 
 pytestmark = pytest.mark.gpu
 
 KDA = Case(heads=4, key_heads=2, head_k=128, head_v=128, device="cuda")
+DELTA = replace(KDA, function="chunk_gated_delta_rule")
+OLMO = replace(DELTA, key_heads=4, head_k=96, head_v=192)
 RWKV7 = replace(KDA, function="chunk_rwkv7", key_heads=4, head_k=64, head_v=64)
 GLA = replace(KDA, function="chunk_gla")
+FOUR = {"delta": DELTA, "kda": KDA, "gla": GLA, "rwkv7": RWKV7}
 HARD = ("near keys, steps of 1", "no decay", "-5", "one channel never")
 RAGGED = (0, 1, 31, 32, 65, 300)
-
-
-def by_warps(problem: LinearPromptProblem) -> ChainSpec:
-    """The variant for this card in which each warp computes its own products. Warpgroup variants, which may come first, differ bitwise."""
-    arch = runtime.device_arch(torch.cuda.current_device())
-    rules = candidates(problem, 1, arch, arch >= Arch(90))
-    return next(spec for _, spec, _ in rules if spec and not spec.grouped and not spec.violations(arch))
-
+LONGER = (0, 1, 63, 64, 65, 700, 1155)  # of chunk_delta_rule, whose reference is fast
 
 BY_WARPS = partial(launched, spec=by_warps)
 by_both = pytest.mark.parametrize("run", [public, BY_WARPS], ids=["served", "warps"])
 each = pytest.mark.parametrize("case", [replace(KDA, function=name) for name in FUNCTIONS], ids=FUNCTIONS)
-three = pytest.mark.parametrize("case", [KDA, GLA, RWKV7], ids=["kda", "gla", "rwkv7"])
+four = pytest.mark.parametrize("case", FOUR.values(), ids=FOUR)
+
+
+def ragged(case: Case) -> tuple[int, ...]:
+    return LONGER if case.per_head else RAGGED
 
 
 @by_both
-@each
-@pytest.mark.parametrize("kind", [{}, *(ADVERSARIAL[name] for name in HARD)], ids=["random", *HARD])
-def test_results_are_those_of_float64(case, run, kind):
-    laws.is_accurate(run, case, 200, **kind)
+@pytest.mark.parametrize("function", OF_LINEAR_ATTENTION)
+@pytest.mark.parametrize("kind", ["random", *HARD])
+def test_results_are_those_of_float64(function, run, kind):
+    laws.is_accurate(run, replace(KDA, function=function), 200, **ADVERSARIAL.get(kind, {}))
+
+
+SIZES = {
+    "k128": {},
+    "f16": {"x": F16},
+    "k64": {"head_k": 64, "head_v": 64},
+    "k96v192": {"head_k": 96, "head_v": 192, "key_heads": 4},
+    "k256v64": {"head_k": 256, "head_v": 64},
+}
+
+
+@by_both
+@pytest.mark.parametrize("kind", ["random", *OF_HEADS])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_results_of_chunk_delta_rule(run, sizes, kind):
+    laws.is_accurate(run, replace(DELTA, **sizes), 700, **ADVERSARIAL.get(kind, {}))
 
 
 @by_both
 @pytest.mark.parametrize("function", ["chunk_kda", "chunk_gla", "chunk_rwkv7"])
-@pytest.mark.parametrize(
-    "sizes",
-    [{"x": F16}, {"head_k": 64, "head_v": 64}, {"head_k": 96, "head_v": 192, "key_heads": 4}, {"head_k": 256, "head_v": 64}],
-    ids=["f16", "k64", "k96v192", "k256v64"],
-)
+@pytest.mark.parametrize("sizes", [n for n in SIZES if n != "k128"])
 def test_results_of_other_sizes(function, run, sizes):
-    laws.is_accurate(run, replace(KDA, function=function, **sizes), 200)
+    laws.is_accurate(run, replace(KDA, function=function, **SIZES[sizes]), 200)
 
 
 @by_both
@@ -96,25 +109,27 @@ def test_segments(function, run):
     assert same(alone[0], cut[3564:]) and same(own[0], last[3])
 
 
-def test_a_longer_prompt_of_a_model():
-    laws.is_accurate(public, replace(KDA, heads=32, key_heads=32), 600, **ADVERSARIAL["slow"])
+@by_both
+def test_a_longer_prompt_of_a_model(run):
+    laws.is_accurate(run, replace(DELTA, heads=32, key_heads=16), 1155)
+    laws.is_accurate(run, replace(KDA, heads=32, key_heads=32), 600, **ADVERSARIAL["slow"])
 
 
 @by_both
-@three
+@four
 def test_lengths_are_accurate(case, run):
-    laws.lengths_are_accurate(run, case, RAGGED)
+    laws.lengths_are_accurate(run, case, ragged(case))
 
 
 @by_both
 @each
 def test_packing_changes_no_bit(case, run):
-    laws.packing_changes_no_bit(run, case, RAGGED)
+    laws.packing_changes_no_bit(run, case, ragged(case))
 
 
 @by_both
-@three
-@pytest.mark.parametrize("at", [64, 1984])
+@four
+@pytest.mark.parametrize("at", [64, 640, 1984])
 def test_a_cut_changes_no_bit(case, run, at):
     laws.a_cut_changes_no_bit(run, case, 2048, at)
 
@@ -124,33 +139,34 @@ def test_a_cut_within_64_tokens_changes_no_bit():
 
 
 @by_both
-@three
-@pytest.mark.parametrize(("state", "layout"), [(F32, "vk"), (BF16, "kv")])
+@four
+@pytest.mark.parametrize(("state", "layout"), [(F32, "vk"), (F32, "kv"), (BF16, "vk"), (BF16, "kv"), (F16, "vk"), (F16, "kv")])
 def test_a_pool_is_touched_where_it_should_be(case, run, state, layout):
     laws.a_pool_is_touched_where_it_should_be(run, case, state, layout)
 
 
 @by_both
-@three
+@four
 def test_neighbours_do_not_matter(case, run):
-    laws.neighbours_do_not_matter(run, case, RAGGED)
+    laws.neighbours_do_not_matter(run, case, ragged(case))
 
 
 @by_both
 @pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)])
-def test_states_of_a_pool_may_begin_elsewhere(run, state, index):
-    laws.states_of_a_pool_may_begin_elsewhere(run, KDA, state, index)
+@pytest.mark.parametrize("case", [DELTA, KDA], ids=["delta", "kda"])
+def test_states_of_a_pool_may_begin_elsewhere(case, run, state, index):
+    laws.states_of_a_pool_may_begin_elsewhere(run, case, state, index)
 
 
 @pytest.mark.parametrize(("run", "offset"), [(public, 8), (BY_WARPS, 8), (BY_WARPS, 4), (BY_WARPS, 2)])
-@three
+@four
 def test_layout_changes_no_bit(case, run, offset):
     laws.layout_changes_no_bit(run, case, offset)
 
 
 @by_both
-@three
-@pytest.mark.parametrize("state", [F32, BF16])
+@pytest.mark.parametrize("case", [OLMO, KDA, GLA, RWKV7], ids=["olmo", "kda", "gla", "rwkv7"])
+@pytest.mark.parametrize("state", [F32, BF16, F16])
 def test_order_of_states_changes_no_bit(case, run, state):
     laws.order_of_states_changes_no_bit(run, case, state)
 
@@ -161,20 +177,27 @@ def test_gates_agree(case):
 
 
 @by_both
-@each
-def test_decoding_goes_on(case, run):
-    laws.decoding_goes_on(run, case, 100)
+def test_gates_of_chunk_delta_rule_agree(run):
+    laws.gates_agree(run, DELTA)
+    laws.linear_gates_agree(run, DELTA)
 
 
 @by_both
-@three
+@each
+@pytest.mark.parametrize("tokens", [100, 128])
+def test_decoding_goes_on(case, run, tokens):
+    laws.decoding_goes_on(run, case, tokens)
+
+
+@by_both
+@four
 @pytest.mark.parametrize("state", [F32, BF16])
 def test_checkpoints_are_final_states(case, run, state):
-    laws.checkpoints_are_final_states(run, case, state, RAGGED)
+    laws.checkpoints_are_final_states(run, case, state, ragged(case))
 
 
 @by_both
-@three
+@four
 def test_batches_change_no_bit(case, run):
     laws.batches_change_no_bit(run, case)
 
@@ -182,7 +205,7 @@ def test_batches_change_no_bit(case, run):
 def test_nothing_is_written_beyond_what_is_said():
     """All buffers are guarded and poisoned; the workspace has exactly its stated size."""
     lengths = (65, 0, 130, 1)
-    for case in (KDA, GLA, RWKV7):
+    for case in FOUR.values():
         memory = Memory("cuda")
         call = make(case, sum(lengths)) | {"cu_seqlens": starts_of(lengths, "cuda")}
         wanted, last = public(case, **call, return_final_states=True)
@@ -190,11 +213,20 @@ def test_nothing_is_written_beyond_what_is_said():
             call[name] = memory.fill(name, call[name])
         out = memory.fill("out", torch.full_like(wanted, NAN))
         final = memory.fill("final_states", torch.full_like(last, NAN))
-        size = ssmgen.chunk_linear_attention_workspace(sum(lengths), len(lengths), case.heads, case.head_k, case.rule.value, case.head_v)
+        size = case.workspace(sum(lengths), len(lengths))
         room = memory.fill("workspace", torch.full((size // 4,), NAN, device="cuda"))
         memory.seal()
         public(case, **call, out=out, return_final_states=True, final_states_out=final, workspace=room.view(torch.uint8))
         assert not memory.untouched(dict.fromkeys(("out", "final_states", "workspace"))) and same(out, wanted) and same(final, last)
+
+
+def test_what_a_workspace_held_does_not_matter():
+    call = make(DELTA, 2, 300)
+    wanted = public(DELTA, **call)
+    room = torch.full((2 * DELTA.workspace(600, 2),), 0xFF, dtype=torch.uint8, device="cuda")
+    assert same(public(DELTA, **call, workspace=room), wanted)
+    public(DELTA, **make(DELTA, 3, 100, seed=1), workspace=room)
+    assert same(public(DELTA, **call, workspace=room), wanted)
 
 
 def digest(*tensors: Any) -> str:
@@ -202,12 +234,12 @@ def digest(*tensors: Any) -> str:
 
 
 @by_both
-@three
+@four
 def test_the_same_bits_every_time(case, run):
     """Consecutive calls share one workspace. Each call's first kernel may then overlap the last kernel of the call before."""
     call = make(case, 4, 300) | {"workspace": torch.full((2 * 10**7,), 0xFF, dtype=torch.uint8, device="cuda")}
     sums, seen = set(), set()
-    for i in range(300):
+    for i in range(1000 if case.per_head else 300):
         out, state = run(case, **call, return_final_states=True)
         total = bits(out).sum(dtype=torch.int64), bits(state).sum(dtype=torch.int64)
         sums.add(tuple(map(int, total)))
@@ -216,7 +248,7 @@ def test_the_same_bits_every_time(case, run):
     assert len(sums) == len(seen) == 1
 
 
-@three
+@four
 def test_programmatic_launches_change_no_bit(case):
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs sm_90")
@@ -224,7 +256,7 @@ def test_programmatic_launches_change_no_bit(case):
     assert same(public(case, **call, pdl=True), public(case, **call, pdl=False))
 
 
-@three
+@four
 def test_in_a_graph(case):
     """Other lengths in the same graph, and many consecutive replays."""
     call = make(case, 300)
@@ -247,12 +279,13 @@ def test_in_a_graph(case):
         assert lengths != (100, 200) or same(found, wanted)
 
 
+@pytest.mark.parametrize("case", [DELTA, KDA], ids=["delta", "kda"])
 @torch.no_grad()
-def test_compiled_by_torch():
-    call, before = make(KDA, 2, 130), laws.states(KDA, 2)
+def test_compiled_by_torch(case):
+    call, before = make(case, 2, 130), states(case, 2)
 
     def layer(before: torch.Tensor, **call: Any) -> Any:
-        out, state = ssmgen.chunk_kda(**call, initial_states=before, return_final_states=True)
+        out, state = getattr(ssmgen, case.function)(**call, initial_states=before, return_final_states=True)
         return out * 2, state + 1
 
     wanted = layer(before, **call)
@@ -270,10 +303,10 @@ def test_a_bound_call_of_gdn2_weighs_what_it_is_given():
 
 
 @by_both
-@three
+@four
 def test_a_prompt_in_pieces_and_then_steps(case, run):
     """The same tokens in one call; in pieces of whole chunks; and in two pieces followed by single steps."""
-    call, pieces = make(case, 1, 300), (128, 64, 108)
+    call, pieces = make(case, 1, 700), (256, 192, 252)
     whole, last = run(case, **call, return_final_states=True)
     state, outs, begin = torch.zeros(1, *case.state, device="cuda"), [], 0
     for count in pieces:
@@ -289,11 +322,12 @@ def test_a_prompt_in_pieces_and_then_steps(case, run):
     assert same(torch.cat(outs, 1), whole) and same(state, last)
 
 
-def test_offsets_beyond_32_bits():
+@pytest.mark.parametrize("case", [DELTA, KDA], ids=["delta", "kda"])
+def test_offsets_beyond_32_bits(case):
     """Tokens that lie 2^31 elements from the first, and a slot that does."""
     if torch.cuda.mem_get_info()[0] < 14 * 2**30:
         pytest.skip("needs 14 GiB of the card's memory")
-    case, tokens = replace(KDA, heads=2, key_heads=1, head_k=64, head_v=64), 70
+    case, tokens = replace(case, heads=2, key_heads=1, head_k=64, head_v=64), 70
     apart = 2**31 // 69 // 8 * 8 + 8
     call = make(case, tokens)
     far = torch.empty(tokens * apart, dtype=BF16, device="cuda").as_strided((tokens, 2, 64), (apart, 64, 1))
@@ -305,19 +339,22 @@ def test_offsets_beyond_32_bits():
     more = {"cu_seqlens": starts, "state": pool, "state_indices": torch.tensor([slot], device="cuda")}
     assert same(public(case, **call | {"v": far}, **more), wanted) and same(pool[slot], state[0].to(BF16))
     del pool, far
+    if case.per_head:
+        return
     gates = torch.empty(tokens * apart, dtype=BF16, device="cuda").as_strided((tokens, 2, 64), (apart, 64, 1))
     gates.copy_(call["g"])
     assert same(public(case, **call | {"g": gates}, cu_seqlens=starts), public(case, **call | {"g": gates.clone()}, cu_seqlens=starts))
 
 
-def test_images_beyond_32_bits():
+# 4.6 GB of images and 3.4 GB of out; 4.7 GB and 1.1 GB
+@pytest.mark.parametrize(("case", "count", "length", "room"), [(DELTA, 64, 6400, 40), (KDA, 32, 4096, 20)], ids=["delta", "kda"])
+def test_images_beyond_32_bits(case, count, length, room):
     """A workspace of more than 4 GiB: the last sequence's output equals its output alone."""
-    heads, count, length = 64, 32, 4096  # 4.7 GB of images, 1.1 GB of out
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GiB of the card's memory")
-    case = replace(KDA, heads=heads, key_heads=1, head_k=64, head_v=64)
+    if torch.cuda.mem_get_info()[0] < room * 2**30:
+        pytest.skip(f"needs {room} GiB of the card's memory")
+    case = replace(case, heads=64, key_heads=1, head_k=64, head_v=64)
     one = make(case, 1, length)
     call = {n: t.expand(count, *t.shape[1:]) if n in case.per_token else t for n, t in one.items()}
-    assert ssmgen.chunk_linear_attention_workspace(count * length, count, heads, 64) > 2**32
+    assert case.workspace(count * length, count, 1) > 2**32
     out = public(case, **call)
     assert same(out[-1], public(case, **one)[0]) and same(out[0], out[-1])

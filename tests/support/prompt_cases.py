@@ -1,28 +1,39 @@
-"""chunk_linear_attention: operands of its functions, expected results in float64 from the textbook recurrences, and ways to run a call: on
-a card or in the emulator."""
+"""chunk_delta_rule and chunk_linear_attention: operands of their functions, expected results in float64 from the textbook recurrences, and
+ways to run a call: on a card or in the emulator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from delta_cases import BOUNDS, F32, HARD, NAN, SM90, STORED, error, launch_emulated, same, starts_of
-from ssu_cases import BF16, F16
+from bits import error, same
+from emulated_calls import SM90, emulate
+from scan_cases import placed
+from sequence_laws import NAN, Run, Sequences, starts_of
+from ssu_cases import BF16, F16, F32
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 import ssmgen
-from ssmgen.families.chunk_linear_attention import planning as op
-from ssmgen.families.chunk_linear_attention.problem import Rule
-from ssmgen.select import registry
+from ssmgen.families.chunk_delta_rule import chain as delta_chain
+from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
+from ssmgen.families.chunk_linear_attention import chain as linear_chain
+from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, Rule
+from ssmgen.launch import runtime
 from ssmgen.spec.kernel import Arch
 
-__all__ = ["BF16", "BOUNDS", "F16", "F32", "HARD", "NAN", "SM90", "STORED", "error", "same", "starts_of"]
+__all__ = ["BF16", "F16", "F32", "NAN", "SM90", "error", "same", "starts_of"]
 
-Run = Callable[..., Any]  # a public function, which takes the function's name first
+BOUNDS = {BF16: 6e-3, F16: 1.5e-3}  # relative L2 error, random operands
+STORED = {F32: 0.0, BF16: 2.0**-9, F16: 2.0**-12}  # a state's rounding
+HARD = {BF16: 1.5e-2, F16: 4e-3}  # keys that are nearly one, steps of 1 and 2, decays of nothing and of all
+
 PER_TOKEN = {  # parameters with a token's numbers
+    "chunk_gated_delta_rule": ("q", "k", "v", "g", "beta"),
+    "chunk_delta_rule": ("q", "k", "v", "beta"),
     "chunk_kda": ("q", "k", "v", "g", "beta"),
     "chunk_gla": ("q", "k", "v", "gk"),
     "chunk_gdn2": ("q", "k", "v", "g", "b", "w"),
@@ -30,11 +41,13 @@ PER_TOKEN = {  # parameters with a token's numbers
     "chunk_rwkv7": ("r", "w", "k", "v", "kk", "a"),
     "chunk_dplr_delta_rule": ("q", "k", "v", "a", "b", "gk"),
 }
-FUNCTIONS = tuple(PER_TOKEN)
+OF_DELTA_RULE = ("chunk_gated_delta_rule", "chunk_delta_rule")
+OF_LINEAR_ATTENTION = tuple(name for name in PER_TOKEN if name not in OF_DELTA_RULE)
+FUNCTIONS = ("chunk_gated_delta_rule", *OF_LINEAR_ATTENTION)  # each with gates
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Sequences):
     """A function, and the sizes of a call: small for the emulator, a model's on a card."""
 
     function: str = "chunk_kda"
@@ -50,14 +63,24 @@ class Case:
         return self.heads, self.head_v, self.head_k
 
     @property
+    def per_head(self) -> bool:
+        """Whether this is a function of chunk_delta_rule, whose state has one decay per head."""
+        return self.function in OF_DELTA_RULE
+
+    @property
     def chunk(self) -> int:
         """Tokens of one."""
-        return 32 if self.function in ("chunk_rwkv7", "chunk_dplr_delta_rule") else 64
+        return self.rule.tokens
 
     @property
     def rule(self) -> Rule:
         low = dict.fromkeys(("chunk_rwkv7", "chunk_dplr_delta_rule"), Rule.LOW_RANK)
         return {"chunk_gla": Rule.PLAIN, "chunk_comba": Rule.OLD, **low}.get(self.function, Rule.DELTA)
+
+    @property
+    def few(self) -> float:
+        """Relative L2 error of a few tokens: each operand of a product is rounded by up to 2^-9, and nothing averages that."""
+        return {BF16: 8e-3 if self.per_head else 9e-3, F16: 1.5e-3}[self.x]
 
     @property
     def per_token(self) -> tuple[str, ...]:
@@ -68,18 +91,52 @@ class Case:
         found: Callable[..., Tensor] = getattr(ssmgen, self.function.removeprefix("chunk_"))
         return found
 
+    def made(self, *lead: int, slow: bool = False) -> dict[str, Any]:
+        return make(self, *lead)
 
-# Equal decays of all channels, of none, and of all except one, in every token; nearly equal keys; steps of 1.
+    def exact(self, call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
+        return exact(self, call, **more)
+
+    def step(self, state: Tensor, call: dict[str, Any]) -> Tensor:
+        return self.decode(state, **call)
+
+    def of(self, run: Run) -> Run:
+        return partial(run, self)
+
+    def bound(self) -> float:
+        return BOUNDS[self.x]
+
+    def state_bound(self, dtype: torch.dtype) -> float:
+        return BOUNDS[self.x] + STORED[dtype]
+
+    def step_bound(self) -> float:
+        return self.bound() if self.per_head else self.few
+
+    def build(self, **kwargs: Any) -> Any:
+        return getattr(ssmgen, self.function).build(**kwargs)
+
+    def workspace(self, tokens: int, sequences: int, *segments: int) -> int:
+        """Bytes of a call's workspace. It has room for as many segments as the rule takes if none are named."""
+        if self.per_head:
+            return ssmgen.chunk_delta_rule_workspace(tokens, sequences, self.heads, self.head_k, self.head_v, *segments)
+        sizes = tokens, sequences, self.heads, self.head_k, self.rule.value, self.head_v
+        return ssmgen.chunk_linear_attention_workspace(*sizes, *segments)
+
+
+# Equal decays of all channels, of none, and of all except one, in every token; nearly equal keys; steps of 1 and 2.
 ADVERSARIAL: dict[str, dict[str, float]] = {
     "near keys": {"near": 0.05, "gate": 0.01},
     "near keys, steps of 1": {"near": 0.05, "step": 1.0, "gate": 0.01},
     "no decay": {"step": 1.0, "gate": 0.0},
+    "steps of 2": {"step": 1.99, "gate": 0.01},
     "slow": {"gate": 0.01},
+    "fast": {"gate": 40.0},
     "-5": {"log": -5.0},
     "-40": {"log": -40.0},
     "one channel never": {"log": -5.0, "spared": 1.0},
     "one channel at once": {"log": 0.0, "fast": 1.0},
 }
+OF_HEADS = ("near keys", "near keys, steps of 1", "no decay", "steps of 2", "slow", "fast")  # with one decay for all channels
 
 
 def make(
@@ -114,6 +171,8 @@ def make(
     bare = {"q": short(q), "k": short(k / K**0.5), "v": short(v)}
     erase = channels.repeat_interleave(HV // HK, -2)
     return {
+        "chunk_gated_delta_rule": lambda: delta | {"g": logs[..., 0].contiguous(), "beta": steps},
+        "chunk_delta_rule": lambda: delta | {"beta": steps},
         "chunk_kda": lambda: delta | {"g": logs, "beta": steps},
         "chunk_gla": lambda: bare | {"gk": logs},
         "chunk_gdn2": lambda: delta | {"g": logs, "b": short(erase), "w": rows.to(case.device)},
@@ -121,6 +180,20 @@ def make(
         "chunk_rwkv7": lambda: {"r": bare["q"], "k": bare["k"], "v": bare["v"], "w": logs, "kk": short(unit), "a": short(channels)},
         "chunk_dplr_delta_rule": lambda: bare | {"a": short(-unit), "b": short(unit * channels), "gk": logs},
     }[case.function]()
+
+
+def cut(case: Case, call: Mapping[str, Any], *at: Any) -> dict[str, Any]:
+    """The call with this index into the operands per token."""
+    return case.cut(call, *at)
+
+
+def tokens_of(case: Case, call: Mapping[str, Any], span: slice) -> dict[str, Any]:
+    """The call on some of its packed tokens, as a batch of one."""
+    return cut(case, cut(case, call, span), None)
+
+
+def states(case: Case, count: int, dtype: torch.dtype = F32, seed: int = 1) -> Tensor:
+    return case.states(count, dtype, seed)
 
 
 # The expected results of a call.
@@ -191,12 +264,13 @@ def views_of(call: Any) -> dict[str, Tensor]:
 
 def exact(case: Case, call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
     """The tensors that the call must write, in float64, token by token, by the reference."""
-    built = getattr(ssmgen, case.function).build(**call, **more)
+    built = case.build(**call, **more)
     views = views_of(built)
     if built.before is not None:
         views["v"] = (call["v"].double() * call["w"].double()).view_as(views["v"])
-    wanted = {n: views[n].double() for n in op.FAMILY.written if n in views and n != "workspace"}
-    op.run_reference(views | wanted, built.options, torch.float64)
+    views = placed(views, case.heads * case.head_v * case.head_k)
+    wanted = {n: views[n].double() for n in built.caller.family.written if n in views and n != "workspace"}
+    built.caller.reference(views | wanted, built.options, torch.float64)
     return {n: t.cpu() for n, t in wanted.items()}
 
 
@@ -211,23 +285,12 @@ def public(case: Case, **kwargs: Any) -> Any:
 def emulated(case: Case, *, spec: Any = None, arch: Arch = SM90, change: Callable[[str], str] = str, **kwargs: Any) -> Any:
     """The call's result from its kernels in the emulator. spec: a variant, or a function of the problem that makes one; None: the
     registry's choice. `change` edits the kernels' texts."""
-    call = getattr(ssmgen, case.function).build(**kwargs)
-    views, family = views_of(call), call.caller.family
-    where = {n: t.data_ptr() for n, t in call.operands.items()}
-    problem, size = family.problem_of(views, where, call.options), family.size_of(views)
-    if call.before is not None:
-        call.before()
-    if size:
-        spec = spec(problem) if callable(spec) else spec or registry.select(family.operator, problem, size, arch, arch >= Arch(90))
-        call.operands["workspace"].fill_(0xFF)  # NaN in every dtype
-        for part in spec.kernels:
-            launch_emulated(part, views, call, arch, change)
-    return call.result
+    return emulate(case.build(**kwargs), spec, arch, change)
 
 
 def launched(case: Case, *, spec: Any, **kwargs: Any) -> Any:
     """The call's result as a given variant makes it on a card."""
-    call = getattr(ssmgen, case.function).build(**kwargs)
+    call = case.build(**kwargs)
     problem, size, _, _ = call.problem()
     if call.before is not None:
         call.before()
@@ -236,5 +299,24 @@ def launched(case: Case, *, spec: Any, **kwargs: Any) -> Any:
     return call.result
 
 
+CHAINS = {DeltaProblem: delta_chain, LinearPromptProblem: linear_chain}
+
+
+def candidates(problem: Any, heads: int, arch: Arch, pdl: bool) -> Any:
+    return CHAINS[type(problem)].candidates(problem, heads, arch, pdl)
+
+
+def variant(backend: Any, problem: Any) -> Any:
+    """The first rule of a backend that is legal."""
+    return next(s for _, s, _ in candidates(problem, 1, SM90, True) if s and s.backend is backend and not s.violations(SM90))
+
+
+def by_warps(problem: Any) -> Any:
+    """The variant for this card in which each warp computes its own products. Warpgroup variants, which may come first, differ bitwise."""
+    arch = runtime.device_arch(torch.cuda.current_device())
+    rules = candidates(problem, 1, arch, arch >= Arch(90))
+    return next(spec for _, spec, _ in rules if spec and not spec.grouped and not spec.violations(arch))
+
+
 def problem_of(case: Case, **kwargs: Any) -> Any:
-    return getattr(ssmgen, case.function).build(**kwargs).problem()[0]
+    return case.build(**kwargs).problem()[0]
