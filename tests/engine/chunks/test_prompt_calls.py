@@ -77,7 +77,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "chunk_gated_delta_rule",
         {"v": torch.zeros(2, 5, 2, 32, requires_grad=True)},
-        "v requires grad, and the delta rule of a prompt has no",
+        "v requires grad; expected no gradients, since the delta rule of a prompt has no",
     ),
     ("chunk_kda", {"g": torch.zeros(2, 5, 2)}, "g is [2, 5, 2]; expected […, HV, K] = [2, 5, 2, 32]"),
     ("chunk_kda", {"g": torch.zeros(2, 5, 2, 64)[..., ::2]}, "g has strides [640, 128, 64, 2]; expected contiguous rows"),

@@ -42,7 +42,7 @@ IN_ALL: list[tuple[dict[str, Any], str]] = [
     ({"z": None}, "norm_weight is given without z"),
     ({"conv_state": torch.zeros(19, 190, 3, dtype=BF16)}, "conv_state is [19, 190, 3]; expected [slots, channels, width - 1 or width]"),
     ({"arrivals": torch.zeros(19, 2, dtype=I64)}, "arrivals is int64; expected int32"),
-    ({"arrivals": torch.zeros(19, 9, dtype=I32)}, "arrivals is [19, 9], not [slots, groups] = [19,"),
+    ({"arrivals": torch.zeros(19, 9, dtype=I32)}, "arrivals is [19, 9]; expected [slots, groups] = [19,"),
     ({"state": torch.zeros(19, 4, 32, 16).mT}, "state has strides [2048, 512, 1, 16]; expected dense last three axes, [512, 32, 1]"),
     ({"out": torch.zeros(1, 64).expand(5, 64)}, "two of its elements share memory"),
     ({"out": torch.zeros(5, 64, device="meta")}, "out is on meta, state is on cpu"),

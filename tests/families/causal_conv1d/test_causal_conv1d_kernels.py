@@ -42,7 +42,7 @@ STEP_SPEC = UpdateSpec(width=4, state_len=3, vec=4)
         (
             WHOLE_SPEC,
             {"seq_idx": True, "query_start_loc": Index.I32},
-            "seq_idx and query_start_loc are both given; expected one: each divides the length",
+            "seq_idx is yes and query_start_loc is i32; expected one of them",
         ),
         (CHANNELS_SPEC, {"shifted": True}, "shifted is yes with layout=channel_last, loads=vector; expected channel-first vectors"),
         (WHOLE_SPEC, {"threads": 48}, "threads is 48; expected 32 … 1024 in steps of 32"),
