@@ -2,7 +2,7 @@
 //   d_v=68  o=f16  out=f32  max_splits=8  axes=1  pair=no  num_splits=none  sink=none  mask=no  lse_out=no
 //   skip_single=no  in_place=no  loads=element  vec=4  lanes=32  parts=2  ilp=1  threads=64  min_blocks=0  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -16,23 +16,23 @@ struct f16 { u16 bits; };
 using Value = f16;
 using Out = f32;
 constexpr int kDim = 68;    // columns of a row
-constexpr int kVec = 4;      // of a lane
-constexpr int kLanes = 32;   // of a team
+constexpr int kVec = 4;      // columns per lane
+constexpr int kLanes = 32;   // lanes per team
 constexpr int kParts = 2;    // teams that share a row's splits
 constexpr int kIlp = 1;      // splits of a chain in flight
 constexpr int kThreads = 64;
 
 constexpr int kUnit = kLanes * kParts;                             // threads that own kLanes * kVec columns of a row
-constexpr int kTiles = (kDim + kLanes * kVec - 1) / (kLanes * kVec);  // units of a row
-constexpr int kChains = 8;                                   // that the splits of a row are summed in: s is of chain s % kChains
-constexpr int kOwn = 4;                                      // of a team: every kParts-th
+constexpr int kTiles = (kDim + kLanes * kVec - 1) / (kLanes * kVec);  // units per row
+constexpr int kChains = 8;                                   // chains of summation per row: split s belongs to chain s % kChains
+constexpr int kOwn = 4;                                      // chains per team: every kParts-th
 constexpr int kSpan = kChains * kIlp;                              // splits of a row in flight
 constexpr int kScan = 8;                                    // lanes that share a row's LSEs
-constexpr int kHeld = 1;                                     // LSEs that each of them holds
+constexpr int kHeld = 1;                                     // LSEs that each of these lanes holds
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -112,7 +112,7 @@ DEVICE f16 load(const f16* p) { return f16{load_u16(p)}; }
 DEVICE float to_float(f16 v) { return widen_f16(v.bits); }
 DEVICE void store(f16* p, float v) { store_u16(p, round_f16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -153,7 +153,7 @@ DEVICE void store_vector(T* p, const Pack<T, N>& v) {
   }
 }
 
-// The same for operands that are not aligned, or not contiguous.
+// The same for operands that are not aligned or not contiguous.
 template <class T, int N>
 DEVICE Pack<T, N> load_elements(const T* p, u32 stride) {
   Pack<T, N> r;
@@ -204,7 +204,7 @@ DEVICE void pack(const float (&f)[N], Pack<f16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xf16(f[i], f[i + 1]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -212,7 +212,7 @@ DEVICE void pack(const float (&f)[N], Pack<f16, N>& v) {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -222,7 +222,7 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// The logarithm of no weight. A split without a finite LSE is empty.
+// The logarithm of weight 0. A split without a finite LSE is empty.
 DEVICE float none() { return __uint_as_float(0xff800000u); }
 DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
 
@@ -247,22 +247,22 @@ combine_dense8_d68_f16_f32_v4l32p2i1x64_db8cdd6d(
 
   const u32 count = splits;
 
-  // All LSEs and the first vectors are asked for before anything is used: what the row waits for is latency. Vectors that turn out to have no
-  // weight are dropped unseen.
+  // All LSEs and the first vectors are loaded before any of them is used: the row is bound by latency. Vectors without weight are
+  // discarded.
   float weight[kHeld];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     const u32 split = k * kScan + scan_lane;
     weight[k] = split < count ? load(lse + u64(split) * lse_split) : none();
   }
-  // A team's splits come in ascending order, so that one addition leads from each to the next.
+  // A team loads its splits in ascending order, so that one addition gives the next address.
   const u64 step = u64(o_split) * kParts;
   const Value* next = o + u64(part) * o_split;
   const auto load_split = [&](bool there, Pack<Value, kVec>& v) {
     if (there && inside) v = load_elements<Value, kVec>(next, 1);
     next += step;
   };
-  const int first = int(part);  // split of the team
+  const int first = int(part);  // the team's first split
   Pack<Value, kVec> value[kIlp][kOwn];
 #pragma unroll
   for (int i = 0; i < kIlp; ++i) {
@@ -270,7 +270,7 @@ combine_dense8_d68_f16_f32_v4l32p2i1x64_db8cdd6d(
     for (int j = 0; j < kOwn; ++j) load_split(i * kChains + j * kParts + first < int(count), value[i][j]);
   }
 
-  // Weights, relative to the largest; their sum is of 32 chains, over split % 32, in pairs 16, 8, 4, 2 and 1 apart.
+  // Weights relative to the largest. Their sum has 32 chains, one for each value of split % 32, added in pairs at distances 16 to 1.
   float most = none();
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
@@ -281,7 +281,7 @@ combine_dense8_d68_f16_f32_v4l32p2i1x64_db8cdd6d(
   for (int apart = kScan / 2; apart >= 1; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
   const bool empty = most == none();
   const float origin = empty ? 0.f : most;
-  constexpr int kSums = kHeld < 32 / kScan ? kHeld : 32 / kScan;  // chains of a lane
+  constexpr int kSums = kHeld < 32 / kScan ? kHeld : 32 / kScan;  // chains per lane
   float sums[kSums];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
@@ -305,7 +305,7 @@ combine_dense8_d68_f16_f32_v4l32p2i1x64_db8cdd6d(
 #pragma unroll
     for (int e = 0; e < kVec; ++e) total[j][e] = 0.f;
   }
-  // Adds a split to its chain, if it has a weight: what has none may hold anything.
+  // Adds a split to its chain if it has a weight. A split without weight may hold any values.
   const auto add_split = [&](float w, const Pack<Value, kVec>& v, float(&to)[kVec]) {
     float f[kVec];
     unpack(v, f);
@@ -323,7 +323,7 @@ combine_dense8_d68_f16_f32_v4l32p2i1x64_db8cdd6d(
     }
   }
 
-  // Chains, in pairs 4, 2 and 1 apart: first those of a thread, then of teams in other warps, then in this one.
+  // Adds chains in pairs at distances 4, 2 and 1: first within a thread, then over teams in other warps, then within the warp.
 #pragma unroll
   for (int half = kChains / kParts / 2; half >= 1; half /= 2) {
 #pragma unroll
@@ -358,11 +358,11 @@ combine_dense8_d68_f16_f32_v4l32p2i1x64_db8cdd6d(
 #pragma unroll
   for (int e = 0; e < kVec; ++e) total[0][e] = theirs[0][e];
 
-  // At least one weight is 1, so the sum is not below it.
+  // At least one weight is 1, so the sum is at least 1.
   const float scale = empty ? 0.f : rcp_approx(sum);
   float result[kVec];
 #pragma unroll
-  for (int e = 0; e < kVec; ++e) result[e] = (total[0][e] + 0.f) * scale;  // + 0: as if chains that are not there had been added
+  for (int e = 0; e < kVec; ++e) result[e] = (total[0][e] + 0.f) * scale;  // + 0 stands for the chains that do not exist
   Pack<Out, kVec> packed;
   pack(result, packed);
   if (part == 0 && inside) store_elements(out, packed);

@@ -2,7 +2,7 @@
 //   d_v=512  o=f32  out=bf16  max_splits=160  axes=2  pair=no  num_splits=i32  sink=none  mask=no  lse_out=yes
 //   skip_single=no  in_place=no  loads=vector  vec=4  lanes=32  parts=1  ilp=2  threads=128  min_blocks=0  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -16,23 +16,23 @@ struct bf16 { u16 bits; };
 using Value = f32;
 using Out = bf16;
 constexpr int kDim = 512;    // columns of a row
-constexpr int kVec = 4;      // of a lane
-constexpr int kLanes = 32;   // of a team
+constexpr int kVec = 4;      // columns per lane
+constexpr int kLanes = 32;   // lanes per team
 constexpr int kParts = 1;    // teams that share a row's splits
 constexpr int kIlp = 2;      // splits of a chain in flight
 constexpr int kThreads = 128;
 
 constexpr int kUnit = kLanes * kParts;                             // threads that own kLanes * kVec columns of a row
-constexpr int kTiles = (kDim + kLanes * kVec - 1) / (kLanes * kVec);  // units of a row
-constexpr int kChains = 8;                                   // that the splits of a row are summed in: s is of chain s % kChains
-constexpr int kOwn = 8;                                      // of a team: every kParts-th
+constexpr int kTiles = (kDim + kLanes * kVec - 1) / (kLanes * kVec);  // units per row
+constexpr int kChains = 8;                                   // chains of summation per row: split s belongs to chain s % kChains
+constexpr int kOwn = 8;                                      // chains per team: every kParts-th
 constexpr int kSpan = kChains * kIlp;                              // splits of a row in flight
 constexpr int kScan = 32;                                    // lanes that share a row's LSEs
-constexpr int kHeld = 5;                                     // LSEs that each of them holds
+constexpr int kHeld = 5;                                     // LSEs that each of these lanes holds
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -107,7 +107,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -171,11 +171,11 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 #pragma unroll
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// The logarithm of no weight. A split without a finite LSE is empty.
+// The logarithm of weight 0. A split without a finite LSE is empty.
 DEVICE float none() { return __uint_as_float(0xff800000u); }
 DEVICE float finite_or_none(float lse) { return fabsf(lse) < __uint_as_float(0x7f800000u) ? lse : none(); }
 
@@ -201,29 +201,29 @@ combine_prefix160_d512_f32_bf16_v4l32p1i2x128_48d935c6(
   out += u64(outer) * out_outer + u64(inner) * out_inner + column;
   lse_out += u64(outer) * lse_out_outer + u64(inner) * lse_out_inner;
 
-  // Where the row's splits begin and end: never beyond those that there are.
+  // The row's range of splits, limited to the splits that exist.
   num_splits += u64(outer) * num_splits_outer;
   const u32 begin = min(u32(load(num_splits)), splits);
   const u32 count = max(min(u32(load(num_splits + num_splits_outer)), splits), begin) - begin;
   o += u64(begin) * o_split;
   lse += u64(begin) * lse_split;
 
-  // All LSEs and the first vectors are asked for before anything is used: what the row waits for is latency. Vectors that turn out to have no
-  // weight are dropped unseen.
+  // All LSEs and the first vectors are loaded before any of them is used: the row is bound by latency. Vectors without weight are
+  // discarded.
   float weight[kHeld];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     const u32 split = k * kScan + scan_lane;
     weight[k] = split < count ? load(lse + u64(split) * lse_split) : none();
   }
-  // A team's splits come in ascending order, so that one addition leads from each to the next.
+  // A team loads its splits in ascending order, so that one addition gives the next address.
   const u64 step = u64(o_split) * kParts;
   const Value* next = o + u64(part) * o_split;
   const auto load_split = [&](bool there, Pack<Value, kVec>& v) {
     if (there) v = load_vector<Value, kVec>(next);
     next += step;
   };
-  const int first = int(part);  // split of the team
+  const int first = int(part);  // the team's first split
   Pack<Value, kVec> value[kIlp][kOwn];
 #pragma unroll
   for (int i = 0; i < kIlp; ++i) {
@@ -231,7 +231,7 @@ combine_prefix160_d512_f32_bf16_v4l32p1i2x128_48d935c6(
     for (int j = 0; j < kOwn; ++j) load_split(i * kChains + j * kParts + first < int(count), value[i][j]);
   }
 
-  // Weights, relative to the largest; their sum is of 32 chains, over split % 32, in pairs 16, 8, 4, 2 and 1 apart.
+  // Weights relative to the largest. Their sum has 32 chains, one for each value of split % 32, added in pairs at distances 16 to 1.
   float most = none();
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
@@ -242,7 +242,7 @@ combine_prefix160_d512_f32_bf16_v4l32p1i2x128_48d935c6(
   for (int apart = kScan / 2; apart >= 1; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
   const bool empty = most == none();
   const float origin = empty ? 0.f : most;
-  constexpr int kSums = kHeld < 32 / kScan ? kHeld : 32 / kScan;  // chains of a lane
+  constexpr int kSums = kHeld < 32 / kScan ? kHeld : 32 / kScan;  // chains per lane
   float sums[kSums];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
@@ -266,7 +266,7 @@ combine_prefix160_d512_f32_bf16_v4l32p1i2x128_48d935c6(
 #pragma unroll
     for (int e = 0; e < kVec; ++e) total[j][e] = 0.f;
   }
-  // Adds a split to its chain, if it has a weight: what has none may hold anything.
+  // Adds a split to its chain if it has a weight. A split without weight may hold any values.
   const auto add_split = [&](float w, const Pack<Value, kVec>& v, float(&to)[kVec]) {
     float f[kVec];
     unpack(v, f);
@@ -276,7 +276,7 @@ combine_prefix160_d512_f32_bf16_v4l32p1i2x128_48d935c6(
     }
   };
   for (int begun = 0; begun < int(count); begun += kSpan) {
-    // The weights of 32 splits, of which these are some: one in each lane.
+    // The weights of the group of 32 splits that contains these splits, one per lane.
     const int group = begun / 32, left = int(count) - begun - first, lane_of_first = begun % 32 + first;
     float held = weight[0];
 #pragma unroll
@@ -287,12 +287,12 @@ combine_prefix160_d512_f32_bf16_v4l32p1i2x128_48d935c6(
       for (int j = 0; j < kOwn; ++j) {
         const int ahead = i * kChains + j * kParts;
         add_split(__shfl_sync(0xffffffffu, held, lane_of_first + ahead), value[i][j], total[j]);
-        load_split(ahead + kSpan < left, value[i][j]);  // as many are on the way again
+        load_split(ahead + kSpan < left, value[i][j]);  // keeps the number of loads in flight
       }
     }
   }
 
-  // Chains, in pairs 4, 2 and 1 apart: first those of a thread, then of teams in other warps, then in this one.
+  // Adds chains in pairs at distances 4, 2 and 1: first within a thread, then over teams in other warps, then within the warp.
 #pragma unroll
   for (int half = kChains / kParts / 2; half >= 1; half /= 2) {
 #pragma unroll
@@ -304,11 +304,11 @@ combine_prefix160_d512_f32_bf16_v4l32p1i2x128_48d935c6(
     }
   }
 
-  // At least one weight is 1, so the sum is not below it.
+  // At least one weight is 1, so the sum is at least 1.
   const float scale = empty ? 0.f : rcp_approx(sum);
   float result[kVec];
 #pragma unroll
-  for (int e = 0; e < kVec; ++e) result[e] = (total[0][e] + 0.f) * scale;  // + 0: as if chains that are not there had been added
+  for (int e = 0; e < kVec; ++e) result[e] = (total[0][e] + 0.f) * scale;  // + 0 stands for the chains that do not exist
   Pack<Out, kVec> packed;
   pack(result, packed);
   store_vector(out, packed);

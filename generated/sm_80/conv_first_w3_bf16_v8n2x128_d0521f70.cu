@@ -3,7 +3,7 @@
 //   initial=no  final=no  pool=no  started=no  index=none  loads=element  shifted=no  unit=no  taps=element  vec=8
 //   vectors=2  threads=128  min_blocks=0  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -21,11 +21,11 @@ constexpr int kVectors = 2;  // per lane, 32 vectors apart
 constexpr int kThreads = 128;
 
 constexpr int kPiece = 32 * kVec * kVectors;              // tokens per warp
-constexpr int kHalo = (kWidth - 1 + kVec - 1) / kVec;  // vectors ahead of a lane's own that its first outputs look at
+constexpr int kHalo = (kWidth - 1 + kVec - 1) / kVec;  // vectors before a lane's own that its first outputs read
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -81,7 +81,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -146,11 +146,11 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -172,7 +172,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -195,7 +195,8 @@ conv_first_w3_bf16_v8n2x128_d0521f70(
     const bf16* x, const bf16* weight, bf16* out, u32 pieces, u32 pieces_magic, u32 pieces_shift, u32 dim,
     u32 dim_magic, u32 dim_shift, u32 length, u32 sequences, u32 x_batch, u32 x_dim, u32 x_length, u32 weight_dim,
     u32 weight_tap, u32 out_batch, u32 out_dim, u32 out_length) {
-  // A warp takes a piece of one channel's row of one sequence. Pieces of a row are neighbours, then the channels', then the batch's.
+  // A warp takes a piece of one channel's row of one sequence. Neighbouring warps take the pieces of a row, then the next channel, then the
+  // next sequence.
   const u32 lane = threadIdx.x % 32;
   const u32 item = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   const u32 row = divide(item, pieces_magic, pieces_shift);
@@ -207,7 +208,7 @@ conv_first_w3_bf16_v8n2x128_d0521f70(
   out += u64(sequence) * out_batch + u64(channel) * out_dim;
 
   const int tokens = int(length);
-  const int first = int(piece * kPiece + lane * kVec);  // of the lane's tokens
+  const int first = int(piece * kPiece + lane * kVec);  // the lane's first token
 
   const auto store_tokens = [&](int t0, const Pack<X, kVec>& v) {
 #pragma unroll
@@ -217,7 +218,7 @@ conv_first_w3_bf16_v8n2x128_d0521f70(
     }
   };
 
-  // A token of the sequence: before the first, what the state remembers; past the last, zero.
+  // A token of the sequence: from the state before the first token, zero past the last one.
   const auto load_token = [&](int t) -> u32 {
     if (t >= 0) return t < tokens ? load_bits(x + u64(t) * x_length) : 0u;
     return 0u;
@@ -231,7 +232,7 @@ conv_first_w3_bf16_v8n2x128_d0521f70(
   Pack<X, kVec> own[kVectors];
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) own[u] = load_tokens(first + u * 32 * kVec);
-  // The last lanes hold what comes before the piece: its first lanes find it where they find their neighbours' vectors.
+  // The last lanes hold the tokens before the piece, so that the first lanes read them by the same shuffles as their neighbours' vectors.
   Pack<X, kVec> before = zero_pack<X, kVec>();
   if (lane >= 32 - kHalo && piece > 0) before = load_tokens(first - 32 * kVec);
   bf16 raw_taps[kWidth];
@@ -246,16 +247,16 @@ conv_first_w3_bf16_v8n2x128_d0521f70(
   for (int u = 0; u < kVectors; ++u) {
     float own_tokens[kVec];
     unpack(own[u], own_tokens);
-    float window[kWidth - 1 + kVec];  // from the oldest token that the first output looks at
+    float window[kWidth - 1 + kVec];  // from the oldest token that the first output reads
 #pragma unroll
     for (int i = 0; i < kVec; ++i) window[kWidth - 1 + i] = own_tokens[i];
 #pragma unroll
-    for (int h = kHalo; h >= 1; --h) {  // from the lane h before this one; the first lanes from the last ones' vectors of before
+    for (int h = kHalo; h >= 1; --h) {  // from the lane h before this one; the first lanes take `before` of the last lanes
       const bool wraps = lane >= 32 - h;
       Pack<X, kVec> neighbour;
 #pragma unroll
       for (int w = 0; w < Pack<X, kVec>::kWords; ++w) {
-        const int until = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // of the word's tokens in the window
+        const int until = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // end of the word's tokens in the window
         if (until > 0) neighbour.word[w] = __shfl_sync(0xffffffffu, wraps ? before.word[w] : own[u].word[w], (lane + 32 - h) % 32);
         else neighbour.word[w] = 0;
       }

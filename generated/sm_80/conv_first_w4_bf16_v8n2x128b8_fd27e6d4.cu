@@ -3,7 +3,7 @@
 //   initial=no  final=no  pool=yes  started=yes  index=i32  loads=vector  shifted=yes  unit=no  taps=vector  vec=8
 //   vectors=2  threads=128  min_blocks=8  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -22,12 +22,12 @@ constexpr int kVectors = 2;  // per lane, 32 vectors apart
 constexpr int kThreads = 128;
 
 constexpr int kPiece = 32 * kVec * kVectors;              // tokens per warp
-constexpr int kHalo = (kWidth - 1 + kVec - 1) / kVec;  // vectors ahead of a lane's own that its first outputs look at
+constexpr int kHalo = (kWidth - 1 + kVec - 1) / kVec;  // vectors before a lane's own that its first outputs read
 constexpr int kHeadLanes = 4;  // per sequence, for its first kWidth - 1 tokens
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -107,7 +107,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -176,11 +176,11 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -202,7 +202,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -218,18 +218,18 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// The first of `count` ascending numbers that is above a value, by its place; count where none is. 32 candidates per step, one latency of
-// memory each, and all lanes take part.
+// The index of the first of `count` ascending numbers that is above `value`, or `count` if none is. A step tests 32 candidates in one
+// latency of memory; all lanes of the warp take part.
 template <class I>
 DEVICE u32 first_above(const I* numbers, u32 stride, u32 count, i64 value, u32 lane) {
-  u32 found = 0, left = count;  // it is one of `left` numbers from here on, or behind them
+  u32 found = 0, left = count;  // the result is among `left` numbers from here on, or just after them
   while (left) {
     const u32 step = (left + 31) / 32;
     const u32 probe = found + min((lane + 1) * step, left) - 1;
     const u32 above = __ballot_sync(0xffffffffu, load(numbers + u64(probe) * stride) > value);
     const u32 passed = min(above ? (31 - u32(__clz(int(above & (0 - above))))) * step : left, left);
     found += passed;
-    left = above ? min(step, left - passed) - 1 : 0;  // the last of them is known to be above
+    left = above ? min(step, left - passed) - 1 : 0;  // the last candidate is known to be above
   }
   return found;
 }
@@ -243,7 +243,8 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
     i64 conv_states_slot, u32 pieces, u32 pieces_magic, u32 pieces_shift, u32 dim, u32 dim_magic, u32 dim_shift,
     u32 length, u32 sequences, u32 x_dim, u32 query_start_loc_sequence, u32 conv_states_dim, u32 conv_states_tap,
     u32 conv_state_indices_sequence, u32 has_initial_state_sequence, u32 out_dim) {
-  // A warp takes a piece of one channel's row, whatever sequences that holds. Pieces of a row are neighbours, then the channels'.
+  // A warp takes a piece of one channel's row, which may hold several sequences. Neighbouring warps take the pieces of a row, then the next
+  // channel.
   const u32 lane = threadIdx.x % 32;
   const u32 item = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   const u32 channel = divide(item, pieces_magic, pieces_shift);
@@ -251,13 +252,13 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
   if (channel >= dim) return;
   x += u64(channel) * x_dim;
   out += u64(channel) * out_dim;
-  // Vectors lie on the 16-byte grid of the output, wherever its row begins on it.
+  // Vectors lie on the output's 16-byte grid, wherever its row begins.
   const u32 lead = u32(reinterpret_cast<u64>(out) / sizeof(X)) % kVec;
 
   const int tokens = int(length);
-  const int first = int(piece * kPiece + lane * kVec) - int(lead);  // of the lane's tokens; below 0 where the grid starts before the row
-  const bool congruent = (reinterpret_cast<u64>(x) - reinterpret_cast<u64>(out)) % 16 == 0;  // so x has vectors where the output has
-  // The whole warp has vectors to load: all but the ends of most rows.
+  const int first = int(piece * kPiece + lane * kVec) - int(lead);  // the lane's first token; below 0 if the grid starts before the row
+  const bool congruent = (reinterpret_cast<u64>(x) - reinterpret_cast<u64>(out)) % 16 == 0;  // then x has vectors where the output has them
+  // The whole warp loads full vectors: everywhere except at the ends of most rows.
   const bool in_row = (piece > 0 || lead == 0) && int((piece + 1) * kPiece) - int(lead) <= tokens;
   const bool loads_whole = congruent && in_row;
 
@@ -281,20 +282,20 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) own[u] = load_tokens(first + u * 32 * kVec);
   }
-  // The last lanes hold what comes before the piece: its first lanes find it where they find their neighbours' vectors.
+  // The last lanes hold the tokens before the piece, so that the first lanes read them by the same shuffles as their neighbours' vectors.
   Pack<X, kVec> before = zero_pack<X, kVec>();
   if (lane >= 32 - kHalo && piece > 0) before = load_tokens(first - 32 * kVec);
   float taps[kWidth];
   const Pack<bf16, kWidth> raw_taps = load_vector<bf16, kWidth>(weight + u64(channel) * kWidth);
   const bf16 raw_bias = load(bias + channel);
   const auto starts_at = [&](u32 s) { return int(load(query_start_loc + u64(s) * query_start_loc_sequence)); };
-  // A piece's tokens are convolved as if they were of one sequence. That is right but for heads, the first kWidth - 1 tokens of a sequence,
-  // which are convolved again: kHeadLanes lanes to a sequence that begins in the piece, several sequences at once. These lanes keep its
-  // state, too: they alone read it, and each writes what only it has read.
+  // A piece's tokens are convolved as if they belonged to one sequence. This is wrong only for heads, the first kWidth - 1 tokens of a
+  // sequence, which are convolved again: kHeadLanes lanes per sequence that begins in the piece, several sequences at once. These lanes
+  // also store the sequence's state: only they read it, and each lane stores only what it has read itself.
   const auto load_slot = [&](u32 s) { return load(conv_state_indices + u64(s) * conv_state_indices_sequence); };
   const auto is_slot = [&](i64 slot) { return u64(slot) < u64(slots) && slot != pad_slot_id; };
   const int piece_begin = max(int(piece * kPiece) - int(lead), 0);
-  // The last piece has the empty sequences at the end, too.
+  // The last piece also has the empty sequences at the end.
   const int piece_end = piece + 1 < pieces ? int((piece + 1) * kPiece) - int(lead) : 0x7fffffff;
   const u32 next = first_above(query_start_loc, query_start_loc_sequence, sequences, i64(piece_begin) - 1, lane);
   const int next_start = starts_at(next);
@@ -304,9 +305,9 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
   int start = 0, stop = 0;
   i64 slot = 0;
   bool valid = false;
-  u32 token = 0;  // bits: of the head
-  u32 earlier = 0;  // of the state
-  u32 latest = 0;  // of the last tokens
+  u32 token = 0;  // raw bits of the head's token
+  u32 earlier = 0;  // raw bits of the state
+  u32 latest = 0;  // raw bits of the last tokens
   const auto ask_for_heads = [&] {
     start = starts_at(min(sequence, sequences));
     begins = sequence < sequences && start < piece_end;
@@ -326,7 +327,7 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
   // The sequence that began before the piece.
   const int carried_stop = min(next_start, min(piece_end, tokens));
   const bool carried_padded = next > 0 && carried_stop > piece_begin && !is_slot(load_slot(next - 1));
-  // What gets outputs here: where a sequence began just before, its heads are of the warp that has its beginning.
+  // The first token with an output here. If a sequence began just before, its heads belong to the warp that has its beginning.
   const int begin = next > 0 ? starts_at(next - 1) + kWidth - 1 : next_start;
   const int end = min(starts_at(sequences), tokens);
   const bool stores_whole = int(piece * kPiece) - int(lead) >= begin && int((piece + 1) * kPiece) - int(lead) <= end;
@@ -345,16 +346,16 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
   for (int u = 0; u < kVectors; ++u) {
     float own_tokens[kVec];
     unpack(own[u], own_tokens);
-    float window[kWidth - 1 + kVec];  // from the oldest token that the first output looks at
+    float window[kWidth - 1 + kVec];  // from the oldest token that the first output reads
 #pragma unroll
     for (int i = 0; i < kVec; ++i) window[kWidth - 1 + i] = own_tokens[i];
 #pragma unroll
-    for (int h = kHalo; h >= 1; --h) {  // from the lane h before this one; the first lanes from the last ones' vectors of before
+    for (int h = kHalo; h >= 1; --h) {  // from the lane h before this one; the first lanes take `before` of the last lanes
       const bool wraps = lane >= 32 - h;
       Pack<X, kVec> neighbour;
 #pragma unroll
       for (int w = 0; w < Pack<X, kVec>::kWords; ++w) {
-        const int until = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // of the word's tokens in the window
+        const int until = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // end of the word's tokens in the window
         if (until > 0) neighbour.word[w] = __shfl_sync(0xffffffffu, wraps ? before.word[w] : own[u].word[w], (lane + 32 - h) % 32);
         else neighbour.word[w] = 0;
       }
@@ -388,7 +389,7 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
     float sum = to_float(raw_bias);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const int from = int(head) + j - (kWidth - 1);  // below 0: of the state, or nothing
+      const int from = int(head) + j - (kWidth - 1);  // below 0: from the state, or none
       const u32 here = __shfl_sync(0xffffffffu, token, int(lane - head) + max(from, 0));
       const u32 remembered = __shfl_sync(0xffffffffu, earlier, int(lane - head) + min(int(head) + j, kHeadLanes - 1));
       sum = fmaf(taps[j], value_of(from >= 0 ? here : remembered), sum);
@@ -408,7 +409,7 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
       padded ^= 1u << of;
     }
   };
-  __syncwarp();  // heads take the place of what was stored for them
+  __syncwarp();  // heads overwrite the outputs that were stored for them
   if (carried_padded) clear(piece_begin, carried_stop);
   while (__any_sync(0xffffffffu, begins)) {
     finish_heads();

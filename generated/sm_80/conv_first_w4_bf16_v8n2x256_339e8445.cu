@@ -3,7 +3,7 @@
 //   initial=yes  final=yes  pool=no  started=no  index=none  loads=vector  shifted=no  unit=no  taps=vector  vec=8
 //   vectors=2  threads=256  min_blocks=0  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -21,11 +21,11 @@ constexpr int kVectors = 2;  // per lane, 32 vectors apart
 constexpr int kThreads = 256;
 
 constexpr int kPiece = 32 * kVec * kVectors;              // tokens per warp
-constexpr int kHalo = (kWidth - 1 + kVec - 1) / kVec;  // vectors ahead of a lane's own that its first outputs look at
+constexpr int kHalo = (kWidth - 1 + kVec - 1) / kVec;  // vectors before a lane's own that its first outputs read
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -100,7 +100,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -169,11 +169,11 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -195,7 +195,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -220,10 +220,11 @@ conv_first_w4_bf16_v8n2x256_339e8445(
     u32 pieces_shift, u32 dim, u32 dim_magic, u32 dim_shift, u32 length, u32 sequences, u32 x_batch, u32 x_dim,
     u32 seq_idx_batch, u32 seq_idx_length, u32 initial_states_dim, u32 initial_states_tap, u32 final_states_dim,
     u32 final_states_tap, u32 out_batch, u32 out_dim) {
-  // A warp takes a piece of one channel's row of one sequence. A block's warps take the same piece of neighbouring channels, which find the
-  // tokens' seq_idx in L1, twice the bytes of the tokens themselves. Pieces of a row are neighbours, then the channels', then the batch's.
+  // A warp takes a piece of one channel's row of one sequence. The warps of a block take the same piece of neighbouring channels, so that
+  // they find seq_idx in L1: it has twice the bytes of the tokens. Blocks iterate over the pieces of a row, then the channels, then the
+  // batch.
   const u32 lane = threadIdx.x % 32;
-  const u32 rows = divide(blockIdx.x, pieces_magic, pieces_shift);  // a block's
+  const u32 rows = divide(blockIdx.x, pieces_magic, pieces_shift);  // the block's group of rows
   const u32 piece = blockIdx.x - rows * pieces;
   const u32 row = rows * (kThreads / 32) + threadIdx.x / 32;
   const u32 sequence = divide(row, dim_magic, dim_shift);
@@ -233,8 +234,8 @@ conv_first_w4_bf16_v8n2x256_339e8445(
   out += u64(sequence) * out_batch + u64(channel) * out_dim;
 
   const int tokens = int(length);
-  const int first = int(piece * kPiece + lane * kVec);  // of the lane's tokens
-  // The whole warp has vectors to load, and to store: all but the ends of most rows.
+  const int first = int(piece * kPiece + lane * kVec);  // the lane's first token
+  // The whole warp loads and stores full vectors: everywhere except at the ends of most rows.
   const bool stores_whole = int((piece + 1) * kPiece) <= tokens;
   const bool loads_whole = stores_whole;
 
@@ -248,7 +249,7 @@ conv_first_w4_bf16_v8n2x256_339e8445(
   };
   const i64 slot = sequence;
 
-  // A token of the sequence: before the first, what the state remembers; past the last, zero.
+  // A token of the sequence: from the state before the first token, zero past the last one.
   const auto load_token = [&](int t) -> u32 {
     if (t >= 0) return t < tokens ? load_bits(x + t) : 0u;
     if (t >= 1 - kWidth)
@@ -270,22 +271,22 @@ conv_first_w4_bf16_v8n2x256_339e8445(
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) own[u] = load_tokens(first + u * 32 * kVec);
   }
-  // The last lanes hold what comes before the piece: its first lanes find it where they find their neighbours' vectors.
+  // The last lanes hold the tokens before the piece, so that the first lanes read them by the same shuffles as their neighbours' vectors.
   Pack<X, kVec> before = zero_pack<X, kVec>();
   if (lane >= 32 - kHalo && piece > 0) before = load_vector<X, kVec>(x + first - 32 * kVec);
   if (lane >= 32 - kHalo && piece == 0) before = load_tokens(first - 32 * kVec);
   float taps[kWidth];
   const Pack<bf16, kWidth> raw_taps = load_vector<bf16, kWidth>(weight + u64(channel) * kWidth);
   const bf16 raw_bias = load(bias + channel);
-  // What comes before the row belongs to the sequence of its first token.
+  // Tokens before the row belong to the sequence of its first token.
   seq_idx += u64(sequence) * seq_idx_batch;
   const auto load_id = [&](int t) { return load(seq_idx + u64(max(0, min(t, tokens - 1))) * seq_idx_length); };
-  // Most of a warp's vectors are of one sequence, which a vote finds out. Only in the others each token's taps are compared.
+  // Most vectors of a warp belong to one sequence, which a vote detects. Only in the others the taps of each token are compared.
   const int piece_first = int(piece * kPiece);
   const bool ids_aligned = seq_idx_length == 1 && reinterpret_cast<u64>(seq_idx + piece_first) % 16 == 0;
   bool alike[kVectors] = {};
   if (ids_aligned && piece_first >= 0 && piece_first + kPiece <= tokens) {
-    int ids_before[kVectors];  // lane 0 has the oldest that the first output looks at, later ones what follows, most the first token's
+    int ids_before[kVectors];  // lane 0: the oldest token that the first output reads; then the tokens after it; most lanes: the first token
     u32 ids[kVectors][kVec];
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
@@ -315,11 +316,11 @@ conv_first_w4_bf16_v8n2x256_339e8445(
       for (int i = 0; i < kWidth - 1 + kVec; ++i) id[i] = load_id(t0 + i - (kWidth - 1));
     }
   };
-  // The first piece's warp keeps the last tokens: it alone reads the state, and has read it before it writes.
+  // The warp of the first piece stores the last tokens as the state: only this warp reads the state, and has read it before it writes.
   const int last = tokens - (kWidth - 1) + int(lane);
   const bool keeps = piece == 0 && lane < kWidth - 1;
   u32 kept_bits = keeps ? load_token(last) : 0u;
-  if (keeps && load_id(last) != load_id(tokens - 1)) kept_bits = 0u;  // of another sequence than the row's last
+  if (keeps && load_id(last) != load_id(tokens - 1)) kept_bits = 0u;  // belongs to another sequence than the row's last token
 
   unpack(raw_taps, taps);
 
@@ -327,16 +328,16 @@ conv_first_w4_bf16_v8n2x256_339e8445(
   for (int u = 0; u < kVectors; ++u) {
     float own_tokens[kVec];
     unpack(own[u], own_tokens);
-    float window[kWidth - 1 + kVec];  // from the oldest token that the first output looks at
+    float window[kWidth - 1 + kVec];  // from the oldest token that the first output reads
 #pragma unroll
     for (int i = 0; i < kVec; ++i) window[kWidth - 1 + i] = own_tokens[i];
 #pragma unroll
-    for (int h = kHalo; h >= 1; --h) {  // from the lane h before this one; the first lanes from the last ones' vectors of before
+    for (int h = kHalo; h >= 1; --h) {  // from the lane h before this one; the first lanes take `before` of the last lanes
       const bool wraps = lane >= 32 - h;
       Pack<X, kVec> neighbour;
 #pragma unroll
       for (int w = 0; w < Pack<X, kVec>::kWords; ++w) {
-        const int until = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // of the word's tokens in the window
+        const int until = (w + 1) * (4 / int(sizeof(X))) - h * kVec + kWidth - 1;  // end of the word's tokens in the window
         if (until > 0) neighbour.word[w] = __shfl_sync(0xffffffffu, wraps ? before.word[w] : own[u].word[w], (lane + 32 - h) % 32);
         else neighbour.word[w] = 0;
       }

@@ -3,7 +3,7 @@
 //   initial=no  final=no  pool=no  started=no  index=none  loads=element  shifted=no  unit=no  taps=element  vec=4
 //   vectors=6  threads=128  min_blocks=4  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -21,11 +21,11 @@ constexpr int kPiece = 6;   // tokens per warp
 constexpr int kThreads = 128;
 
 constexpr int kChannels = 32 * kVec;  // per warp
-constexpr int kApart = 32;            // channels between those of a lane: each access of a warp is to 32 neighbours
+constexpr int kApart = 32;            // distance between a lane's channels: each access of a warp covers 32 neighbouring channels
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -81,7 +81,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -146,11 +146,11 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -172,7 +172,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -195,8 +195,8 @@ conv_last_w3_bf16_v4n6x128b4_51c32b78(
     const bf16* x, const bf16* weight, bf16* out, u32 pieces, u32 pieces_magic, u32 pieces_shift, u32 dim,
     u32 channel_blocks, u32 channel_blocks_magic, u32 channel_blocks_shift, u32 length, u32 sequences, u32 x_batch,
     u32 x_dim, u32 x_length, u32 weight_dim, u32 weight_tap, u32 out_batch, u32 out_dim, u32 out_length) {
-  // A warp takes a piece of a sequence, of kChannels channels. Neighbouring blocks take neighbouring channels, a block's warps neighbouring
-  // pieces, which share their halo in L1.
+  // A warp takes a piece of a sequence, of kChannels channels. Neighbouring blocks take neighbouring channels. The warps of a block take
+  // neighbouring pieces, which share their halo in L1.
   const u32 lane = threadIdx.x % 32;
   const u32 group = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);  // of neighbouring pieces
   const u32 item = group * (kThreads / 32) + threadIdx.x / 32;
@@ -223,7 +223,7 @@ conv_last_w3_bf16_v4n6x128b4_51c32b78(
   };
 
   // All loads come before any result is used.
-  Pack<X, kVec> row[kWidth - 1 + kPiece];  // of channels, from the oldest token that the first output looks at
+  Pack<X, kVec> row[kWidth - 1 + kPiece];  // of channels, from the oldest token that the first output reads
   const X* from = x + i64(first - (kWidth - 1)) * i64(x_length);
 #pragma unroll
   for (int i = 0; i < kWidth - 1 + kPiece; ++i, from += x_length) {

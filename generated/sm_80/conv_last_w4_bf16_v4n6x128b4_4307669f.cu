@@ -3,7 +3,7 @@
 //   initial=no  final=no  pool=yes  started=yes  index=i32  loads=vector  shifted=no  unit=no  taps=vector  vec=4
 //   vectors=6  threads=128  min_blocks=4  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -23,9 +23,9 @@ constexpr int kThreads = 128;
 
 constexpr int kChannels = 32 * kVec;  // per warp
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -94,7 +94,7 @@ DEVICE float rcp_approx(float v) {
   return r;
 }
 
-// Asks L2 for the line that holds an address; nothing waits for it.
+// Prefetches to L2 the line that contains an address; no instruction waits for it.
 DEVICE void touch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 
 #endif
@@ -108,7 +108,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -177,11 +177,11 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -203,7 +203,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -219,9 +219,10 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// Packed sequences: sequence s has tokens [starts[s], starts[s + 1]), and pieces of kPiece tokens. It gets piece numbers from
-// floor((starts[s] + lead) / kPiece) + s on, which are enough for it: no sum over the sequences before it is needed. This finds the last
-// sequence that gets its first number at or before a piece's; 32 candidates per step, one latency of memory each, and all lanes take part.
+// Packed sequences: sequence s has tokens [starts[s], starts[s + 1]) in pieces of kPiece tokens. Its piece numbers begin at
+// floor((starts[s] + lead) / kPiece) + s, which leaves enough numbers for every sequence without a sum over the sequences before it. The
+// function finds the last sequence whose first number is at most `piece`. A step tests 32 candidates in one latency of memory; all lanes of
+// the warp take part.
 struct Span {
   u32 sequence, start, stop;
 };
@@ -237,7 +238,7 @@ DEVICE Span find_sequence(const I* starts, u32 stride, u32 sequences, u32 lead, 
     found += last * step;
     left = min(step, left - last * step);
     if (step > 1) continue;
-    const u32 next = __shfl_sync(0xffffffffu, start, min(last + 1, 31u));  // the lane behind has seen where the next one starts
+    const u32 next = __shfl_sync(0xffffffffu, start, min(last + 1, 31u));  // the next lane has loaded the start of the next sequence
     return Span{found, __shfl_sync(0xffffffffu, start, last), last < 31 ? next : u32(load(starts + u64(found + 1) * stride))};
   }
 }
@@ -252,18 +253,18 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
     u32 channel_blocks_magic, u32 channel_blocks_shift, u32 length, u32 sequences, u32 x_length,
     u32 query_start_loc_sequence, u32 conv_states_dim, u32 conv_states_tap, u32 conv_state_indices_sequence,
     u32 has_initial_state_sequence, u32 out_length) {
-  // A warp takes a piece of a sequence, of kChannels channels. Neighbouring blocks take neighbouring channels, a block's warps neighbouring
-  // pieces, which share their halo in L1.
+  // A warp takes a piece of a sequence, of kChannels channels. Neighbouring blocks take neighbouring channels. The warps of a block take
+  // neighbouring pieces, which share their halo in L1.
   const u32 lane = threadIdx.x % 32;
   const u32 group = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);  // of neighbouring pieces
   const u32 item = group * (kThreads / 32) + threadIdx.x / 32;
   const bool inside = (blockIdx.x - group * channel_blocks) * kChannels + lane * kVec < dim;
-  const u32 channel = min((blockIdx.x - group * channel_blocks) * kChannels + lane * kVec, dim - kVec);  // lanes past the last channel read it too, and write nothing
+  const u32 channel = min((blockIdx.x - group * channel_blocks) * kChannels + lane * kVec, dim - kVec);  // lanes past the last channel load the last channels and store nothing
   if (item >= pieces) return;
 
-  // Which sequence the piece is of takes a look into memory; meanwhile the tokens that have the piece's number come nearer. Each is asked
-  // for by one warp, and used by this one or by one that runs beside it.
-  if (item * kPiece + lane / 4 < length && lane / 4 < kPiece) {  // 4 lanes to a token: 64 bytes each
+  // Finding the piece's sequence costs a latency of memory. Meanwhile the warp prefetches the tokens with the piece's number to L2. One
+  // warp prefetches a token, and this warp or one that runs at the same time uses it.
+  if (item * kPiece + lane / 4 < length && lane / 4 < kPiece) {  // 4 lanes per token: 64 bytes each
     const u32 near = min(channel - lane * kVec + lane % 4 * (kChannels / 4), dim - 1);
     touch_l2(x + u64(item * kPiece + lane / 4) * x_length + near);
   }
@@ -271,7 +272,7 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
   const u32 sequence = span.sequence, start = span.start, stop = min(span.stop, length);
   const u32 piece = item - (start / kPiece + sequence);
   const int tokens = int(stop) - int(start);
-  const int first = int(piece * kPiece);  // below 0: of tokens before the first sequence
+  const int first = int(piece * kPiece);  // below 0: tokens before the first sequence
   if (u32(first) >= u32(tokens)) return;
   x += u64(start) * x_length + channel;
   out += u64(start) * out_length + channel;
@@ -287,20 +288,20 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
   const u8 raw_flag = load_u8(has_initial_state + u64(sequence) * has_initial_state_sequence);
 
   // All loads come before any result is used.
-  Pack<X, kVec> row[kWidth - 1 + kPiece];  // of channels, from the oldest token that the first output looks at
+  Pack<X, kVec> row[kWidth - 1 + kPiece];  // of channels, from the oldest token that the first output reads
   const X* from = x + i64(first - (kWidth - 1)) * i64(x_length);
 #pragma unroll
   for (int i = 0; i < kWidth - 1 + kPiece; ++i, from += x_length) {
     row[i] = zero_pack<X, kVec>();
     if (i < kWidth - 1 ? first > 0 : first + i - (kWidth - 1) < tokens) row[i] = load_channels(from);
   }
-  __syncwarp();  // no instruction; but without it ptxas moves the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves the loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded sequence: zero output, no state touched
     store_zeros();
     return;
   }
   conv_states += slot * conv_states_slot + u64(channel) * conv_states_dim;
-  // Before the first token comes what the state remembers.
+  // The state's tokens come before the first token.
   const auto load_past = [&](int tap) {
     Pack<X, kVec> r = zero_pack<X, kVec>();
 #pragma unroll
@@ -337,7 +338,7 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
     pack(sum, result);
     if (first + t < tokens) store_channels(to, result);
   }
-  // The first piece's lanes keep the last tokens: they alone read the state, and have read it before they write.
+  // The lanes of the first piece store the last tokens as the state: only they read the state, and have read it before they write.
   if (first == 0 && inside) {
     Pack<X, kVec> last[kWidth - 1];
 #pragma unroll

@@ -3,7 +3,7 @@
 //   initial=yes  final=yes  pool=no  started=no  index=none  loads=vector  shifted=no  unit=no  taps=vector  vec=4
 //   vectors=6  threads=128  min_blocks=4  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -22,9 +22,9 @@ constexpr int kThreads = 128;
 
 constexpr int kChannels = 32 * kVec;  // per warp
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -99,7 +99,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -168,11 +168,11 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -194,7 +194,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -219,8 +219,8 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
     u32 pieces_shift, u32 dim, u32 channel_blocks, u32 channel_blocks_magic, u32 channel_blocks_shift, u32 length,
     u32 sequences, u32 x_batch, u32 x_length, u32 seq_idx_batch, u32 seq_idx_length, u32 initial_states_dim,
     u32 initial_states_tap, u32 final_states_dim, u32 final_states_tap, u32 out_batch, u32 out_length) {
-  // A warp takes a piece of a sequence, of kChannels channels. Neighbouring blocks take neighbouring channels, a block's warps neighbouring
-  // pieces, which share their halo in L1.
+  // A warp takes a piece of a sequence, of kChannels channels. Neighbouring blocks take neighbouring channels. The warps of a block take
+  // neighbouring pieces, which share their halo in L1.
   const u32 lane = threadIdx.x % 32;
   const u32 group = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);  // of neighbouring pieces
   const u32 item = group * (kThreads / 32) + threadIdx.x / 32;
@@ -239,7 +239,7 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
   const i64 slot = sequence;
 
   // All loads come before any result is used.
-  Pack<X, kVec> row[kWidth - 1 + kPiece];  // of channels, from the oldest token that the first output looks at
+  Pack<X, kVec> row[kWidth - 1 + kPiece];  // of channels, from the oldest token that the first output reads
   const X* from = x + i64(first - (kWidth - 1)) * i64(x_length);
 #pragma unroll
   for (int i = 0; i < kWidth - 1 + kPiece; ++i, from += x_length) {
@@ -248,7 +248,7 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
   }
   initial_states += slot * initial_states_slot + u64(channel) * initial_states_dim;
   final_states += slot * final_states_slot + u64(channel) * final_states_dim;
-  // Before the first token comes what the state remembers.
+  // The state's tokens come before the first token.
   const auto load_past = [&](int tap) {
     Pack<X, kVec> r = zero_pack<X, kVec>();
 #pragma unroll
@@ -262,7 +262,7 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
   }
   const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
   const Pack<bf16, kVec> raw_bias = load_vector<bf16, kVec>(bias + channel);
-  // What comes before the row belongs to the sequence of its first token.
+  // Tokens before the row belong to the sequence of its first token.
   seq_idx += u64(sequence) * seq_idx_batch;
   const auto load_id = [&](int t) { return load(seq_idx + u64(max(0, min(t, tokens - 1))) * seq_idx_length); };
   int id[kWidth - 1 + kPiece];
@@ -291,7 +291,7 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
     pack(sum, result);
     if (first + t < tokens) store_channels(to, result);
   }
-  // The first piece's lanes keep the last tokens: they alone read the state, and have read it before they write.
+  // The lanes of the first piece store the last tokens as the state: only they read the state, and have read it before they write.
   if (first == 0) {
     Pack<X, kVec> last[kWidth - 1];
 #pragma unroll
@@ -300,7 +300,7 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
       last[k] = zero_pack<X, kVec>();
       if (t >= 0) last[k] = load_channels(x + u64(t) * x_length);
       else last[k] = load_past(t + kWidth - 1);
-      if (load_id(t) != load_id(tokens - 1)) last[k] = zero_pack<X, kVec>();  // of another sequence than the row's last
+      if (load_id(t) != load_id(tokens - 1)) last[k] = zero_pack<X, kVec>();  // belongs to another sequence than the row's last token
     }
 #pragma unroll
     for (int k = 0; k < kWidth - 1; ++k) {

@@ -3,7 +3,7 @@
 //   query_start_loc=none  index=i32  layout=runs  state_len=2  saved=no  saved_index=none  loads=vector  taps=vector
 //   input_gate=yes  output_gate=yes  vec=2  threads=64  min_blocks=0  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -17,13 +17,13 @@ struct bf16 { u16 bits; };
 using X = bf16;
 constexpr int kWidth = 3;   // taps
 constexpr int kVec = 2;     // neighbouring channels per lane
-constexpr int kTokens = 1;  // of a sequence
+constexpr int kTokens = 1;  // per sequence
 constexpr int kThreads = 64;
 constexpr int kStateLen = 2;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -79,7 +79,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -144,11 +144,11 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -170,7 +170,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -186,7 +186,7 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// A lane's channels, each with Length neighbouring inputs, to and from one pack of channels per input.
+// Converts between a run (Length neighbouring inputs of each of the lane's channels) and one pack of channels per input.
 template <int Length>
 DEVICE void from_run(const Pack<X, kVec * Length>& run, Pack<X, kVec>* inputs) {
 #pragma unroll
@@ -217,18 +217,20 @@ conv_update_w3t1_bf16_shift_runs_v2x64_ff2263f1(
   const u32 sequence = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);
   const u32 first_channel = ((blockIdx.x - sequence * channel_blocks) * kThreads + threadIdx.x) * kVec;
   const bool inside = first_channel < dim;
-  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel read it too, and write nothing
+  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel load the last channels and store nothing
 
   const i64 slot = load(conv_state_indices + u64(sequence) * conv_state_indices_sequence);
 
-  // Channels of one token.
+  // The channels of one token.
   const auto load_channels = [&](const X* p) {
     return load_vector<X, kVec>(p);
+
   };
   const auto store_channels = [&](X* p, const Pack<X, kVec>& v) {
     store_vector(p, v);
+
   };
-  // Products are rounded, as those of a multiplication by itself.
+  // Products are rounded as by a separate multiplication.
   const auto gated = [](const Pack<X, kVec>& v, const Pack<X, kVec>& gate) {
     float values[kVec], factors[kVec];
     unpack(v, values);
@@ -241,9 +243,11 @@ conv_update_w3t1_bf16_shift_runs_v2x64_ff2263f1(
   };
   const auto load_input_gate = [&](const X* p) {
     return load_vector<X, kVec>(p);
+
   };
   const auto load_output_gate = [&](const X* p) {
     return load_vector<X, kVec>(p);
+
   };
 
   constexpr int tokens = kTokens;
@@ -268,7 +272,7 @@ conv_update_w3t1_bf16_shift_runs_v2x64_ff2263f1(
     token[t] = gated(token[t], input_gate_of[t]);
   const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
 
-  __syncwarp();  // no instruction; but without it ptxas moves the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves the loads above to below the branch, where they wait for the slot
   if (!(u64(slot) < u64(slots) && slot != pad_slot_id)) {  // a padded sequence: zero output, no state touched
     if (inside)
 #pragma unroll

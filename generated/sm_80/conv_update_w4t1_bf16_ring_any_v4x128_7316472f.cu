@@ -3,7 +3,7 @@
 //   query_start_loc=none  index=none  layout=any  state_len=0  saved=no  saved_index=none  loads=element
 //   taps=element  vec=4  threads=128  min_blocks=0  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -17,12 +17,12 @@ struct bf16 { u16 bits; };
 using X = bf16;
 constexpr int kWidth = 4;   // taps
 constexpr int kVec = 4;     // neighbouring channels per lane
-constexpr int kTokens = 1;  // of a sequence
+constexpr int kTokens = 1;  // per sequence
 constexpr int kThreads = 128;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -97,7 +97,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -166,11 +166,11 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -192,7 +192,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -219,36 +219,41 @@ conv_update_w4t1_bf16_ring_any_v4x128_7316472f(
   const u32 sequence = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);
   const u32 first_channel = ((blockIdx.x - sequence * channel_blocks) * kThreads + threadIdx.x) * kVec;
   const bool inside = first_channel < dim;
-  const u32 channel = min(first_channel, dim - 1);  // lanes past the last channel read it too, and write nothing
+  const u32 channel = min(first_channel, dim - 1);  // lanes past the last channel load it and store nothing
   const u32 live = min(dim - channel, u32(kVec));   // channels that the lane has
 
   const i64 slot = sequence;
 
-  // Channels of one token.
+  // The channels of one token.
   const auto load_channels = [&](const X* p) {
     Pack<X, kVec> v;
 #pragma unroll
     for (int c = 0; c < kVec; ++c) set_element(v, c, c < live ? load_bits(p + u64(c) * x_dim) : 0u);
     return v;
+
   };
   const auto store_channels = [&](X* p, const Pack<X, kVec>& v) {
 #pragma unroll
     for (int c = 0; c < kVec; ++c)
       if (c < live) store_bits(p + u64(c) * out_dim, element(v, c));
+
   };
-  // Channels of one entry of the state.
+
+  // The channels of one entry of the state.
   const auto load_entry = [&](const X* p, u32 entry) {
     p += u64(entry) * conv_state_tap;
     Pack<X, kVec> v;
 #pragma unroll
     for (int c = 0; c < kVec; ++c) set_element(v, c, c < live ? load_bits(p + u64(c) * conv_state_dim) : 0u);
     return v;
+
   };
   const auto store_entry = [&](X* p, u32 entry, const Pack<X, kVec>& v) {
     p += u64(entry) * conv_state_tap;
 #pragma unroll
     for (int c = 0; c < kVec; ++c)
       if (c < live) store_bits(p + u64(c) * conv_state_dim, element(v, c));
+
   };
 
   constexpr int tokens = kTokens;
@@ -259,7 +264,7 @@ conv_update_w4t1_bf16_ring_any_v4x128_7316472f(
   for (int t = 0; t < kTokens; ++t)
     token[t] = load_channels(x);
   const u32 seen = u32(u32(load(cache_seqlens + u64(sequence) * cache_seqlens_sequence)) % state_len);
-  const u32 begin = (seen + state_len - u32(kWidth - 1)) % state_len;  // entry where the history begins
+  const u32 begin = (seen + state_len - u32(kWidth - 1)) % state_len;  // the history's first entry
   bf16 raw_taps[kVec * kWidth];
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
@@ -268,7 +273,7 @@ conv_update_w4t1_bf16_ring_any_v4x128_7316472f(
     for (int k = 0; k < kWidth; ++k) raw_taps[c * kWidth + k] = load(weight + u64(at) * weight_dim + k * weight_tap);
   }
 
-  __syncwarp();  // no instruction; but without it ptxas moves the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves the loads above to below the branch, where they wait for the slot
   conv_state += slot * conv_state_slot + u64(channel) * conv_state_dim;
   Pack<X, kVec> window[kWidth - 1];
 #pragma unroll

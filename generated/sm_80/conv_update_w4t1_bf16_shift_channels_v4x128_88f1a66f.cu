@@ -3,7 +3,7 @@
 //   query_start_loc=none  index=i32  layout=channels  state_len=0  saved=no  saved_index=none  loads=vector
 //   taps=vector  vec=4  threads=128  min_blocks=0  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -17,12 +17,12 @@ struct bf16 { u16 bits; };
 using X = bf16;
 constexpr int kWidth = 4;   // taps
 constexpr int kVec = 4;     // neighbouring channels per lane
-constexpr int kTokens = 1;  // of a sequence
+constexpr int kTokens = 1;  // per sequence
 constexpr int kThreads = 128;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -97,7 +97,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -166,11 +166,11 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -192,7 +192,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -219,25 +219,30 @@ conv_update_w4t1_bf16_shift_channels_v4x128_88f1a66f(
   const u32 sequence = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);
   const u32 first_channel = ((blockIdx.x - sequence * channel_blocks) * kThreads + threadIdx.x) * kVec;
   const bool inside = first_channel < dim;
-  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel read it too, and write nothing
+  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel load the last channels and store nothing
 
   const i64 slot = load(conv_state_indices + u64(sequence) * conv_state_indices_sequence);
 
-  // Channels of one token.
+  // The channels of one token.
   const auto load_channels = [&](const X* p) {
     return load_vector<X, kVec>(p);
+
   };
   const auto store_channels = [&](X* p, const Pack<X, kVec>& v) {
     store_vector(p, v);
+
   };
-  // Channels of one entry of the state.
+
+  // The channels of one entry of the state.
   const auto load_entry = [&](const X* p, u32 entry) {
     p += u64(entry) * conv_state_tap;
     return load_vector<X, kVec>(p);
+
   };
   const auto store_entry = [&](X* p, u32 entry, const Pack<X, kVec>& v) {
     p += u64(entry) * conv_state_tap;
     store_vector(p, v);
+
   };
 
   constexpr int tokens = kTokens;
@@ -250,7 +255,7 @@ conv_update_w4t1_bf16_shift_channels_v4x128_88f1a66f(
   const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
   const Pack<bf16, kVec> raw_bias = load_vector<bf16, kVec>(bias + channel);
 
-  __syncwarp();  // no instruction; but without it ptxas moves the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves the loads above to below the branch, where they wait for the slot
   if (!(u64(slot) < u64(slots) && slot != pad_slot_id)) {  // a padded sequence: zero output, no state touched
     if (inside)
 #pragma unroll
@@ -268,7 +273,7 @@ conv_update_w4t1_bf16_shift_channels_v4x128_88f1a66f(
   float taps[kVec * kWidth], start_of_sum[kVec];
   unpack(raw_taps, taps);
   unpack(raw_bias, start_of_sum);
-  // Entries ahead of the history. Those that come from new inputs are read again, before an output can take their place.
+  // Entries before the history. Entries that come from new inputs are loaded again, before an output can overwrite them.
   for (int i = 0; i + kWidth - 1 < int(state_len); ++i) {
     const int from = i + tokens;
     store_entry(conv_state, i, from < int(state_len) ? load_entry(conv_state, from) : load_channels(x + u64(from - int(state_len)) * 0));

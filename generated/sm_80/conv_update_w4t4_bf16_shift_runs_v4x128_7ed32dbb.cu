@@ -3,7 +3,7 @@
 //   query_start_loc=none  index=i32  layout=runs  state_len=3  saved=runs  saved_index=i32  loads=vector
 //   taps=vector  children=i64  vec=4  threads=128  min_blocks=1  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -21,9 +21,9 @@ constexpr int kTokens = 4;  // at a time
 constexpr int kThreads = 128;
 constexpr int kStateLen = 3;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -98,7 +98,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -167,11 +167,11 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -179,7 +179,7 @@ DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n)
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -189,7 +189,7 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -211,7 +211,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -227,7 +227,7 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// A lane's channels, each with Length neighbouring inputs, to and from one pack of channels per input.
+// Converts between a run (Length neighbouring inputs of each of the lane's channels) and one pack of channels per input.
 template <int Length>
 DEVICE void from_run(const Pack<X, kVec * Length>& run, Pack<X, kVec>* inputs) {
 #pragma unroll
@@ -261,16 +261,18 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
   const u32 sequence = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);
   const u32 first_channel = ((blockIdx.x - sequence * channel_blocks) * kThreads + threadIdx.x) * kVec;
   const bool inside = first_channel < dim;
-  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel read it too, and write nothing
+  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel load the last channels and store nothing
 
   const i64 slot = load(conv_state_indices + u64(sequence) * conv_state_indices_sequence);
 
-  // Channels of one token.
+  // The channels of one token.
   const auto load_channels = [&](const X* p) {
     return load_vector<X, kVec>(p);
+
   };
   const auto store_channels = [&](X* p, const Pack<X, kVec>& v) {
     store_vector(p, v);
+
   };
 
   const int tokens = int(length);
@@ -282,7 +284,7 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
     if (t < tokens) token[t] = load_channels(x + u64(t) * x_token);
   const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
 
-  // Each token's parent: that of the first of its siblings, who come behind each other, as children do behind their parent.
+  // A token's parent is the parent of its eldest sibling. Siblings come in ascending order, and children after their parent.
   constexpr u32 kMost = 128;
   SHARED(int, elder_of, kMost);
   SHARED(int, parent_of_eldest, kMost);
@@ -302,7 +304,7 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
   for (u32 t = threadIdx.x; t < u32(tokens); t += kThreads) {
     u32 eldest = t;
     while (elder_of[eldest] >= 0) eldest = u32(elder_of[eldest]);
-    const int known = parent_of_eldest[eldest], parent = max(known, 0);  // of nobody's child the first token
+    const int known = parent_of_eldest[eldest], parent = max(known, 0);  // a token that is not a child has the first token as parent
     parent_staged[t] = parent;
     if (blockIdx.x == sequence * channel_blocks) {
       const u32 words[2] = {u32(parent), 0u};
@@ -311,11 +313,11 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
     }
   }
   __syncthreads();
-  // The token ahead of one on its path. Below 0 is the history, whose last entry is -1.
+  // The token before t on its path. Numbers below 0 are the history, whose last entry is -1.
   const auto parent_of = [&](int t) {
     return t <= 0 ? t - 1 : parent_staged[t];
   };
-  __syncwarp();  // no instruction; but without it ptxas moves the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves the loads above to below the branch, where they wait for the slot
   if (!(u64(slot) < u64(slots) && slot != pad_slot_id)) {  // a padded sequence: zero output, no state touched
     if (inside)
       for (int t = 0; t < tokens; ++t) store_channels(out + u64(t) * out_token, zero_pack<X, kVec>());
@@ -344,7 +346,7 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
 #pragma unroll
       for (int t = 0; t < kTokens; ++t)
         if (first + t < tokens) token[t] = load_channels(x + u64(first + t) * x_token);
-    // What each token's path has ahead of it: of all tokens one step back, then of all another.
+    // The inputs before each token on its path: one step back for all tokens, then the next step.
     Pack<X, kVec> path[kTokens][kWidth - 1];
     int from[kTokens];
 #pragma unroll
@@ -360,7 +362,7 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
         for (int i = k + 1; i < kWidth - 1; ++i) {
 #pragma unroll
           for (int w = 0; w < Pack<X, kVec>::kWords; ++w) {
-            const u32 here = history[i].word[w], there = path[t][k].word[w];  // or the compiler selects an address, in local memory
+            const u32 here = history[i].word[w], there = path[t][k].word[w];  // otherwise the compiler selects an address, in local memory
             path[t][k].word[w] = from[t] == i - (kWidth - 1) ? here : there;
           }
         }

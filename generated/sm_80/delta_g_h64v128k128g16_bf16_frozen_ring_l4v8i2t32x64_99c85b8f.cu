@@ -14,7 +14,7 @@
 //     beta: sigmoid(beta)
 //     q, k: divided by their norms
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -34,13 +34,18 @@ constexpr int kTile = 32;   // rows per block
 constexpr int kThreads = 64;
 
 constexpr int kPasses = kDimK / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kDimV + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kDimV; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kDimV - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -126,7 +131,7 @@ DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 DEVICE void store_raw(f32* p, f32 v) { store_u32(p, __float_as_uint(v)); }
 DEVICE void store_raw(bf16* p, bf16 v) { store_u16(p, v.bits); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -193,7 +198,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -203,13 +208,14 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 DEVICE float sigmoid(float v) { return rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -239,8 +245,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -279,11 +285,11 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
     u32 dt_bias_head, u32 out_batch, u32 out_token, u32 out_head, u32 out_row, u32 state_indices_batch,
     u32 ring_k_token, u32 ring_k_head, u32 ring_v_token, u32 ring_v_head, u32 ring_g_token, u32 ring_g_head,
     u32 ring_beta_token, u32 ring_beta_head, u32 tokens, float scale) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
 
   const u32 tile = blockIdx.x % kTiles;
@@ -294,9 +300,9 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   q += u64(batch) * q_batch + key_head * q_head + offset;
@@ -310,7 +316,7 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
   const auto raw_A_log = load(A_log + head * A_log_head);
   const auto raw_dt_bias = load(dt_bias + head * dt_bias_head);
 
-  // Up to 8 tokens. A team holds the vectors of one, as an operand of mma; a lane of it the scalars of two.
+  // Up to 8 tokens. A team holds the vectors of one token as an operand of mma; each of its lanes holds the scalars of two.
   const u32 part = lane % kLanes;
   const u32 last = tokens - 1;
   q += u64(min(team, last)) * q_token;
@@ -332,19 +338,21 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
     raw_beta[j] = load(beta + u64(t) * beta_token);
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const u32 row = first_row + i * kRowStep;
+      const u32 row = existing(first_row + i * kRowStep);
       raw_v[i][j] = load(v + u64(t) * v_token + row * v_row);
     }
   }
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDimK; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDimK;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
@@ -352,7 +360,7 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           const u32 row = owned_row + step * kStepRows;
-          store(out + u64(t) * out_token + row * out_row, 0.f);
+          if (exists(row)) store(out + u64(t) * out_token + row * out_row, 0.f);
         }
     return;
   }
@@ -375,16 +383,16 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
   ring_g += slot * ring_g_slot + head * ring_g_head;
   ring_beta += slot * ring_beta_slot + head * ring_beta_head;
   const float rate = fminf(exp2_approx(to_float(raw_A_log) * kLog2E), 3e38f);  // finite, so that rate * 0 is 0
-  // All products that are needed, <S, k_c>, <S, q_c>, <k_e, k_c> and <k_e, q_c>, come from the tensor cores: exact products of 16-bit
-  // numbers, summed in f32. What a token does to the state is then done to its products with the later tokens:
-  // <S, x> <- forget <S, x> + added <k, x>. A warp instruction multiplies 16 rows with 8 tokens; the memory's 16-byte vectors serve as
-  // they lie, because both sides permute the key channels alike.
+  // All products, <S, k_c>, <S, q_c>, <k_e, k_c> and <k_e, q_c>, come from the tensor cores: exact products of 16-bit numbers, summed in
+  // f32. A token's update of the state is then applied to its products with the later tokens: <S, x> <- forget <S, x> + added <k, x>. A
+  // warp instruction multiplies 16 rows with 8 tokens. The 16-byte vectors of memory are its operands directly, because both sides permute
+  // the key channels alike.
   const auto multiply = [&](float (&sum)[4], const Pack<State, kVec>& row, const Pack<State, kVec>& row_8, const Pack<State, kVec>& column) {
 #pragma unroll
     for (int w = 0; w < 4; w += 2)
       mma_bf16(sum, row.word[w], row_8.word[w], row.word[w + 1], row_8.word[w + 1], column.word[w], column.word[w + 1]);
   };
-  // Into the ring, as it came.
+  // The operands go to the ring, unconverted.
   if (tile == 0 && threadIdx.x < 32) {
     if (head % kHeadsPerKey == 0 && team < tokens)
 #pragma unroll
@@ -401,18 +409,18 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
       const u32 row = first_row + i * kRowStep;
-      if (2 * part + j < tokens) store_raw(ring_v + u64(2 * part + j) * ring_v_token + row, raw_v[i][j]);
+      if (2 * part + j < tokens && exists(row)) store_raw(ring_v + u64(2 * part + j) * ring_v_token + row, raw_v[i][j]);
     }
   }
 
-  // Of rows k_team and q_team with columns 2 part and 2 part + 1.
+  // Products of rows k_team and q_team with columns 2 part and 2 part + 1.
   float with_k[4] = {}, with_q[4] = {};
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
     multiply(with_k, raw_k[p], raw_q[p], raw_k[p]);
     multiply(with_q, raw_k[p], raw_q[p], raw_q[p]);
   }
-  // Of state rows first_row + i * kRowStep with tokens 2 part + j.
+  // Products of state rows first_row + i * kRowStep with tokens 2 part + j.
   float s_k[kIlp / 2][4] = {}, s_q[kIlp / 2][4] = {};
 #pragma unroll
   for (int i = 0; i < kIlp; i += 2) {
@@ -426,7 +434,7 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
   float forget[2], read_scale[2], query_scale[2], write_scale[2], mix[2], step[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {  // tokens 2 part + j
-    const u32 own = (2 * part + j) * kLanes + part;  // the lane that has their products with themselves
+    const u32 own = (2 * part + j) * kLanes + part;  // the lane that holds this token's products with itself
     const float kq = __shfl_sync(0xffffffffu, with_q[j], own);
     const float k_norm = rsqrt_approx(__shfl_sync(0xffffffffu, with_k[j], own) + 1e-6f);
     const float q_norm = rsqrt_approx(__shfl_sync(0xffffffffu, with_q[2 + j], own) + 1e-6f) * scale;
@@ -441,9 +449,9 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
     if (c >= tokens) break;
-    constexpr int kPair = 2;  // tokens of a lane
+    constexpr int kPair = 2;  // tokens per lane
     const int j = c % kPair;
-    float kk[2], kq[2];  // of this token with the lane's
+    float kk[2], kq[2];  // of this token with the lane's tokens
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       kk[m] = __shfl_sync(0xffffffffu, with_k[m], c * kLanes + part);
@@ -465,7 +473,7 @@ delta_g_h64v128k128g16_bf16_frozen_ring_l4v8i2t32x64_99c85b8f(
         y[at + m] = fmaf(added, kq[m], y[at + m] * keep);
       }
       const u32 row = first_row + i * kRowStep;
-      if (part == c / kPair) store(out + u64(c) * out_token + row * out_row, result);
+      if (part == c / kPair && exists(row)) store(out + u64(c) * out_token + row * out_row, result);
     }
   }
 }

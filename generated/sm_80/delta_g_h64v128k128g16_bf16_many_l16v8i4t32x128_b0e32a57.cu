@@ -14,7 +14,7 @@
 //     beta: sigmoid(beta)
 //     q, k: divided by their norms
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -35,13 +35,18 @@ constexpr int kTile = 32;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDimK / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kDimV + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kDimV; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kDimV - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -116,7 +121,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -183,7 +188,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -193,13 +198,14 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 DEVICE float sigmoid(float v) { return rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -229,8 +235,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -257,7 +263,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -265,7 +271,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -287,11 +293,11 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
     u32 beta_batch, u32 beta_token, u32 beta_head, u32 A_log_head, u32 dt_bias_head, u32 out_batch, u32 out_token,
     u32 out_head, u32 out_row, u32 state_indices_batch, u32 parents_batch, u32 parents_token,
     u32 intermediate_state_indices_batch, u32 tokens, float scale) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
   const i64 kept_row = load(intermediate_state_indices + u64(batch) * intermediate_state_indices_batch);
   const bool keeps = u64(kept_row) < u64(kept_rows);
@@ -304,9 +310,9 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   q += u64(batch) * q_batch + key_head * q_head + offset;
@@ -321,7 +327,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
   const auto raw_A_log = load(A_log + head * A_log_head);
   const auto raw_dt_bias = load(dt_bias + head * dt_bias_head);
 
-  struct Raw {  // a token, but for its row scalars, as it comes from memory
+  struct Raw {  // a token without its row scalars, unconverted
     Pack<bf16, kVec> q[kPasses];
     Pack<bf16, kVec> k[kPasses];
     bf16 g;
@@ -339,8 +345,8 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
     raw.beta = load(beta + u64(t) * beta_token);
     return raw;
   };
-  // Tokens are prepared once per block, a team each, and read from shared memory by all of its teams. The first ones are asked for
-  // before the state is, because what a warp asks for comes back in order.
+  // Tokens are prepared once per block, each by one team, and read from shared memory by all teams. The first tokens are loaded before the
+  // state, because a warp's loads return in order.
   constexpr int kTeamsPerBlock = kThreads / kLanes;
   constexpr int kRounds = (kChunk + kTeamsPerBlock - 1) / kTeamsPerBlock;
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
@@ -363,21 +369,23 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
     for (int r = 0; r < kValues; ++r) {
       const u32 i = r * kThreads + threadIdx.x;
       const u32 t = min(first + i / kTile, last);
-      const u32 row = tile * kTile + i % kTile;
+      const u32 row = existing(tile * kTile + i % kTile);
       chunk.v[r] = load(v + u64(t) * v_token + row * v_row);
     }
     return chunk;
   };
   Chunk chunk = load_chunk(0);
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDimK; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDimK;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id || !keeps) {  // a padded row: zero output, no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
@@ -385,7 +393,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           const u32 row = owned_row + step * kStepRows;
-          store(out + u64(t) * out_token + row * out_row, 0.f);
+          if (exists(row)) store(out + u64(t) * out_token + row * out_row, 0.f);
         }
     return;
   }
@@ -404,7 +412,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
   load_state(next, 0);
 
   const float rate = fminf(exp2_approx(to_float(raw_A_log) * kLog2E), 3e38f);  // finite, so that rate * 0 is 0
-  struct Token {  // what the rows need of a token
+  struct Token {  // a token's values that the rows need
     float query[kPasses][kVec];
     float write[kPasses][kVec];
     float forget, read_scale, query_scale, write_scale, mix, step;
@@ -447,8 +455,8 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
   SHARED(float, v_staged, kChunk * kTile);
   SHARED(int, parent_staged, kChunk);
   const u32 part = lane % kLanes;
-  const u32 row_in_tile = owned_row - tile * kTile;
-  // Quarter z of pass p of vector m: neighbouring lanes read neighbouring 16 bytes.
+  const u32 row_in_tile = existing(owned_row) - tile * kTile;
+  // Index of quarter z of pass p of vector m: neighbouring lanes read neighbouring 16 bytes.
   const auto quad = [&](int m, int p, int z) { return m * (kDimK / 4) + (p * kQuads + z) * kLanes + part; };
   const auto stage_token = [&](u32 c, const Token& token) {
 #pragma unroll
@@ -488,7 +496,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
     return token;
   };
 
-  float h[kIlp][kPasses][kVec];  // the rows, through all tokens
+  float h[kIlp][kPasses][kVec];  // the rows, kept in registers for all tokens
 #pragma unroll
   for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -513,7 +521,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
       if (i >= count * kTile) continue;
       v_staged[i] = to_float(chunk.v[r]);
     }
-    if (threadIdx.x < count) {  // earlier tokens only, whose states are kept
+    if (threadIdx.x < count) {  // only earlier tokens, whose states are kept
       const u64 earlier = first + threadIdx.x;
       parent_staged[threadIdx.x] = u64(chunk.parent) < earlier ? int(chunk.parent) : -1;
     }
@@ -521,17 +529,17 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
 
     for (u32 c = 0; c < count; ++c) {
       const u32 t = first + c;
-      if (const int parent = parent_staged[c]; parent >= 0) {  // what this thread itself has stored
+      if (const int parent = parent_staged[c]; parent >= 0) {  // stored by this thread itself
         const State* stored = intermediate_states + parent * intermediate_states_token;
 #pragma unroll
         for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
           for (int p = 0; p < kPasses; ++p)
-            unpack(load_vector<State, kVec>(stored + element_of(0, i) + p * (kLanes * kVec)), h[i][p]);
+            if (exists(row_of(0, i))) unpack(load_vector<State, kVec>(stored + element_of(0, i) + p * (kLanes * kVec)), h[i][p]);
         }
       }
       const Token token = staged_token(c);
-      float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
+      float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which is read once for both
 #pragma unroll
       for (int i = 0; i < kIlp; ++i)
 #pragma unroll
@@ -546,7 +554,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
       const float added = error * token.write_scale;
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
-        const float a = __shfl_sync(0xffffffffu, added, i, kLanes);
+        const float a = of_owner(added, i);
 #pragma unroll
         for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
@@ -554,7 +562,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
         }
       }
 
-      if (lane % kLanes < kIlp) store(out + u64(t) * out_token + owned_row * out_row, result);
+      if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
       State* kept = intermediate_states + t * intermediate_states_token;
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
@@ -562,7 +570,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
         for (int p = 0; p < kPasses; ++p) {
           Pack<State, kVec> packed;
           pack(h[i][p], packed);
-          store_vector(kept + element_of(0, i) + p * (kLanes * kVec), packed);
+          if (exists(row_of(0, i))) store_vector(kept + element_of(0, i) + p * (kLanes * kVec), packed);
         }
       }
     }

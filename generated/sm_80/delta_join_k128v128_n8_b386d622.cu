@@ -2,10 +2,10 @@
 //   head_k=128  x=bf16  g=none  gate=none  A_log=none  dt_bias=none  beta=bf16  beta_form=plain  l2norm=no
 //   cu_seqlens=i32  copy=16  pdl=off  head_v=128  segments=8  segment_chunks=16
 //
-// Of a sequence cut into segments 0, 1, …, with S_0 the state that segment 0 leaves, and N, M of all others but the last:
-//     S_i = S_(i-1) M_i + N_i, in N_i's place
+// Joins segments 0, 1, … of a sequence. S_0 is the state after segment 0; all other segments except the last have N and M:
+//     S_i = S_(i-1) M_i + N_i, stored over N_i
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -19,19 +19,19 @@ struct bf16 { u16 bits; };
 
 constexpr int kHeadK = 128;   // columns of a state, of N and of M; rows of M
 constexpr int kHeadV = 128;   // rows of a state and of N
-constexpr int kRows = 8;        // of them: a block's
+constexpr int kRows = 8;        // rows per block
 constexpr int kChunk = 64;    // tokens
-constexpr u32 kImage = 11136;  // bytes of an image
+constexpr u32 kImage = 11136;  // bytes of the workspace per chunk and head
 
 constexpr int kTiles = kHeadV / kRows;  // blocks per head
-constexpr int kParts = 4;      // of the rows of M, which a column's threads share
-constexpr int kOwn = kHeadK / kParts;   // of them: a thread's
-constexpr int kBatch = 32;    // of them: those in registers, asked for while others are used
+constexpr int kParts = 4;      // threads per column, which share the rows of M
+constexpr int kOwn = kHeadK / kParts;   // rows of M per thread
+constexpr int kBatch = 32;    // rows of M in registers, loaded one batch before their use
 constexpr int kThreads = kHeadK * kParts;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -92,7 +92,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -157,7 +157,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -165,7 +165,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -175,14 +175,14 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-constexpr u32 kSegments = 8;   // of a sequence behind its first one, at most
-constexpr u32 kLeast = 16;      // chunks of a segment: a sequence of few chunks has fewer segments
-constexpr u32 kAhead = 9, kBehind = 8;  // chunks of the first segment, for so many of each other
+constexpr u32 kSegments = 8;   // segments of a sequence after the first one, at most
+constexpr u32 kLeast = 16;      // fewest chunks of a segment: a short sequence has fewer segments
+constexpr u32 kAhead = 9, kBehind = 8;  // kAhead chunks of the first segment for kBehind chunks of each other one
 constexpr u32 kSpan = 3009;    // tokens of the shortest sequence that is cut
-constexpr u32 kRoom = 32768;    // f32 numbers of a segment and head: N, then M; of a first segment, the state that it leaves
+constexpr u32 kRoom = 32768;    // f32 numbers per segment and head: N, then M; for a first segment, the state after it
 
 struct Cut {
-  u32 segments, first, chunks;  // chunks of the first, and of each other but the last
+  u32 segments, first, chunks;  // chunks of the first segment, and of each other one except the last
 };
 DEVICE Cut cut_of(u32 tokens) {
   const u32 chunks = (tokens + kChunk - 1) / kChunk;
@@ -191,20 +191,21 @@ DEVICE Cut cut_of(u32 tokens) {
   return Cut{1 + (chunks - first + each - 1) / each, first, each};
 }
 
-// Fewer sequences than there are may be long enough. One that is has a multiple of kSpan among its tokens; the first one says which candidate it is.
+// Not all sequences are long enough to be cut. A long one contains a multiple of kSpan among its tokens; the first of them gives its number
+// as a candidate.
 DEVICE u32 candidates_of(u32 tokens, u32 sequences) { return min(sequences, (tokens + kSpan - 1) / kSpan); }
-// The first of `count` ascending numbers that is above a value, by its place; count where none is. 32 candidates per step, one latency of
-// memory each, and all lanes take part.
+// The index of the first of `count` ascending numbers that is above `value`, or `count` if none is. A step tests 32 candidates in one
+// latency of memory; all lanes of the warp take part.
 template <class I>
 DEVICE u32 first_above(const I* numbers, u32 stride, u32 count, i64 value, u32 lane) {
-  u32 found = 0, left = count;  // it is one of `left` numbers from here on, or behind them
+  u32 found = 0, left = count;  // the result is among `left` numbers from here on, or just after them
   while (left) {
     const u32 step = (left + 31) / 32;
     const u32 probe = found + min((lane + 1) * step, left) - 1;
     const u32 above = __ballot_sync(0xffffffffu, load(numbers + u64(probe) * stride) > value);
     const u32 passed = min(above ? (31 - u32(__clz(int(above & (0 - above))))) * step : left, left);
     found += passed;
-    left = above ? min(step, left - passed) - 1 : 0;  // the last of them is known to be above
+    left = above ? min(step, left - passed) - 1 : 0;  // the last candidate is known to be above
   }
   return found;
 }
@@ -222,7 +223,8 @@ DEVICE u32 candidate_of(u32 sequence, u64 first, u32 tokens, u32 sequences) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 delta_join_k128v128_n8_b386d622(
     u8* images, const int* cu_seqlens, u32 tokens, u32 sequences, u32 heads, u32 group_heads, u32 cu_seqlens_sequence) {
-  // Blocks have rows of a head, then the heads, then the candidates. A thread has a column, and with `part` some of M's rows.
+  // Blocks iterate over the rows of a head, then the heads, then the candidate sequences. A thread has a column and, by `part`, some of M's
+  // rows.
   const u32 tile = blockIdx.x % kTiles, head = blockIdx.x / kTiles % heads, asked = blockIdx.x / kTiles / heads;
   const u32 column = threadIdx.x % kHeadK, part = threadIdx.x / kHeadK;
   const u32 lane = threadIdx.x % 32;
@@ -234,7 +236,7 @@ delta_join_k128v128_n8_b386d622(
   const Cut cut = cut_of(length);
   if (cut.segments < 3) return;
 
-  SHARED(Quad, state, kHeadK * (kRows / 4));  // S by columns, four rows at once
+  SHARED(Quad, state, kHeadK * (kRows / 4));  // S by columns, four rows per element
   SHARED(float, sums, kParts * kRows * kHeadK);
   float* at = reinterpret_cast<float*>(images + u64(tokens / kChunk + sequences) * heads * kImage) +
               (u64(asked) * kSegments * heads + head) * kRoom + tile * kRows * kHeadK + column;  // N of a segment

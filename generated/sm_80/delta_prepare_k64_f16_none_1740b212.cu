@@ -2,12 +2,12 @@
 //   head_k=64  x=f16  g=none  gate=none  A_log=none  dt_bias=none  beta=f32  beta_form=plain  l2norm=no
 //   cu_seqlens=none  copy=16  pdl=off  min_blocks=4
 //
-// Of each chunk of 64 tokens and head, with gamma the running sum of log2 decays (there are none: 0), rk = 1 and rq = scale:
+// Per chunk of 64 tokens and head: gamma is the running sum of log2 decays (there are none: 0), rk = 1 and rq = scale:
 //     A_ij = beta_j rk_i rk_j 2^(gamma_i - gamma_j) k_i.k_j, j < i        T = (I + A)^-1
 //     P_ij = beta_j rq_i rk_j 2^(gamma_i - gamma_j) q_i.k_j, j <= i
 //     c_x = -2^gamma rk        c_u = beta 2^(gamma_last - gamma) rk        c_o = 2^gamma rq        decay = 2^gamma_last
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -23,27 +23,28 @@ using X = f16;
 constexpr int kHead = 64;   // channels of q and k
 constexpr int kChunk = 64;   // tokens
 constexpr int kCopy = 16;    // bytes copied at once
-constexpr int kWarps = 4;    // and so many heads of v at most
+constexpr int kWarps = 4;    // and heads of v per block, at most
 constexpr int kThreads = 32 * kWarps;
 
-// Tokens stand in bands of 16, and matrices fall into blocks of 16 rows and columns. The tensor cores count a band's tokens as s = 8 n + 2 t + e,
-// which is token 4 t + 2 n + e: then lane 4 g + t has four neighbouring columns of two rows of a block, `row` and two below.
+// Tokens form bands of 16, and matrices blocks of 16 rows and columns. Index s = 8 n + 2 t + e of the tensor cores stands for token 4 t + 2
+// n + e of a band. Lane 4 g + t then has four neighbouring columns of two rows of a block, `row` and `row` + 2.
 //
-// Words of shared memory. Rows of q and k begin at multiples of 128 bytes, as copies of 16 pass by eights there.
+// Words of shared memory. Rows of q and k begin at multiples of 128 bytes, because copies of 16 bytes pass in groups of eight.
 constexpr int kRowWords = (kHead + 63) / 64 * 32, kBandWords = 16 * kRowWords, kTileWords = kChunk * kRowWords;
-// Behind the products, their sums lie there: blocks on and below the diagonal, of k k^T and of q k^T, as lanes have them; and a warp's own.
+// After the products, this memory holds their sums: blocks on and below the diagonal, of k k^T and of q k^T, in the lanes' layout; and each
+// warp's own part.
 constexpr int kBlockWords = 256, kSumWords = 10 * kBlockWords;
 constexpr int kAtOwn = 2 * kSumWords, kOwnWords = 1568;
-constexpr int kAtRows = kChunk, kAtColumns = 2 * kChunk, kAtSteps = 3 * kChunk, kAtBlocks = 4 * kChunk;  // of its own, behind gamma
+constexpr int kAtRows = kChunk, kAtColumns = 2 * kChunk, kAtSteps = 3 * kChunk, kAtBlocks = 4 * kChunk;  // in a warp's own part, after gamma
 constexpr int kFactorPitch = 16, kFactorWords = 16 * kFactorPitch + 8;     // blocks on the diagonal of -A
-constexpr int kInversePitch = 20, kInverseWords = 16 * kInversePitch + 8;  // those of T, by columns; eight of a block meet all banks
+constexpr int kInversePitch = 20, kInverseWords = 16 * kInversePitch + 8;  // blocks on the diagonal of T, by columns; eight columns cover all banks
 constexpr u32 kImage = 11136, kAtP = 5120, kAtCoefficients = 10240;  // bytes
 DEVICE constexpr int block_of(int row, int column) { return row * (row + 1) / 2 + column; }
 DEVICE constexpr u32 panel_of(int row, int column) { return column * 2048 - column * (column - 1) / 2 * 512 + (row - column) * 512; }  // bytes
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -125,9 +126,9 @@ DEVICE void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// d += a b: a of 16 rows and 8 columns, b of 8 rows and 8 columns. Of each number the leading 10 bits of its fraction count, as tf32 has them:
-// the others are cut off. Exact products, f32 sums. In lane 4 g + t, a0 and a2 are of row g, a1 and a3 of row g + 8, the former of column t,
-// the latter of column t + 4; b0 and b1 are of rows t and t + 4, column g; d is as above.
+// d += a b: a of 16 rows and 8 columns, b of 8 rows and 8 columns. tf32 keeps the leading 10 bits of each number's fraction and cuts off
+// the rest. Exact products, f32 sums. In lane 4 g + t, a0 and a2 are of row g, a1 and a3 of row g + 8; a0 and a1 of column t, a2 and a3 of
+// column t + 4; b0 and b1 of rows t and t + 4, column g; d is as above.
 DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, { %0, %1, %2, %3 };"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -135,9 +136,9 @@ DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, floa
         "r"(__float_as_uint(b1)));
 }
 
-// Four matrices of 8 rows and 8 columns, 16-bit, from shared memory; the whole warp takes part. Lane 8 m + r names where row r of matrix m
-// begins, 16 bytes: element i of an array. r[m] is what mma takes: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed, rows
-// 2 t and 2 t + 1 of column g.
+// Loads four 16-bit matrices of 8 rows and 8 columns from shared memory; the whole warp takes part. Lane 8 m + r gives the address of row r
+// of matrix m: 16 bytes at element i of an array. r[m] is an operand of mma: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed,
+// rows 2 t and 2 t + 1 of column g.
 template <class T>
 DEVICE void load_matrices(u32 (&r)[4], T* from, u32 i) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
@@ -153,14 +154,14 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "memory");
 }
 
-// Where a lane begins in an array of words in shared memory; what is `ahead` of it by a known number of words costs no instruction.
+// A lane's base address in an array of words in shared memory. A constant offset `ahead` costs no instruction.
 struct Place {
   u32 byte;
 };
 template <class T>
 DEVICE Place place_in(T* array, u32 i) {
   u32 byte = u32(__cvta_generic_to_shared(array + i));
-  asm("" : "+r"(byte));  // or the compiler adds it up anew, with each number
+  asm("" : "+r"(byte));  // otherwise the compiler recomputes the address for every offset
   return Place{byte};
 }
 DEVICE Place operator+(Place p, int words) { return Place{p.byte + 4 * words}; }
@@ -169,7 +170,7 @@ DEVICE u32 load_word(Place from, int ahead) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(from.byte + 4 * ahead) : "memory");
   return r;
 }
-// Four neighbours, aligned.
+// Four neighbouring words, aligned.
 DEVICE void load_quad(Place from, int ahead, u32* r) {
   asm volatile("ld.shared.v4.u32 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -179,7 +180,7 @@ DEVICE void load_quad(Place from, int ahead, u32* r) {
 DEVICE void store_quad(Place to, int ahead, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(to.byte + 4 * ahead), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// As above.
+// As above, at an offset from a Place.
 DEVICE void load_matrices(u32 (&r)[4], Place from, int ahead) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -193,9 +194,9 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], Place from, int ahead) {
                : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -205,15 +206,15 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// So many threads of a block, whole warps, wait for each other at its barrier 1 … 15, wherever each of them is in the text, and see what
-// the others have stored. __syncthreads is barrier 0, and one place for all.
+// `threads` threads of a block, in whole warps, wait for each other at barrier 1 … 15, at any place in the code, and then see each other's
+// stores. __syncthreads is barrier 0, at one place for all threads.
 DEVICE void meet(u32 barrier, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 #endif
@@ -227,7 +228,7 @@ DEVICE f16 load(const f16* p) { return f16{load_u16(p)}; }
 DEVICE float to_float(f16 v) { return widen_f16(v.bits); }
 DEVICE void store(f16* p, float v) { store_u16(p, round_f16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -294,19 +295,19 @@ DEVICE void pack(const float (&f)[N], Pack<f16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -315,18 +316,19 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Pieces of 16 bytes in rows of 128: token `token`'s lie at piece ^ turn_of(token). The eight tokens that are read as a matrix have all eight turns.
+// Rows of 128 bytes in pieces of 16: piece p of a token lies at p ^ turn_of(token). The eight tokens that are read as a matrix have eight
+// different swizzles.
 DEVICE constexpr u32 turn_of(u32 token) { return token % 2 + token / 4 % 4 * 2; }
 
-// Asks for q or k of a chunk's first `rows` tokens; the rest becomes zero.
+// Copies q or k of a chunk's first `rows` tokens; the rest becomes zero.
 template <class Array>
 DEVICE void copy_tokens(Array& tiles, u32 at, const X* from, u32 stride, u32 rows) {
-  constexpr u32 kAtOnce = kCopy / 4, kPieces = kHead / (2 * kAtOnce), kRows = kThreads / kPieces;  // words; of a row; rows at once
-  constexpr bool kApart = (kRows & (kRows - 1)) == 0;  // then no bit of `row` is one of i's
+  constexpr u32 kAtOnce = kCopy / 4, kPieces = kHead / (2 * kAtOnce), kRows = kThreads / kPieces;  // words per copy; pieces per row; rows at once
+  constexpr bool kApart = (kRows & (kRows - 1)) == 0;  // then `row` and i share no bit
   const u32 row = threadIdx.x / kPieces, word = threadIdx.x % kPieces * kAtOnce, turned = word / 4 % 8 ^ turn_of(row);
   if (row >= kRows) return;
   from += word * 2;
@@ -342,17 +344,17 @@ DEVICE void copy_tokens(Array& tiles, u32 at, const X* from, u32 stride, u32 row
   }
 }
 
-// Blocks of k k^T (matrix 0; times -rk of their rows) or of q k^T (1; times rq): rows kHigh and 3 - kHigh of blocks, as far as the diagonal.
-// Five blocks, whichever kHigh is; they take the place of q and k when all warps are done with these.
+// Blocks of k k^T (kMatrix 0; rows times -rk) or of q k^T (1; rows times rq): rows kHigh and 3 - kHigh of blocks, up to the diagonal. These
+// are five blocks for either kHigh. They overwrite q and k when all warps are done with them.
 template <int kMatrix, int kHigh, class Array>
 DEVICE void multiply(Array& tiles, float scale, u32 lane) {
   constexpr int kBands[2] = {kHigh, 3 - kHigh};
-  // Lane 8 m + r names row r of matrix m: two matrices one below the other, then the two beside them. That is a band as a first operand; as a
-  // second one, it is matrices 0 and 2 for its first eight rows, 1 and 3 for the others.
+  // Lane 8 m + r addresses row r of matrix m: two matrices one below the other, then the two to their right. This is a band as a first
+  // operand. As a second operand, its first eight rows are matrices 0 and 2, the others 1 and 3.
   const auto token = [](u32 s) { return s % 2 + s % 8 / 2 * 4 + s / 8 * 2; };
   const u32 at = token(lane % 16) * kRowWords + (lane / 16 ^ lane % 8) * 4;
   Place left = place_in(tiles, kMatrix * kTileWords + at), right = place_in(tiles, at);
-  // Sixteen channels further on are pieces ^ 2, and 32 further on ^ 4: words in either direction.
+  // Sixteen channels further are pieces ^ 2, and 32 further pieces ^ 4: an offset in either direction.
   const int by_16 = lane & 2 ? -8 : 8;
   int by_32 = lane & 4 ? -16 : 16;
   float sum[5][2][4] = {};
@@ -405,9 +407,9 @@ DEVICE void multiply(Array& tiles, float scale, u32 lane) {
   }
 }
 
-// A block, as a lane has it: [n][2 side + e] is of row `row` + 2 side, column 4 t + 2 n + e.
+// A block of 16 rows and 16 columns over a warp's lanes: [n][2 side + e] is in row `row` + 2 side, column 4 t + 2 n + e, with t = lane % 4.
 using Block = float[2][4];
-DEVICE void load_block(Block& block, Place from, int at) {  // as products left it
+DEVICE void load_block(Block& block, Place from, int at) {  // in the layout of accumulators
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     u32 word[4];
@@ -416,7 +418,7 @@ DEVICE void load_block(Block& block, Place from, int at) {  // as products left 
     for (int e = 0; e < 4; ++e) block[n][e] = __uint_as_float(word[e]);
   }
 }
-// Of both of its rows, four neighbouring columns, which are rows in shared memory too.
+// Loads four neighbouring columns of both of the lane's rows, from shared memory by rows.
 template <int Pitch>
 DEVICE void load_rows(Block& block, Place from, int at) {
 #pragma unroll
@@ -437,7 +439,7 @@ DEVICE void store_rows(const Block& block, Place to, int at) {
     store_quad(to, at + 2 * side * Pitch, word);
   }
 }
-// To an image: 32 bytes of a row, whose halves are exchanged in rows 4 … 7 of 8.
+// Stores to the workspace: 32 bytes per row. Rows 4 … 7 of every 8 have their two halves swapped.
 DEVICE void store_to_image(X* to, const Block& block) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
@@ -445,21 +447,22 @@ DEVICE void store_to_image(X* to, const Block& block) {
     store_2xu32(to + 2 * side * 16, word);
   }
 }
-// d += a b^T, all three as lanes have them: as a product's first operand a is what it is, and so is b^T as its second, if columns 4 t + 2 n are
-// counted as t, and those behind them as t + 4.
+// d += a b^T, all three in the lanes' layout. a is a product's first operand and b^T its second one without any exchange, if columns 4 t +
+// 2 n are counted as t and the columns after them as t + 4.
 DEVICE void add_product(Block& d, const Block& a, const Block& b) {
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int side = 0; side < 2; ++side) mma_tf32(d[side], a[n][0], a[n][2], a[n][1], a[n][3], b[n][2 * side], b[n][2 * side + 1]);
 }
-// Of keys that are nearly one, sums are many times what is left of them: there one operand of a product has two terms, and this is the second.
+// With nearly collinear keys, results are small differences of large sums. One operand of each product therefore has two terms, and this is
+// the second.
 DEVICE void cut_off(Block& to, const Block& from) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) to[i / 4][i % 4] = from[i / 4][i % 4] - __uint_as_float(__float_as_uint(from[i / 4][i % 4]) & 0xffffe000u);
 }
-// The other one has one term: half of what tf32 cuts off of it, on average, is put on it. And the multiplication leaves its result where a first
-// operand wants it, which is not where sums are: otherwise each product would move it there.
+// The other operand has one term. The factor compensates, on average, the truncation to tf32. The multiplication also puts its result where
+// a first operand must be; otherwise each product would move it there from the registers of sums.
 DEVICE void to_tf32(Block& to, const Block& from) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) to[i / 4][i % 4] = from[i / 4][i % 4] * 1.00034f;
@@ -473,26 +476,28 @@ delta_prepare_k64_f16_none_1740b212(
     u32 sequences, u32 heads, u32 group_heads, u32 q_token, u32 q_head, u32 k_token, u32 k_head, u32 beta_token,
     u32 beta_head, float scale, u32 chunk_blocks, u32 chunk_blocks_magic, u32 chunk_blocks_shift, u32 head_blocks,
     u32 head_blocks_magic, u32 head_blocks_shift, u32 block_heads) {
-  // Blocks walk the heads of v that share one of q and k, a warp's each, then those, then the chunks.
-  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // as a number that all lanes are known to share
+  // Blocks iterate over the heads of v that share a head of q and k, one per warp, then over the heads of q and k, then the chunks.
+  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // the compiler knows that all lanes share the shuffle's result
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
   const u32 number = divide(blockIdx.x, chunk_blocks_magic, chunk_blocks_shift), within = blockIdx.x - number * chunk_blocks;
   const u32 key_head = divide(within, head_blocks_magic, head_blocks_shift);
   const u32 own_head = (within - key_head * head_blocks) * block_heads + warp;
   const bool serves = warp < block_heads && own_head < group_heads;
-  const u32 head = key_head * group_heads + (serves ? own_head : 0);  // a warp without one of its own reads gates in vain
+  const u32 head = key_head * group_heads + (serves ? own_head : 0);  // a warp without a head loads gates that it does not use
 
-  // The last sequence s whose first number, s tokens / 64 + s, is not above this one. Images of 2^26 numbers would not fit any memory.
+  // The last sequence s whose first number, s tokens / 64 + s, is at most this one. Numbers stay below 2^26: no memory holds a larger
+  // workspace.
   const u32 sequence = (kChunk * (number + 1) - 1) / (tokens + kChunk), length = tokens;
   const u32 first_number = u32(u64(sequence) * tokens / kChunk) + sequence;
-  if (number < first_number || u64(number - first_number) * kChunk >= length) return;  // it is nobody's
-  const u32 before = (number - first_number) * kChunk;  // tokens of this sequence
+  if (number < first_number || u64(number - first_number) * kChunk >= length) return;  // no chunk has this number
+  const u32 before = (number - first_number) * kChunk;  // tokens of this sequence before the chunk
   const u32 rows = min(length - before, u32(kChunk));
   q += i64(sequence) * q_batch + u64(before) * q_token + u64(key_head) * q_head;
   k += i64(sequence) * k_batch + u64(before) * k_token + u64(key_head) * k_head;
   beta += i64(sequence) * beta_batch + u64(before) * beta_token + u64(head) * beta_head;
 
-  // Lane l has the gates of tokens 2 l and 2 l + 1. Past the last one it asks for that one's, which it then leaves alone: no branch is needed.
+  // Lane l has the gates of tokens 2 l and 2 l + 1. Past the last token it loads the last token's gates and ignores them, which needs no
+  // branch.
   f32 raw_beta[2];
 #pragma unroll
   for (u32 e = 0; e < 2; ++e) {
@@ -500,7 +505,7 @@ delta_prepare_k64_f16_none_1740b212(
     raw_beta[e] = load(beta + u64(token) * beta_token);
   }
 
-  DYNAMIC_SHARED(u32, tiles);  // k, q; then what is made of them
+  DYNAMIC_SHARED(u32, tiles);  // k, q; then the products' sums and each warp's own part
   copy_tokens(tiles, 0, k, k_token, rows);
   copy_tokens(tiles, kTileWords, q, q_token, rows);
 
@@ -514,8 +519,9 @@ delta_prepare_k64_f16_none_1740b212(
   wait_all_copies();
   __syncthreads();
 
-  // Two warps make k k^T, two q k^T: one has the longest and the shortest of the four rows of blocks, the other one those between.
-  switch (warp) {  // each its own text
+  // Two warps compute k k^T, two q k^T. One of each two has the longest and the shortest of the four rows of blocks, the other one the rows
+  // between.
+  switch (warp) {  // one instance for each
     case 0: multiply<0, 3>(tiles, scale, lane); break;
     case 1: multiply<0, 2>(tiles, scale, lane); break;
     case 2: multiply<1, 3>(tiles, scale, lane); break;
@@ -527,14 +533,14 @@ delta_prepare_k64_f16_none_1740b212(
   const u32 own = kAtOwn + warp * kOwnWords;
   X* const image = reinterpret_cast<X*>(images + (u64(number) * heads + head) * kImage);
 
-  // Between blocks, 2^(gamma_i - gamma_j) is 2^(gamma_i - r) 2^(r - e) 2^(e - gamma_j), with r from ahead of the row's block and e at the end of the
-  // column's: none is above 1.
+  // Between blocks, 2^(gamma_i - gamma_j) is 2^(gamma_i - r) 2^(r - e) 2^(e - gamma_j), with r taken before the row's block and e at the
+  // end of the column's block. No factor is above 1.
   {
     float x[2], u[2], o[2];
 #pragma unroll
     for (u32 e = 0; e < 2; ++e) {
       const u32 token = 2 * lane + e;
-      const float weight = step[e];  // of what is not there, 0
+      const float weight = step[e];  // 0 for missing tokens
       x[e] = -1.f;
       u[e] = weight;
       o[e] = scale;
@@ -547,7 +553,7 @@ delta_prepare_k64_f16_none_1740b212(
       const u32 word[2] = {__float_as_uint(coefficients[i][0]), __float_as_uint(coefficients[i][1])};
       store_2xu32(to + i * kChunk + 2 * lane, word);
     }
-    if (lane < 8) store(to + 3 * kChunk + lane, 1.f);  // a sector of memory
+    if (lane < 8) store(to + 3 * kChunk + lane, 1.f);  // one sector of memory
   }
   __syncwarp();
 
@@ -571,7 +577,7 @@ delta_prepare_k64_f16_none_1740b212(
         float weight = __uint_as_float(step_column[j]);
         float &p = mixed[j / 2][2 * side + j % 2], &a = product[j / 2][2 * side + j % 2];
         p = past ? p * weight : 0.f;
-        a = a * weight;  // what is not below the diagonal, nobody looks at
+        a = a * weight;  // only the part below the diagonal is read
       }
     }
     store_to_image(to + kAtP / 2 + panel_of(band, band) / 2, mixed);
@@ -579,7 +585,8 @@ delta_prepare_k64_f16_none_1740b212(
   }
   __syncwarp();
 
-  // (I + A) T = I: row by row, T_ic = i == c - A_ij T_jc, summed over j < i. Lane l has columns l % 8 and l % 8 + 8 of block l / 8; -A is there.
+  // (I + A) T = I, row by row: T_ic = (i == c) - A_ij T_jc, summed over j < i. Lane l has columns l % 8 and l % 8 + 8 of block l / 8.
+  // Shared memory holds -A.
   {
     const u32 band = lane / 8, column = lane % 8;
     const Place from = place_in(tiles, own + kAtBlocks + band * kFactorWords);
@@ -612,7 +619,7 @@ delta_prepare_k64_f16_none_1740b212(
   }
   __syncwarp();
 
-  // T^T is summed up where T is a first operand, so that what one product leaves is what the next one takes.
+  // T^T is summed in the layout of T as a first operand, so that the result of a product is an operand of the next one.
   const Place by_rows = place_in(tiles, own + kAtBlocks + 4 * part * kInversePitch + row), by_columns = place_in(tiles, own + kAtBlocks + row * kInversePitch + 4 * part);
   const auto load_inverse = [&](Block& block, int band) {  // T_bb
 #pragma unroll
@@ -625,12 +632,12 @@ delta_prepare_k64_f16_none_1740b212(
     store_to_image(to, inverse);
   }
   Block diagonal[3];  // T_mm^T
-  Block kept[3];  // T^T: of row 0 and column 1 of blocks, and of rows 0 and 1 and column 2
+  Block kept[3];  // blocks of T^T: row 0 of column 1, rows 0 and 1 of column 2
 #pragma unroll
   for (int band = 1; band < 4; ++band) {
     Block added[3] = {};  // of columns c: -(A_bm T_mc)^T
 #pragma unroll
-    for (int m = 2; m >= 0; --m) {  // the nearest first, as what is between grows
+    for (int m = 2; m >= 0; --m) {  // the nearest first, because the factor between blocks accumulates
       if (m >= band) continue;
       Block product, mixed;
       load_block(product, sums, block_of(band, m) * kBlockWords);
@@ -661,7 +668,7 @@ delta_prepare_k64_f16_none_1740b212(
         }
       }
     }
-    __syncwarp();  // or the compiler has so much under way that it runs out of registers
+    __syncwarp();  // otherwise the compiler starts so much at once that it runs out of registers
     Block inverse;
     load_inverse(inverse, band);
     store_to_image(to + panel_of(band, band) / 2, inverse);

@@ -4,11 +4,11 @@
 //   checkpoints=none  state_loads=vector  segments=8  segment_chunks=16  pdl=off  tile=64  stages=3  fetchers=1
 //   min_blocks=1  ahead_pdl=off
 //
-// Of a chunk that begins in state S, with T and P (lower triangles), c_x, c_u, c_o and a decay from its image:
+// A chunk starts from state S. T and P (lower triangles), c_x, c_u, c_o and a decay come from the workspace:
 //     X_i = v_i + c_x_i S k_i        u = T X        o_i = c_o_i S q_i + sum_j P_ij u_j
 //     S <- decay S + sum_i c_u_i u_i k_i^T
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -23,27 +23,27 @@ struct bf16 { u16 bits; };
 using X = bf16;
 constexpr int kHeadK = 128;   // columns of a state
 constexpr int kHeadV = 128;   // its rows
-constexpr int kTile = 64;     // of them: a block's
+constexpr int kTile = 64;     // rows per block
 constexpr int kChunk = 64;    // tokens
 constexpr int kStages = 3;    // chunks in shared memory
-constexpr int kCopy = 16;     // bytes of q, k, v and out that go at once
+constexpr int kCopy = 16;     // bytes of q, k, v and out per access
 
 constexpr int kTilesOfN = kHeadV / kTile, kTiles = kTilesOfN + kHeadK / kTile;  // blocks per head: N's, then M's
-constexpr int kWalkers = kTile / 16;    // warps that hold 16 rows of the state each
-constexpr int kFetchers = 1;        // warps that ask for what chunks need
+constexpr int kWalkers = kTile / 16;    // consumer warps: each holds 16 rows of the state
+constexpr int kFetchers = 1;        // producer warps, which load the chunks
 constexpr int kThreads = 32 * (kWalkers + kFetchers);
-constexpr int kSteps = kHeadK / 16;     // products that a column of S k^T takes
+constexpr int kSteps = kHeadK / 16;     // products per column of S k^T
 
-// Words of shared memory. Rows of k and q are 4 words apart, modulo 8: eight of them, read as a matrix, meet all banks.
+// Words of shared memory. The row pitch of k and q is 4 words modulo 8, so that eight rows, read as a matrix, cover all banks.
 constexpr int kRowWords = kHeadK / 2 + 4, kVWords = kTile / 2;
-constexpr int kAtV = kChunk * kRowWords, kAtImage = kAtV + kChunk * kVWords;  // behind k
+constexpr int kAtV = kChunk * kRowWords, kAtImage = kAtV + kChunk * kVWords;  // after k
 constexpr int kAtT = kAtImage + 0, kAtFactors = kAtImage + 1280;
-constexpr int kImage = 11136, kImageWords = 1476;  // bytes from one to the next; what is taken of it: T and factors
+constexpr int kImage = 11136, kImageWords = 1476;  // workspace bytes per chunk and head; words of them that are loaded: T and factors
 constexpr int kStageWords = kAtImage + kImageWords;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -101,9 +101,9 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 rows and 8 columns, 16-bit, from shared memory; the whole warp takes part. Lane 8 m + r names where row r of matrix m
-// begins, 16 bytes: element i of an array. r[m] is what mma takes: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed, rows
-// 2 t and 2 t + 1 of column g.
+// Loads four 16-bit matrices of 8 rows and 8 columns from shared memory; the whole warp takes part. Lane 8 m + r gives the address of row r
+// of matrix m: 16 bytes at element i of an array. r[m] is an operand of mma: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed,
+// rows 2 t and 2 t + 1 of column g.
 template <class T>
 DEVICE void load_matrices(u32 (&r)[4], T* from, u32 i) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
@@ -119,26 +119,26 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "memory");
 }
 
-// A matrix as load_matrices gives it, with rows and columns exchanged; the whole warp takes part.
+// Transposes a matrix in the layout of load_matrices; the whole warp takes part.
 DEVICE u32 transpose_matrix(u32 r) {
   u32 t;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(r));
   return t;
 }
 
-// Two neighbours, the first at an even place, from an array of words in shared memory.
+// Two neighbouring words, the first at an even index, of an array in shared memory.
 DEVICE void load_shared_2xu32(u32* from, u32 i, u32* r) {
   asm volatile("ld.shared.v2.u32 { %0, %1 }, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(u32(__cvta_generic_to_shared(from + i))) : "memory");
 }
 
-// Where a lane begins in an array of words in shared memory; what is `ahead` of it by a known number of words costs no instruction.
+// A lane's base address in an array of words in shared memory. A constant offset `ahead` costs no instruction.
 struct Place {
   u32 byte;
 };
 template <class T>
 DEVICE Place place_in(T* array, u32 i) {
   u32 byte = u32(__cvta_generic_to_shared(array + i));
-  asm("" : "+r"(byte));  // or the compiler adds it up anew, with each number
+  asm("" : "+r"(byte));  // otherwise the compiler recomputes the address for every offset
   return Place{byte};
 }
 DEVICE Place operator+(Place p, int words) { return Place{p.byte + 4 * words}; }
@@ -147,7 +147,7 @@ DEVICE u32 load_word(Place from, int ahead) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(from.byte + 4 * ahead) : "memory");
   return r;
 }
-// Four neighbours, aligned.
+// Four neighbouring words, aligned.
 DEVICE void load_quad(Place from, int ahead, u32* r) {
   asm volatile("ld.shared.v4.u32 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -157,7 +157,7 @@ DEVICE void load_quad(Place from, int ahead, u32* r) {
 DEVICE void store_quad(Place to, int ahead, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(to.byte + 4 * ahead), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// As above.
+// As above, at an offset from a Place.
 DEVICE void load_matrices(u32 (&r)[4], Place from, int ahead) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -171,9 +171,9 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], Place from, int ahead) {
                : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -183,15 +183,15 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// So many threads of a block, whole warps, wait for each other at its barrier 1 … 15, wherever each of them is in the text, and see what
-// the others have stored. __syncthreads is barrier 0, and one place for all.
+// `threads` threads of a block, in whole warps, wait for each other at barrier 1 … 15, at any place in the code, and then see each other's
+// stores. __syncthreads is barrier 0, at one place for all threads.
 DEVICE void meet(u32 barrier, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 // Four words of shared memory, aligned.
@@ -207,7 +207,7 @@ DEVICE void store_4_shared(T* to, u32 i, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
-// Four matrices of 8 rows and 8 columns to shared memory, each with rows and columns exchanged: the counterpart of load_matrices_transposed.
+// Stores four transposed matrices of 8 rows and 8 columns to shared memory: the counterpart of load_matrices_transposed.
 template <class T>
 DEVICE void store_matrices_transposed(T* to, u32 i, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(r0),
@@ -226,7 +226,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -291,19 +291,19 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -312,7 +312,7 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
-// Two floats that travel together.
+// Two floats that are loaded and stored together.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -322,9 +322,9 @@ DEVICE Pair widen_pair(bf16, u32 word) {
   unpack(Pack<bf16, 2>{{word}}, f);
   return Pair{f[0], f[1]};
 }
-// Where a lane finds its row of four matrices, in words from a corner of 16 rows and 16 columns. By rows: two matrices one below the other,
-// then the two beside them. By columns: two beside each other, then the two below. As mma takes them, a is the former and b the latter of rows
-// that lie in memory as mma counts them; transposed, it is the other way round.
+// The offset in words, from the corner of a block of 16 rows and 16 columns, of the row that a lane addresses for four matrices. by_rows:
+// two matrices one below the other, then the two to their right. by_columns: two side by side, then the two below. by_rows gives mma's a
+// and by_columns its b for rows that are stored as mma counts them; transposed, it is the other way round.
 template <int Pitch>
 DEVICE u32 by_rows(u32 lane) {
   return lane % 16 * Pitch + lane / 16 * 4;
@@ -334,14 +334,14 @@ DEVICE u32 by_columns(u32 lane) {
   return (lane % 8 + lane / 16 * 8) * Pitch + lane / 8 % 2 * 4;
 }
 
-constexpr u32 kSegments = 8;   // of a sequence behind its first one, at most
-constexpr u32 kLeast = 16;      // chunks of a segment: a sequence of few chunks has fewer segments
-constexpr u32 kAhead = 9, kBehind = 8;  // chunks of the first segment, for so many of each other
+constexpr u32 kSegments = 8;   // segments of a sequence after the first one, at most
+constexpr u32 kLeast = 16;      // fewest chunks of a segment: a short sequence has fewer segments
+constexpr u32 kAhead = 9, kBehind = 8;  // kAhead chunks of the first segment for kBehind chunks of each other one
 constexpr u32 kSpan = 3009;    // tokens of the shortest sequence that is cut
-constexpr u32 kRoom = 32768;    // f32 numbers of a segment and head: N, then M; of a first segment, the state that it leaves
+constexpr u32 kRoom = 32768;    // f32 numbers per segment and head: N, then M; for a first segment, the state after it
 
 struct Cut {
-  u32 segments, first, chunks;  // chunks of the first, and of each other but the last
+  u32 segments, first, chunks;  // chunks of the first segment, and of each other one except the last
 };
 DEVICE Cut cut_of(u32 tokens) {
   const u32 chunks = (tokens + kChunk - 1) / kChunk;
@@ -350,20 +350,21 @@ DEVICE Cut cut_of(u32 tokens) {
   return Cut{1 + (chunks - first + each - 1) / each, first, each};
 }
 
-// Fewer sequences than there are may be long enough. One that is has a multiple of kSpan among its tokens; the first one says which candidate it is.
+// Not all sequences are long enough to be cut. A long one contains a multiple of kSpan among its tokens; the first of them gives its number
+// as a candidate.
 DEVICE u32 candidates_of(u32 tokens, u32 sequences) { return min(sequences, (tokens + kSpan - 1) / kSpan); }
-// The first of `count` ascending numbers that is above a value, by its place; count where none is. 32 candidates per step, one latency of
-// memory each, and all lanes take part.
+// The index of the first of `count` ascending numbers that is above `value`, or `count` if none is. A step tests 32 candidates in one
+// latency of memory; all lanes of the warp take part.
 template <class I>
 DEVICE u32 first_above(const I* numbers, u32 stride, u32 count, i64 value, u32 lane) {
-  u32 found = 0, left = count;  // it is one of `left` numbers from here on, or behind them
+  u32 found = 0, left = count;  // the result is among `left` numbers from here on, or just after them
   while (left) {
     const u32 step = (left + 31) / 32;
     const u32 probe = found + min((lane + 1) * step, left) - 1;
     const u32 above = __ballot_sync(0xffffffffu, load(numbers + u64(probe) * stride) > value);
     const u32 passed = min(above ? (31 - u32(__clz(int(above & (0 - above))))) * step : left, left);
     found += passed;
-    left = above ? min(step, left - passed) - 1 : 0;  // the last of them is known to be above
+    left = above ? min(step, left - passed) - 1 : 0;  // the last candidate is known to be above
   }
   return found;
 }
@@ -376,21 +377,21 @@ DEVICE u32 candidate_of(u32 sequence, u64 first, u32 tokens, u32 sequences) {
   return candidates_of(tokens, sequences) == sequences ? sequence : u32((first + kSpan - 1) / kSpan);
 }
 
-// v, and later o: pieces of 4 words are turned by their row, so that eight rows meet all banks.
+// v, and later o: 4-word pieces are swizzled by their row, so that eight rows cover all banks.
 DEVICE u32 turned(u32 row, u32 piece) { return piece ^ (row / 1 % 8); }
 
-// T or P: 16 columns of it from the row on in which they meet the diagonal. Its two pieces of a row are exchanged in every other four rows.
+// A panel of T or P: 16 columns, from the row in which they meet the diagonal. Every other four rows swap the two pieces of a row.
 DEVICE constexpr u32 panel(u32 c) { return 512 * c - 64 * c * (c - 1); }
 
-// The greatest power of two up to n, which is above zero.
+// The greatest power of two that is at most n, for n > 0.
 DEVICE constexpr u32 power_of_two(u32 n) { return n < 2 ? 1 : 2 * power_of_two(n / 2); }
 
-// Asks for the first Words 32-bit words of each of a chunk's tokens, by all warps that fetch; those from `rows` on become zero.
+// All producer warps copy the first Words 32-bit words of each token of a chunk; tokens from `rows` on become zero.
 template <u32 Words, bool kWhole, class Array, class T, class At>
 DEVICE void copy_some_tokens(Array& tiles, const T* from, u32 stride, u32 rows, u32 thread, const At& place_of) {
   constexpr u32 kAtOnce = kCopy / 4, kPieces = Words / kAtOnce, kCopiers = 32 * kFetchers;
-  constexpr bool kFits = kPieces <= kCopiers;                        // a row into the threads
-  constexpr u32 kRowsAtOnce = power_of_two(kFits ? kCopiers / kPieces : 1);  // at once, by so many of the threads
+  constexpr bool kFits = kPieces <= kCopiers;                        // whether the threads cover a row
+  constexpr u32 kRowsAtOnce = power_of_two(kFits ? kCopiers / kPieces : 1);  // rows that the threads copy at once
   const u32 first = kFits ? thread / kPieces : 0;
   if (first >= kRowsAtOnce) return;
   for (u32 piece = kFits ? thread % kPieces : thread; piece < kPieces; piece += kCopiers) {
@@ -417,13 +418,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
     u8* images, const bf16* k, const bf16* v, const int* cu_seqlens, u32 tokens, u32 sequences, u32 heads,
     u32 group_heads, u32 k_token, u32 k_head, u32 v_token, u32 v_head, u32 cu_seqlens_sequence) {
-  // Blocks walk the rows of a head, then the heads, some of which share q and k, then the segments.
+  // Blocks iterate over the rows of a head, then the heads, some of which share q and k, then the segments.
   const u32 tile = blockIdx.x % kTiles;
   const u32 number = blockIdx.x / kTiles / heads, head = blockIdx.x / kTiles % heads, group = head / group_heads;
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
-  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // as a number that all lanes are known to share
+  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // the compiler knows that all lanes share the shuffle's result
 
-  // Blocks have segments, all but the first and the last, of one candidate after the other.
+  // Blocks have the segments of one candidate after the other, except the first and the last of each.
   const u32 segment = 1 + number % (kSegments - 1), asked = number / (kSegments - 1);
   const u32 sequence = sequence_of(asked, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
   const i64 begin = load(cu_seqlens + u64(sequence) * cu_seqlens_sequence), end = load(cu_seqlens + u64(sequence + 1) * cu_seqlens_sequence);
@@ -434,16 +435,16 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
   if (segment + 1 >= cut.segments || candidate != asked) {  // there is no such segment, or it is the last
     return;
   }
-  const u32 before = (cut.first + (segment - 1) * cut.chunks) * kChunk, length = min(whole - before, cut.chunks * kChunk);  // tokens ahead of this segment; its own
+  const u32 before = (cut.first + (segment - 1) * cut.chunks) * kChunk, length = min(whole - before, cut.chunks * kChunk);  // tokens before this segment; its own
   const u64 first = origin + before;
   k += first * k_token + u64(group) * k_head;
   v += first * v_token + u64(head) * v_head + tile * kTile;
   const u32 chunks = (length + kChunk - 1) / kChunk;
-  const u64 first_chunk = first / kChunk + sequence;  // its number: images lie by those
+  const u64 first_chunk = first / kChunk + sequence;  // its index in the workspace
 
-  DYNAMIC_SHARED(u32, tiles);  // k, q, v and the image of chunks, kStages of them
+  DYNAMIC_SHARED(u32, tiles);  // k, q, v, T, P and factors of chunks, kStages of them
 
-  // One meeting per chunk, of those who walk and those who fetch: then it is there, and what was of the one before is free.
+  // Producer and consumer warps meet once per chunk: then the chunk is complete, and the memory of the previous one is free.
   if (warp >= kWalkers) {
     const u32 thread = threadIdx.x - 32 * kWalkers;
     const auto ask_for_tokens = [&](u32 n) {
@@ -480,11 +481,11 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
     }
     return;
   }
-  // 16 rows of the state: S[i][2 side + e] is of row quad + 8 side, column 8 i + 2 part + e.
+  // 16 rows of the state: S[i][2 side + e] is in row quad + 8 side, column 8 i + 2 part + e.
   float S[kHeadK / 8][4] = {};
   const u32 row_of_warp = tile * kTile + 16 * warp;
   const auto S_at = [&](int i, int r) -> float& { return S[i][r]; };
-  if (tile >= kTilesOfN) {  // rows of M begin as the identity's
+  if (tile >= kTilesOfN) {  // rows of M start as the identity
     const u32 own = row_of_warp + quad - kHeadV;
 #pragma unroll
     for (u32 i = 0; i < kHeadK / 8; ++i) {
@@ -558,7 +559,8 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
       for (int r = 0; r < 4; ++r) product[i][r] = 0.f;
     }
 
-    // Panel c of T is the last that u of tokens 16 c and up takes. It goes into the state while the next is made.
+    // u of the 16 tokens from 16 c on is complete after panel c of T. It is added to the state while the next panel is
+    // computed.
     const Place panels = place_in(tiles, at + kAtT + at_panel), columns = place_in(tiles, at + at_columns);
     const auto solve = [&](int c) {
 #pragma unroll

@@ -16,7 +16,7 @@
 //     beta: sigmoid(beta)
 //     q, k: divided by their norms
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -36,24 +36,27 @@ constexpr int kTile = 128;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDimK / (kLanes * kVec);
-constexpr int kRowWarps = 2;  // warps that the lanes of a row lie in
-constexpr int kWarpLanes = kLanes / kRowWarps;  // of them in each
-constexpr int kTeams = 32 / kWarpLanes;  // of a warp
+constexpr int kRowWarps = 2;  // warps that share a row
+constexpr int kWarpLanes = kLanes / kRowWarps;  // lanes of a row per warp
+constexpr int kTeams = 32 / kWarpLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kDimV + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kDimV; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kDimV - 1)) : row; }
 
 constexpr int kKeyHeads = kHeads / kHeadsPerKey;
 constexpr int kReaders = kHeadsPerKey * kTiles;  // blocks of a key head
-constexpr int kShared = 2 * kDimK;  // channels that they all convolve: of q and k
+constexpr int kShared = 2 * kDimK;  // channels that all of them convolve: q's and k's
 
 using Input = bf16;
 constexpr int kWidth = 4, kLength = 3;  // taps; inputs of a channel that conv_state holds
-constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then those of its rows
-constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // of four channels per thread
+constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then its rows'
+constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // rounds of four channels per thread
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -141,7 +144,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -208,7 +211,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -218,15 +221,16 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 DEVICE float sigmoid(float v) { return rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -256,8 +260,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -284,19 +288,19 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -306,8 +310,8 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// The canonical sum over the lanes of a team that lie Stride apart in a warp. Of Rows rows, a lane is left with those whose number has
-// its own, `part`, in the low bits: Rows / Lanes of them, or one where there are fewer rows than lanes.
+// The canonical sum over the lanes of a team, at distances of Stride lanes in a warp. A lane keeps the rows whose number has `part`, its
+// index in the team, in the low bits: Rows / Lanes rows, or one if there are fewer rows than lanes.
 template <int Lanes, int Stride, int Rows, int Passes>
 DEVICE void sum_apart(float (&v)[Rows][Passes], u32 part) {
   int rows = Rows;
@@ -333,10 +337,11 @@ DEVICE void sum_apart(float (&v)[Rows][Passes], u32 part) {
   }
 }
 
-// Such sums of a warp, in shared memory, those of row or team i of n at [warp, pass, i]; and the sum over the warps, then the passes.
+// put_sums stores such sums of a warp to shared memory, row or team i of n at [warp, pass, i]. sum_of_warps adds them over the warps, then
+// over the passes.
 template <int Lanes, int Stride, int Rows, int Passes, class Parts>
 DEVICE void put_sums(Parts& parts, float (&v)[Rows][Passes], u32 warp, u32 part, u32 first, u32 n) {
-  constexpr int kKept = Rows < Lanes ? Rows : Lanes;  // lanes that are left with other rows than their neighbours
+  constexpr int kKept = Rows < Lanes ? Rows : Lanes;  // lanes that keep different rows
   sum_apart<Lanes, Stride>(v, part);
   if (part >= kKept) return;
 #pragma unroll
@@ -357,7 +362,7 @@ DEVICE float sum_of_warps(Parts& parts, u32 i, u32 n) {
   return sum_passes(of_pass);
 }
 
-// What the lanes of a row all need of what one of them knows, from shared memory.
+// Loads from shared memory the values of a team's rows, which all lanes of a row need.
 template <int Rows, class Values>
 DEVICE void take_values(Values& from, u32 first, float (&values)[Rows]) {
 #pragma unroll
@@ -369,7 +374,7 @@ DEVICE void take_values(Values& from, u32 first, float (&values)[Rows]) {
   }
 }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -391,7 +396,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -416,39 +421,40 @@ gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
     i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 mixed_qkv_batch, u32 g_batch,
     u32 g_head, u32 beta_batch, u32 beta_head, u32 A_log_head, u32 dt_bias_head, u32 out_batch, u32 out_head,
     u32 out_row, u32 state_indices_batch, float scale) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
+  const i64 dst_slot = slot;  // in place
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
-  const u32 group = head / kHeadsPerKey;  // of the heads that share a key head
+  const u32 group = head / kHeadsPerKey;  // of heads that share a key head
 
   const u32 lane = threadIdx.x % 32;
-  // Neighbouring lanes are of neighbouring rows, so that a warp asks for long pieces of memory; a row's other lanes are in other warps.
+  // Neighbouring lanes have neighbouring rows, so that a warp reads long runs of memory; the other lanes of a row are in other warps.
   const u32 team = lane % kTeams;
   const u32 row_warp = threadIdx.x / 32 % kRowWarps;
-  const u32 part = row_warp * kWarpLanes + lane / kTeams;  // of the row
+  const u32 part = row_warp * kWarpLanes + lane / kTeams;  // the lane's index in the row
   const u32 offset = part * kVec;  // of the lane's first element in a row
   const u32 team_in_block = threadIdx.x / (32 * kRowWarps) * kTeams + team;
   const u32 first_row = tile * kTile + team_in_block * kIlp;
-  constexpr int kRowStep = 1;  // between the rows of a team: a vector of memory holds one element of each
+  constexpr int kRowStep = 1;  // distance between a team's rows: a vector of memory holds one element of each
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + part % kIlp * kRowStep;
 
-  // The short convolution: of the channels of the group, which other blocks convolve as well, and of the block's own rows.
-  constexpr u32 convolves = kConv;
+  // The short convolution of the group's channels, which other blocks convolve as well, and of the channels of the block's own rows.
+  const u32 convolves = kShared + (kTail ? min(u32(kTile), kDimV - tile * kTile) : kTile);
   u32 channel[kConvRounds];
   Pack<Input, 4> newest[kConvRounds];
   Pack<bf16, 4 * kWidth> raw_taps[kConvRounds];
   mixed_qkv += u64(batch) * mixed_qkv_batch;
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel read it too, and write nothing
+    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel load the last channels and store nothing
     channel[r] = i < kShared ? group * kDimK + i + (i < kDimK ? 0 : (kKeyHeads - 1) * kDimK) : 2 * kKeyHeads * kDimK + head * kDimV + tile * kTile + i - kShared;
     newest[r] = load_vector<Input, 4>(mixed_qkv + channel[r]);
     raw_taps[r] = load_vector<bf16, 4 * kWidth>(conv_weight + channel[r] * kWidth);
@@ -462,7 +468,7 @@ gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
   const auto raw_A_log = load(A_log + head * A_log_head);
   const auto raw_dt_bias = load(dt_bias + head * dt_bias_head);
 
-  struct Raw {  // a token, but for its row scalars, as it comes from memory
+  struct Raw {  // a token without its row scalars, unconverted
     bf16 g;
     bf16 beta;
   };
@@ -474,25 +480,25 @@ gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
   };
   const Raw raw = load_token();
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kIlp> state[kVec][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int j) { return int(step * kStepRows) + j * kDimV; };  // from `state`
+  const auto element_of = [&](int step, int j) { return int(step * kStepRows) + j * kDimV; };  // offset from `state`
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (part < kIlp)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const u32 row = owned_row + step * kStepRows;
-        store(out + row * out_row, 0.f);
+        if (exists(row)) store(out + row * out_row, 0.f);
       }
     return;
   }
   const State* src = state + slot * state_slot;
-  State* dst = state + slot * state_slot;
+  State* dst = state + dst_slot * state_slot;
 
   const auto load_state = [&](Rows& rows, int step) {
 #pragma unroll
@@ -510,8 +516,8 @@ gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
 
   SHARED(Quad, of_group, kShared / 4);  // convolved channels
   SHARED(float, own_rows, kTile);
-  Pack<Input, 4> inputs[kConvRounds][kWidth];  // of the four channels, for each tap
-  // The oldest input leaves the window, and the token joins it.
+  Pack<Input, 4> inputs[kConvRounds][kWidth];  // inputs of the four channels, for each tap
+  // The window drops its oldest input and appends the token.
   const auto move_window = [&](int r) {
     Pack<Input, 4 * kLength> moved;
 #pragma unroll
@@ -531,7 +537,7 @@ gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
     inputs[r][kWidth - 1] = newest[r];
 
     const u32 i = 4 * (r * kThreads + threadIdx.x);
-    if (i >= convolves) continue;  // whole warps of them, mostly
+    if (i >= convolves) continue;  // mostly whole warps
     float taps[4 * kWidth], sum[4];
     unpack(raw_taps[r], taps);
 #pragma unroll
@@ -545,7 +551,7 @@ gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+    Pack<Input, 4> rounded;  // rounded as by the convolution's own kernel
     pack(sum, rounded);
     unpack(rounded, sum);
     if (i < kShared) {
@@ -558,21 +564,21 @@ gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
   }
   __syncthreads();
 
-  // All windows of the block have been read: the loads have returned, for their values are in the sums. The last block of the group to say
-  // so moves the windows that the blocks share, at the end of its work, when the answer to this has long come.
+  // All windows of the block have been read, because the sums contain their values. The last block of the group to report this moves the
+  // windows that the blocks share, at the end of its work: by then the result of this atomic has arrived.
   int arrived = 0;
   if (threadIdx.x == 0) arrived = atomicAdd(arrivals + slot * arrivals_slot + group, 1);
 
   const float rate = fminf(exp2_approx(to_float(raw_A_log) * kLog2E), 3e38f);  // finite, so that rate * 0 is 0
-  struct Token {  // what the rows need of a token
+  struct Token {  // a token's values that the rows need
     float query[kPasses][kVec];
     float write[kPasses][kVec];
     float forget, read_scale, query_scale, write_scale, mix, step;
   };
   constexpr u32 kTeamsOfBlock = kThreads / kLanes;
   const u32 own_lane = lane / kTeams, first_in_block = team_in_block * kIlp;
-  SHARED(float, p_sum_parts, kRowWarps * kPasses * kStepRows);  // of each warp
-  SHARED(float, y_sum_parts, kRowWarps * kPasses * kStepRows);  // of each warp
+  SHARED(float, p_sum_parts, kRowWarps * kPasses * kStepRows);  // sums of each warp
+  SHARED(float, y_sum_parts, kRowWarps * kPasses * kStepRows);  // sums of each warp
   ALIGNED_SHARED(float, added_rows, kStepRows);
   const auto prepare = [&](const Raw& raw) {
     Token token;
@@ -645,7 +651,7 @@ gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
       }
     }
     const float v_owned = own_rows[owned_row + step * kStepRows - tile * kTile];
-    float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
+    float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which is read once for both
 #pragma unroll
     for (int i = 0; i < kIlp; ++i)
 #pragma unroll
@@ -684,11 +690,11 @@ gdn_layer_h64v128k128g16_bf16_l8v8i8t128x128_w2_cfe5ef08(
         for (int i = 0; i < kIlp; ++i) element[i] = h[i][p][j];
         Pack<State, kIlp> packed;
         pack(element, packed);
-        store_vector(dst + element_of(step, p * (kLanes * kVec) + j), packed);
+        if (exists(row_of(step, 0))) store_vector(dst + element_of(step, p * (kLanes * kVec) + j), packed);
       }
     }
     const u32 row = owned_row + step * kStepRows;
-    if (part < kIlp) store(out + row * out_row, result);
+    if (part < kIlp && exists(row)) store(out + row * out_row, result);
   }
 
   SHARED(int, last_block, 1);

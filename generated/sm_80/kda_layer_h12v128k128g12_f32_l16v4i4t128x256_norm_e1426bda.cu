@@ -16,7 +16,7 @@
 //     beta: sigmoid(beta)
 //     q, k: divided by their norms
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -36,23 +36,28 @@ constexpr int kTile = 128;   // rows per block
 constexpr int kThreads = 256;
 
 constexpr int kPasses = kDimK / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kDimV + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kDimV; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kDimV - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
 constexpr int kKeyHeads = kHeads / kHeadsPerKey;
 constexpr int kReaders = kHeadsPerKey * kTiles;  // blocks of a key head
-constexpr int kShared = 2 * kDimK;  // channels that they all convolve: of q and k
+constexpr int kShared = 2 * kDimK;  // channels that all of them convolve: q's and k's
 
 using Input = bf16;
 constexpr int kWidth = 4, kLength = 3;  // taps; inputs of a channel that conv_state holds
-constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then those of its rows
-constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // of four channels per thread
-constexpr int kNormVec = 4, kNormLanes = 32;  // neighbours in a lane of the warp that norms; lanes that it takes
+constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then its rows'
+constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // rounds of four channels per thread
+constexpr int kNormVec = 4, kNormLanes = 32;  // neighbours per lane of the warp that computes the norm; its lanes in use
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -127,7 +132,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -168,7 +173,7 @@ DEVICE void store_vector(T* p, const Pack<T, N>& v) {
   }
 }
 
-// The same for operands that are not aligned, or not contiguous.
+// The same for operands that are not aligned or not contiguous.
 template <class T, int N>
 DEVICE Pack<T, N> load_elements(const T* p, u32 stride) {
   Pack<T, N> r;
@@ -225,8 +230,9 @@ DEVICE float sigmoid(float v) { return rcp_approx(1.f + exp2_approx(-v * kLog2E)
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -256,8 +262,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -284,7 +290,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -306,7 +312,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -322,7 +328,7 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -330,7 +336,7 @@ DEVICE Pack<T, N> zero_pack() {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -340,8 +346,8 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on.
-// Where one is missing, nothing is added: 0, which changes no such sum.
+// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on. A
+// sum without a partner stays as it is, which equals adding 0.
 template <int N>
 DEVICE float sum_pairs(const float (&v)[N]) {
   if constexpr (N == 1) {
@@ -364,7 +370,7 @@ DEVICE float squares(const float (&v)[N]) {
   }
   return sum_pairs(chain);
 }
-// Over so many neighbouring lanes, all of which get it.
+// The sum over Lanes neighbouring lanes; all of them receive it.
 template <int Lanes>
 DEVICE float sum_over_lanes(float v) {
 #pragma unroll
@@ -383,35 +389,36 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
     u32 conv_weight_tap, u32 gk_batch, u32 gk_head, u32 gk_n, u32 beta_batch, u32 beta_head, u32 A_log_head,
     u32 dt_bias_head, u32 dt_bias_n, u32 z_batch, u32 z_head, u32 out_batch, u32 out_head, u32 out_row,
     u32 state_indices_batch, float scale, float lower_bound, float eps) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
+  const i64 dst_slot = slot;  // in place
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
-  const u32 group = head / kHeadsPerKey;  // of the heads that share a key head
+  const u32 group = head / kHeadsPerKey;  // of heads that share a key head
 
   const u32 lane = threadIdx.x % 32;
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
-  // The short convolution: of the channels of the group, which other blocks convolve as well, and of the block's own rows.
-  constexpr u32 convolves = kConv;
+  // The short convolution of the group's channels, which other blocks convolve as well, and of the channels of the block's own rows.
+  const u32 convolves = kShared + (kTail ? min(u32(kTile), kDimV - tile * kTile) : kTile);
   u32 channel[kConvRounds];
   Pack<Input, 4> newest[kConvRounds];
   bf16 raw_taps[kConvRounds][4 * kWidth];
   mixed_qkv += u64(batch) * mixed_qkv_batch;
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel read it too, and write nothing
+    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel load the last channels and store nothing
     channel[r] = i < kShared ? group * kDimK + i + (i < kDimK ? 0 : (kKeyHeads - 1) * kDimK) : 2 * kKeyHeads * kDimK + head * kDimV + tile * kTile + i - kShared;
 #pragma unroll
     for (int c = 0; c < 4; ++c) set_element(newest[r], c, load_bits(mixed_qkv + u64(channel[r] + c) * mixed_qkv_dim));
@@ -435,7 +442,7 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
     raw_dt_bias[p] = load_elements<f32, kVec>(dt_bias + head * dt_bias_head + (offset + n) * dt_bias_n, dt_bias_n);
   }
 
-  struct Raw {  // a token, but for its row scalars, as it comes from memory
+  struct Raw {  // a token without its row scalars, unconverted
     Pack<bf16, kVec> gk[kPasses];
     bf16 beta;
   };
@@ -460,25 +467,27 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
     raw_weight = load_elements<bf16, kNormVec>(norm_weight + column, 1);
   }
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDimK; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDimK;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (lane % kLanes < kIlp)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const u32 row = owned_row + step * kStepRows;
-        store(out + row * out_row, 0.f);
+        if (exists(row)) store(out + row * out_row, 0.f);
       }
     return;
   }
   const State* src = state + slot * state_slot;
-  State* dst = state + slot * state_slot;
+  State* dst = state + dst_slot * state_slot;
 
   const auto load_state = [&](Rows& rows, int step) {
 #pragma unroll
@@ -506,8 +515,8 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
 
   SHARED(Quad, of_group, kShared / 4);  // convolved channels
   SHARED(float, own_rows, kTile);
-  Pack<Input, 4> inputs[kConvRounds][kWidth];  // of the four channels, for each tap
-  // The oldest input leaves the window, and the token joins it.
+  Pack<Input, 4> inputs[kConvRounds][kWidth];  // inputs of the four channels, for each tap
+  // The window drops its oldest input and appends the token.
   const auto move_window = [&](int r) {
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
@@ -536,7 +545,7 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+    Pack<Input, 4> rounded;  // rounded as by the convolution's own kernel
     pack(sum, rounded);
     unpack(rounded, sum);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
@@ -550,15 +559,15 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
   }
   __syncthreads();
 
-  // All windows of the block have been read: the loads have returned, for their values are in the sums. The last block of the group to say
-  // so moves the windows that the blocks share, at the end of its work, when the answer to this has long come.
+  // All windows of the block have been read, because the sums contain their values. The last block of the group to report this moves the
+  // windows that the blocks share, at the end of its work: by then the result of this atomic has arrived.
   int arrived = 0;
   if (threadIdx.x == 0) arrived = atomicAdd(arrivals + slot * arrivals_slot + group, 1);
 
   SHARED(float, outputs, kDimV);  // of the rows
 
   const float rate = fminf(exp2_approx(to_float(raw_A_log) * kLog2E), 3e38f);  // finite, so that rate * 0 is 0
-  struct Token {  // what the rows need of a token
+  struct Token {  // a token's values that the rows need
     float query[kPasses][kVec];
     float read[kPasses][kVec];
     float write[kPasses][kVec];
@@ -620,7 +629,7 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
       for (int p = 0; p < kPasses; ++p) unpack(rows.state[i][p], h[i][p]);
     }
     const float v_owned = own_rows[owned_row + step * kStepRows - tile * kTile];
-    float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
+    float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which is read once for both
 #pragma unroll
     for (int i = 0; i < kIlp; ++i)
 #pragma unroll
@@ -635,7 +644,7 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
     const float added = error * token.write_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float a = __shfl_sync(0xffffffffu, added, i, kLanes);
+      const float a = of_owner(added, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
@@ -648,11 +657,11 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
       for (int p = 0; p < kPasses; ++p) {
         Pack<State, kVec> packed;
         pack(h[i][p], packed);
-        store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
+        if (exists(row_of(step, i))) store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
     const u32 row = owned_row + step * kStepRows;
-    if (lane % kLanes < kIlp) outputs[row] = result;
+    if (lane % kLanes < kIlp && exists(row)) outputs[row] = result;
   }
 
   SHARED(int, last_block, 1);
@@ -667,7 +676,7 @@ kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
       if (4 * (r * kThreads + threadIdx.x) < kShared) move_window(r);
   }
 
-  // The head's norm, by one warp, of outputs that are rounded as the recurrence by itself would leave them.
+  // One warp computes the head's norm. The outputs are first rounded as the recurrence's own kernel would store them.
   if (threadIdx.x < 32) {
     float value[kNormVec], gate[kNormVec], weight[kNormVec];
 #pragma unroll

@@ -10,7 +10,7 @@
 //     o = <S, q> scale
 //     D: exp(-g)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -30,13 +30,18 @@ constexpr int kTile = 16;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDimK / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kDimV + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kDimV; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kDimV - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -111,7 +116,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -178,8 +183,9 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -209,8 +215,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -245,12 +251,13 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_835f84ce(
     i64 slots, i64 pad_slot_id, i64 state_slot, u32 q_batch, u32 q_head, u32 k_batch, u32 k_head, u32 v_batch,
     u32 v_head, u32 v_row, u32 g_batch, u32 g_head, u32 out_batch, u32 out_head, u32 out_row, u32 state_indices_batch,
     float scale) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
+  const i64 dst_slot = slot;  // in place
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
@@ -260,9 +267,9 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_835f84ce(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   q += u64(batch) * q_batch + key_head * q_head + offset;
@@ -272,7 +279,7 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_835f84ce(
   out += u64(batch) * out_batch + head * out_head;
   state += (head * kDimV + first_row) * kDimK + offset;
 
-  struct Raw {  // a token, but for its row scalars, as it comes from memory
+  struct Raw {  // a token without its row scalars, unconverted
     Pack<bf16, kVec> q[kPasses];
     Pack<bf16, kVec> k[kPasses];
     f32 g;
@@ -292,29 +299,31 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_835f84ce(
   bf16 raw_v[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const u32 row = owned_row + step * kStepRows;
+    const u32 row = existing(owned_row + step * kStepRows);
     raw_v[step] = load(v + row * v_row);
   }
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDimK; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDimK;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (lane % kLanes < kIlp)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const u32 row = owned_row + step * kStepRows;
-        store(out + row * out_row, 0.f);
+        if (exists(row)) store(out + row * out_row, 0.f);
       }
     return;
   }
   const State* src = state + slot * state_slot;
-  State* dst = state + slot * state_slot;
+  State* dst = state + dst_slot * state_slot;
 
   const auto load_state = [&](Rows& rows, int step) {
 #pragma unroll
@@ -328,7 +337,7 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_835f84ce(
   };
   load_state(next, 0);
 
-  struct Token {  // what the rows need of a token
+  struct Token {  // a token's values that the rows need
     float query[kPasses][kVec];
     float write[kPasses][kVec];
     float forget, query_scale;
@@ -375,7 +384,7 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_835f84ce(
     float y_sum[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float a = __shfl_sync(0xffffffffu, added, i, kLanes);
+      const float a = of_owner(added, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
@@ -390,10 +399,10 @@ la_g_h64v128k128g64_f32_l16v4i2t16x128_835f84ce(
       for (int p = 0; p < kPasses; ++p) {
         Pack<State, kVec> packed;
         pack(h[i][p], packed);
-        store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
+        if (exists(row_of(step, i))) store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
     const u32 row = owned_row + step * kStepRows;
-    if (lane % kLanes < kIlp) store(out + row * out_row, result);
+    if (lane % kLanes < kIlp && exists(row)) store(out + row * out_row, result);
   }
 }

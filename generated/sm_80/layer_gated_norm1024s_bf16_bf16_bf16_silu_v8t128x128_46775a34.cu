@@ -2,7 +2,7 @@
 //   size=1024  x=bf16  gate=bf16  weight=bf16  out=bf16  norm_first=no  activation=silu  grouped=yes  loads=vector
 //   vec=8  team=128  threads=128  min_blocks=0  pdl=off  index=i32  tokens=4
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -24,13 +24,13 @@ constexpr int kThreads = 128;
 
 constexpr int kStep = kTeam * kVec;                         // elements of a pass
 constexpr int kPasses = (kSize + kStep - 1) / kStep;
-constexpr int kLanes = 32;  // of a team, in one warp
+constexpr int kLanes = 32;  // lanes of a team in one warp
 constexpr int kWarps = kTeam / 32;
-constexpr int kWarpSums = 4;  // lanes that add up those of the warps
+constexpr int kWarpSums = 4;  // lanes that add the sums of warps
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -105,7 +105,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -173,11 +173,11 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -185,7 +185,7 @@ DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n)
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -195,8 +195,8 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on.
-// Where one is missing, nothing is added: 0, which changes no such sum.
+// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on. A
+// sum without a partner stays as it is, which equals adding 0.
 template <int N>
 DEVICE float sum_pairs(const float (&v)[N]) {
   if constexpr (N == 1) {
@@ -219,7 +219,7 @@ DEVICE float squares(const float (&v)[N]) {
   }
   return sum_pairs(chain);
 }
-// Over so many neighbouring lanes, all of which get it.
+// The sum over Lanes neighbouring lanes; all of them receive it.
 template <int Lanes>
 DEVICE float sum_over_lanes(float v) {
 #pragma unroll
@@ -262,7 +262,7 @@ layer_gated_norm1024s_bf16_bf16_bf16_silu_v8t128x128_46775a34(
     raw_x[p] = load_vector<X, kVec>(x + p * kStep);
   }
 
-  const bool live = u64(slot) < u64(slots) && slot != pad_slot_id;  // a padded row stays zero; its gate may be anything
+  const bool live = u64(slot) < u64(slots) && slot != pad_slot_id;  // a padded row stays zero, whatever its gate holds
   float value[kPasses][kVec];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
@@ -273,7 +273,7 @@ layer_gated_norm1024s_bf16_bf16_bf16_silu_v8t128x128_46775a34(
     for (int i = 0; i < kVec; ++i) value[p][i] = value[p][i] * silu(factor[i]);
   }
 
-  // The sum of squares: of each pass over the team, then over passes.
+  // The sum of squares: per pass over the team, then over passes.
   float sums[kPasses];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) sums[p] = sum_over_lanes<kLanes>(squares(value[p]));

@@ -2,7 +2,7 @@
 //   size=128  x=bf16  gate=bf16  weight=bf16  out=bf16  norm_first=yes  activation=silu  grouped=yes  loads=vector
 //   vec=8  team=16  threads=128  min_blocks=0  pdl=off  index=i32  tokens=4  accepted=i32
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -24,11 +24,11 @@ constexpr int kThreads = 128;
 
 constexpr int kStep = kTeam * kVec;                         // elements of a pass
 constexpr int kPasses = (kSize + kStep - 1) / kStep;
-constexpr int kLanes = kTeam;  // of a team, in one warp
+constexpr int kLanes = kTeam;  // lanes of a team in one warp
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -103,7 +103,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -171,12 +171,12 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on.
-// Where one is missing, nothing is added: 0, which changes no such sum.
+// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on. A
+// sum without a partner stays as it is, which equals adding 0.
 template <int N>
 DEVICE float sum_pairs(const float (&v)[N]) {
   if constexpr (N == 1) {
@@ -199,7 +199,7 @@ DEVICE float squares(const float (&v)[N]) {
   }
   return sum_pairs(chain);
 }
-// Over so many neighbouring lanes, all of which get it.
+// The sum over Lanes neighbouring lanes; all of them receive it.
 template <int Lanes>
 DEVICE float sum_over_lanes(float v) {
 #pragma unroll
@@ -216,7 +216,7 @@ layer_gated_norm128s_bf16_bf16_bf16_first_silu_v8t16x128_88935643(
     u32 gate_token, u32 gate_group, u32 weight_group, u32 out_sequence, u32 out_token, u32 out_group, float eps,
     u32 state_indices_row, u32 state_indices_column, u32 num_accepted_tokens_row, u32 columns) {
   const u32 unit = blockIdx.x * (kThreads / kTeam) + threadIdx.x / kTeam;
-  const bool there = unit < units;  // all lanes stay, for the shuffles
+  const bool there = unit < units;  // all lanes stay active for the shuffles
   const u32 row = divide(unit, groups_magic, groups_shift), group = unit - row * groups;
   const u32 sequence = there ? row / 4 : 0, token = row - sequence * 4;
   const u32 column = threadIdx.x % kTeam * kVec;  // the thread's first element in the group
@@ -226,7 +226,7 @@ layer_gated_norm128s_bf16_bf16_bf16_first_silu_v8t16x128_88935643(
 
   const X* x = out;  // in place
 
-  // The first column is the window's slot.
+  // The first column holds the window's slot.
   const i64 accepted = there ? load(num_accepted_tokens + u64(sequence) * num_accepted_tokens_row) : 0;
   const bool in_range = accepted >= 1 && accepted <= columns;
   const auto* listed = state_indices + (there ? u64(sequence) * state_indices_row : 0);
@@ -250,14 +250,14 @@ layer_gated_norm128s_bf16_bf16_bf16_first_silu_v8t16x128_88935643(
   }
 
   const auto is_slot = [&](i64 number) { return u64(number) < u64(slots) && number != pad_slot_id; };
-  const bool live = in_range && is_slot(slot) && is_slot(window_slot);  // a padded row stays zero; its gate may be anything
+  const bool live = in_range && is_slot(slot) && is_slot(window_slot);  // a padded row stays zero, whatever its gate holds
   float value[kPasses][kVec];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
     unpack(raw_x[p], value[p]);
   }
 
-  // The sum of squares: of each pass over the team, then over passes.
+  // The sum of squares: per pass over the team, then over passes.
   float sums[kPasses];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) sums[p] = sum_over_lanes<kLanes>(squares(value[p]));

@@ -4,10 +4,10 @@
 //   state=f32  layout=vk  initial=no  final=yes  pool=no  started=no  index=none  checkpoints=none
 //   state_loads=vector  pdl=off  tile=32  stages=3  fetchers=2  min_blocks=1  ahead_pdl=off
 //
-// Of a chunk that begins in state S, with Q, W, P (a lower triangle) and a decay per column of S from its image:
+// A chunk starts from state S. Q, W, P (a lower triangle) and a decay per column of S come from the workspace:
 //     o = Q S^T + P v        S <- S diag(decay) + v^T W
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -23,27 +23,27 @@ using X = bf16;
 using State = f32;
 constexpr int kHeadK = 128;   // columns of a state
 constexpr int kHeadV = 128;   // its rows
-constexpr int kTile = 32;     // of them: a block's
+constexpr int kTile = 32;     // rows per block
 constexpr int kChunk = 64;    // tokens
-constexpr int kRows = 64;     // of T and P, and of what the state is written with
+constexpr int kRows = 64;     // rows of T, P and W
 constexpr int kStages = 3;    // chunks in shared memory
-constexpr int kCopy = 16;     // bytes of v and out that go at once
+constexpr int kCopy = 16;     // bytes of v and out per access
 
 constexpr int kTiles = kHeadV / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;    // warps that hold 16 rows of the state each
-constexpr int kFetchers = 2;        // warps that ask for what chunks need
+constexpr int kWalkers = kTile / 16;    // consumer warps: each holds 16 rows of the state
+constexpr int kFetchers = 2;        // producer warps, which load the chunks
 constexpr int kThreads = 32 * (kWalkers + kFetchers);
-constexpr int kSteps = kHeadK / 16;     // products that a column of S Q^T takes
+constexpr int kSteps = kHeadK / 16;     // products per column of S Q^T
 
 // Words of shared memory. Q and W are blocks of 64 columns, rows of 32 words; P is panels of 16 columns, rows of 8.
 constexpr int kBlock = kChunk * 32, kVWords = kTile / 2;
 constexpr int kAtQ = 0, kAtW = 4096, kAtP = 8192, kAtV = 9472;
-constexpr int kStageWords = 10496, kAtDecay = kStages * kStageWords;  // kHeadK floats of each stage, behind them all
-constexpr int kImage = 38400;  // bytes from one image to the next
+constexpr int kStageWords = 10496, kAtDecay = kStages * kStageWords;  // kHeadK floats per stage, after all stages
+constexpr int kImage = 38400;  // workspace bytes per chunk and head
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -101,9 +101,9 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 rows and 8 columns, 16-bit, from shared memory; the whole warp takes part. Lane 8 m + r names where row r of matrix m
-// begins, 16 bytes: element i of an array. r[m] is what mma takes: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed, rows
-// 2 t and 2 t + 1 of column g.
+// Loads four 16-bit matrices of 8 rows and 8 columns from shared memory; the whole warp takes part. Lane 8 m + r gives the address of row r
+// of matrix m: 16 bytes at element i of an array. r[m] is an operand of mma: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed,
+// rows 2 t and 2 t + 1 of column g.
 template <class T>
 DEVICE void load_matrices(u32 (&r)[4], T* from, u32 i) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
@@ -119,26 +119,26 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "memory");
 }
 
-// A matrix as load_matrices gives it, with rows and columns exchanged; the whole warp takes part.
+// Transposes a matrix in the layout of load_matrices; the whole warp takes part.
 DEVICE u32 transpose_matrix(u32 r) {
   u32 t;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(r));
   return t;
 }
 
-// Two neighbours, the first at an even place, from an array of words in shared memory.
+// Two neighbouring words, the first at an even index, of an array in shared memory.
 DEVICE void load_shared_2xu32(u32* from, u32 i, u32* r) {
   asm volatile("ld.shared.v2.u32 { %0, %1 }, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(u32(__cvta_generic_to_shared(from + i))) : "memory");
 }
 
-// Where a lane begins in an array of words in shared memory; what is `ahead` of it by a known number of words costs no instruction.
+// A lane's base address in an array of words in shared memory. A constant offset `ahead` costs no instruction.
 struct Place {
   u32 byte;
 };
 template <class T>
 DEVICE Place place_in(T* array, u32 i) {
   u32 byte = u32(__cvta_generic_to_shared(array + i));
-  asm("" : "+r"(byte));  // or the compiler adds it up anew, with each number
+  asm("" : "+r"(byte));  // otherwise the compiler recomputes the address for every offset
   return Place{byte};
 }
 DEVICE Place operator+(Place p, int words) { return Place{p.byte + 4 * words}; }
@@ -147,7 +147,7 @@ DEVICE u32 load_word(Place from, int ahead) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(from.byte + 4 * ahead) : "memory");
   return r;
 }
-// Four neighbours, aligned.
+// Four neighbouring words, aligned.
 DEVICE void load_quad(Place from, int ahead, u32* r) {
   asm volatile("ld.shared.v4.u32 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -157,7 +157,7 @@ DEVICE void load_quad(Place from, int ahead, u32* r) {
 DEVICE void store_quad(Place to, int ahead, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(to.byte + 4 * ahead), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// As above.
+// As above, at an offset from a Place.
 DEVICE void load_matrices(u32 (&r)[4], Place from, int ahead) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -171,9 +171,9 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], Place from, int ahead) {
                : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -183,15 +183,15 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// So many threads of a block, whole warps, wait for each other at its barrier 1 … 15, wherever each of them is in the text, and see what
-// the others have stored. __syncthreads is barrier 0, and one place for all.
+// `threads` threads of a block, in whole warps, wait for each other at barrier 1 … 15, at any place in the code, and then see each other's
+// stores. __syncthreads is barrier 0, at one place for all threads.
 DEVICE void meet(u32 barrier, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 // Four words of shared memory, aligned.
@@ -207,7 +207,7 @@ DEVICE void store_4_shared(T* to, u32 i, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
-// Four matrices of 8 rows and 8 columns to shared memory, each with rows and columns exchanged: the counterpart of load_matrices_transposed.
+// Stores four transposed matrices of 8 rows and 8 columns to shared memory: the counterpart of load_matrices_transposed.
 template <class T>
 DEVICE void store_matrices_transposed(T* to, u32 i, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(r0),
@@ -226,7 +226,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -291,19 +291,19 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -312,7 +312,7 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
-// Two floats that travel together.
+// Two floats that are loaded and stored together.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -322,9 +322,9 @@ DEVICE Pair widen_pair(bf16, u32 word) {
   unpack(Pack<bf16, 2>{{word}}, f);
   return Pair{f[0], f[1]};
 }
-// Where a lane finds its row of four matrices, in words from a corner of 16 rows and 16 columns. By rows: two matrices one below the other,
-// then the two beside them. By columns: two beside each other, then the two below. As mma takes them, a is the former and b the latter of rows
-// that lie in memory as mma counts them; transposed, it is the other way round.
+// The offset in words, from the corner of a block of 16 rows and 16 columns, of the row that a lane addresses for four matrices. by_rows:
+// two matrices one below the other, then the two to their right. by_columns: two side by side, then the two below. by_rows gives mma's a
+// and by_columns its b for rows that are stored as mma counts them; transposed, it is the other way round.
 template <int Pitch>
 DEVICE u32 by_rows(u32 lane) {
   return lane % 16 * Pitch + lane / 16 * 4;
@@ -334,32 +334,32 @@ DEVICE u32 by_columns(u32 lane) {
   return (lane % 8 + lane / 16 * 8) * Pitch + lane / 8 % 2 * 4;
 }
 
-// v, and later o: pieces of 4 words are turned by their row, so that eight rows meet all banks.
+// v, and later o: 4-word pieces are swizzled by their row, so that eight rows cover all banks.
 DEVICE u32 turned(u32 row, u32 piece) { return piece ^ (row / 2 % 4); }
 
-// T or P: 16 columns of it from the row on in which they meet the diagonal. Its two pieces of a row are exchanged in every other four rows.
+// A panel of T or P: 16 columns, from the row in which they meet the diagonal. Every other four rows swap the two pieces of a row.
 DEVICE constexpr u32 panel(u32 c) { return 512 * c - 64 * c * (c - 1); }
-// Rows of a block have their pieces of 4 words at piece ^ (row % 8): where a lane finds its row of four matrices, of columns 16 c and up. By
-// columns: two beside each other, then the two below; by rows, the other way round.
+// The 4-word piece p of a block's row lies at p ^ (row % 8). The offset of the row that a lane addresses for four matrices, columns 16 c
+// and up. By columns: two side by side, then the two below; by rows: two one below the other, then the two to their right.
 DEVICE u32 block_by_columns(u32 c, u32 lane) { return (lane % 8 + lane / 16 * 8) * 32 + ((2 * c + lane / 8 % 2) ^ lane % 8) * 4; }
 DEVICE u32 block_by_rows(u32 c, u32 lane) { return lane % 16 * 32 + ((2 * c + lane / 16) ^ lane % 8) * 4; }
 
-// Asks for so many words of an image, by all warps that fetch.
+// All producer warps copy Words words from the workspace.
 template <u32 Words, class Array>
 DEVICE void copy_words(Array& tiles, u32 at, const u8* from, u32 thread) {
 #pragma unroll 8
   for (u32 word = 4 * thread; word < Words; word += 4 * 32 * 2) copy_async(tiles, at + word, from + 4 * word);
 }
 
-// The greatest power of two up to n, which is above zero.
+// The greatest power of two that is at most n, for n > 0.
 DEVICE constexpr u32 power_of_two(u32 n) { return n < 2 ? 1 : 2 * power_of_two(n / 2); }
 
-// Asks for the first Words 32-bit words of each of a chunk's tokens, by all warps that fetch; those from `rows` on become zero.
+// All producer warps copy the first Words 32-bit words of each token of a chunk; tokens from `rows` on become zero.
 template <u32 Words, bool kWhole, class Array, class T, class At>
 DEVICE void copy_some_tokens(Array& tiles, const T* from, u32 stride, u32 rows, u32 thread, const At& place_of) {
   constexpr u32 kAtOnce = kCopy / 4, kPieces = Words / kAtOnce, kCopiers = 32 * kFetchers;
-  constexpr bool kFits = kPieces <= kCopiers;                        // a row into the threads
-  constexpr u32 kRowsAtOnce = power_of_two(kFits ? kCopiers / kPieces : 1);  // at once, by so many of the threads
+  constexpr bool kFits = kPieces <= kCopiers;                        // whether the threads cover a row
+  constexpr u32 kRowsAtOnce = power_of_two(kFits ? kCopiers / kPieces : 1);  // rows that the threads copy at once
   const u32 first = kFits ? thread / kPieces : 0;
   if (first >= kRowsAtOnce) return;
   for (u32 piece = kFits ? thread % kPieces : thread; piece < kPieces; piece += kCopiers) {
@@ -387,11 +387,11 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
     const u8* images, const bf16* v, f32* final_states, bf16* out, i64 v_batch, i64 final_states_slot, i64 out_batch,
     u32 tokens, u32 sequences, u32 heads, u32 group_heads, u32 v_token, u32 v_head, u32 final_states_head,
     u32 out_token, u32 out_head) {
-  // Blocks walk the rows of a head, then the heads, then the sequences.
+  // Blocks iterate over the rows of a head, then the heads, then the sequences.
   const u32 tile = blockIdx.x % kTiles;
   const u32 sequence = blockIdx.x / kTiles / heads, head = blockIdx.x / kTiles % heads;
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
-  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // as a number that all lanes are known to share
+  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // the compiler knows that all lanes share the shuffle's result
 
   const i64 slot = sequence;
   const u32 length = tokens;
@@ -399,11 +399,11 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
   v += i64(sequence) * v_batch + u64(head) * v_head + tile * kTile;
   out += i64(sequence) * out_batch + u64(head) * out_head + tile * kTile;
   const u32 chunks = (length + kChunk - 1) / kChunk;
-  const u64 first_chunk = first / kChunk + sequence;  // its number: images lie by those
+  const u64 first_chunk = first / kChunk + sequence;  // its index in the workspace
 
-  DYNAMIC_SHARED(u32, tiles);  // v and the image of chunks, kStages of them; and decays
+  DYNAMIC_SHARED(u32, tiles);  // v and the workspace's matrices of chunks, kStages of them; and decays
 
-  // One meeting per chunk, of those who walk and those who fetch: then it is there, and what was of the one before is free.
+  // Producer and consumer warps meet once per chunk: then the chunk is complete, and the memory of the previous one is free.
   if (warp >= kWalkers) {
     const u32 thread = threadIdx.x - 32 * kWalkers;
     const auto ask_for_tokens = [&](u32 n) {
@@ -436,7 +436,7 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
     }
     return;
   }
-  // 16 rows of the state: S[i][2 side + e] is of row quad + 8 side, column 8 i + 2 part + e.
+  // 16 rows of the state: S[i][2 side + e] is in row quad + 8 side, column 8 i + 2 part + e.
   float S[kHeadK / 8][4] = {};
   const u32 row_of_warp = tile * kTile + 16 * warp;
   const auto S_at = [&](int i, int r) -> float& { return S[i][r]; };
@@ -457,7 +457,7 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
   const u32 at_v = kAtV + (lane % 8 + lane / 16 * 8) * kVWords + turned(lane % 8, 2 * warp + lane / 8 % 2) * 4;
   const u32 at_panel = kAtP + (lane % 8 + lane / 16 * 8) * 8 + (lane / 8 % 2 ^ lane % 8 / 4) * 4;
 
-  // o leaves by the place of v: 32 bytes of a token at once.
+  // o goes through the memory of v: 32 bytes of a token at a time.
   u32 o[kChunk / 16][4] = {};
   const auto lay_down = [&](u32 at) {
 #pragma unroll
@@ -515,9 +515,9 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
     float result[kChunk / 8][4] = {};  // S Q^T, then o^T
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (step == min(1, kSteps - 1)) {  // behind the first products
+      if (step == min(1, kSteps - 1)) {  // after the first products
         take_v();
-        lay_down(at);  // o of the chunk before: v's place is this warp's own
+        lay_down(at);  // o of the previous chunk: v's memory belongs to this warp alone
       }
       u32 a[4];
       round_and_decay(step, a);

@@ -2,13 +2,13 @@
 //   head_k=128  rule=old  x=bf16  g=f32  gk=none  gate=log  A_log=none  dt_bias=none  beta=f32  beta_form=plain
 //   read=yes  write=no  erase=none  alpha=none  l2norm=yes  cu_seqlens=none  copy=16  loads=vector  pdl=off
 //
-// Of each chunk and head, with gamma the running sum of log2 decays of a key channel, and of the token before where it says ahead:
-// w = k times the power of two up to 1 / |k|, and what else it is to be multiplied with is its weight c.
+// Per chunk and head: gamma is the running sum of log2 decays of a key channel, up to the previous token if marked (ahead):
+// w = k times the power of two up to 1 / |k|; the rest of its factor is its weight c.
 //     E_i = e_i 2^gamma_i(ahead)        A_ij = c_j sum of e_i w_j 2^(gamma_i(ahead) - gamma_j), j < i        T = diag(c) (I + A)^-1
 //     Q_i = scale q_i 2^gamma_i        W_j = w_j 2^(gamma_last - gamma_j)        decay = 2^gamma_last
 //     P_ij = scale sum of q_i w_j 2^(gamma_i - gamma_j), j <= i
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -26,30 +26,30 @@ constexpr int kChunk = 64;   // tokens
 constexpr int kCopy = 16;    // bytes copied at once
 constexpr int kThreads = 128;
 
-// Rows stand in four bands of 16, a warp's each; channels in pieces of 8, and blocks of 8 pieces. A lane has a piece of four rows.
+// Rows form four bands of 16, one per warp; channels form pieces of 8, and blocks of 8 pieces. A lane has a piece of four rows.
 constexpr int kSlab = 128;  // channels that are in shared memory at once: kHead, or more
 constexpr int kBlocks = kSlab / 64;
-// Words of shared memory. A matrix has its bands one behind the other, and a band its blocks: 16 rows of 32 words.
+// Words of shared memory. A matrix is a sequence of bands, and a band a sequence of blocks: 16 rows of 32 words.
 constexpr int kBlock = 16 * 32, kBand = kBlocks * kBlock, kMatrix = 4 * kBand;
-constexpr int kAtW = kMatrix, kAtE = 2 * kMatrix;  // behind q
-constexpr int kAtMore = 12288;  // another one: of what is multiplied, where keys leave no place for it
-constexpr int kAtSums = 16384;  // of a band's log2 decays, by channels
+constexpr int kAtW = kMatrix, kAtE = 2 * kMatrix;  // after q
+constexpr int kAtMore = 12288;  // another matrix: operands for which the keys leave no room
+constexpr int kAtSums = 16384;  // sums of a band's log2 decays, by channels
 constexpr int kAtScales = 16896;  // factors of rows: of E, Q, W; and of T
-constexpr int kAtBlocks = 17152, kAtMixed = 18208;  // 16 x 16 blocks: those of -A, then of T; and of P
+constexpr int kAtBlocks = 17152, kAtMixed = 18208;  // 16 x 16 blocks: of -A, then of T; and of P
 constexpr int kFactorPitch = 16, kFactorWords = 16 * kFactorPitch + 8;
-constexpr int kInversePitch = 20, kInverseWords = 16 * kInversePitch + 8;  // blocks of T, by columns; eight of a block meet all banks
-constexpr u32 kImage = 61952;  // bytes, and those of its parts
+constexpr int kInversePitch = 20, kInverseWords = 16 * kInversePitch + 8;  // blocks of T, by columns; eight columns cover all banks
+constexpr u32 kImage = 61952;  // bytes, and the offsets of its parts
 constexpr u32 kAtImageE = 0, kAtImageQ = 16384, kAtImageW = 32768, kAtImageT = 49152, kAtImageRest = 54272, kAtImageP = 56320, kAtImageDecay = 61440;
-// The tensor cores count a band's rows as s = 8 n + 2 t + e, which is row 4 t + 2 n + e: then lane 4 g + t has four neighbouring columns of
-// two rows of a block, `row` and two below. The eight rows that are read as a matrix, and eight neighbours, meet all banks.
+// Index s = 8 n + 2 t + e of the tensor cores stands for row 4 t + 2 n + e of a band. Lane 4 g + t then has four neighbouring columns of
+// two rows of a block, `row` and `row` + 2. The eight rows that are read as a matrix cover all banks, and so do eight neighbouring rows.
 DEVICE constexpr u32 row_of(u32 s) { return s % 2 + s % 8 / 2 * 4 + s / 8 * 2; }
-DEVICE constexpr u32 place_of(u32 row, u32 piece) { return row * 32 + (piece ^ (row % 2 + row / 4 * 2)) * 4; }  // of a block's piece
+DEVICE constexpr u32 place_of(u32 row, u32 piece) { return row * 32 + (piece ^ (row % 2 + row / 4 * 2)) * 4; }  // the place of a piece in a block
 DEVICE constexpr u32 panel_of(int row, int column) { return column * 2048 - column * (column - 1) / 2 * 512 + (row - column) * 512; }  // bytes
 DEVICE constexpr int below(int row, int column) { return row * (row - 1) / 2 + column; }  // number of a block below the diagonal
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -126,9 +126,9 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// d += a b: a of 16 rows and 8 columns, b of 8 rows and 8 columns. Of each number the leading 10 bits of its fraction count, as tf32 has them:
-// the others are cut off. Exact products, f32 sums. In lane 4 g + t, a0 and a2 are of row g, a1 and a3 of row g + 8, the former of column t,
-// the latter of column t + 4; b0 and b1 are of rows t and t + 4, column g; d is as above.
+// d += a b: a of 16 rows and 8 columns, b of 8 rows and 8 columns. tf32 keeps the leading 10 bits of each number's fraction and cuts off
+// the rest. Exact products, f32 sums. In lane 4 g + t, a0 and a2 are of row g, a1 and a3 of row g + 8; a0 and a1 of column t, a2 and a3 of
+// column t + 4; b0 and b1 of rows t and t + 4, column g; d is as above.
 DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, { %0, %1, %2, %3 };"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -136,9 +136,9 @@ DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, floa
         "r"(__float_as_uint(b1)));
 }
 
-// Four matrices of 8 rows and 8 columns, 16-bit, from shared memory; the whole warp takes part. Lane 8 m + r names where row r of matrix m
-// begins, 16 bytes: element i of an array. r[m] is what mma takes: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed, rows
-// 2 t and 2 t + 1 of column g.
+// Loads four 16-bit matrices of 8 rows and 8 columns from shared memory; the whole warp takes part. Lane 8 m + r gives the address of row r
+// of matrix m: 16 bytes at element i of an array. r[m] is an operand of mma: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed,
+// rows 2 t and 2 t + 1 of column g.
 template <class T>
 DEVICE void load_matrices(u32 (&r)[4], T* from, u32 i) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
@@ -154,14 +154,14 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "memory");
 }
 
-// Where a lane begins in an array of words in shared memory; what is `ahead` of it by a known number of words costs no instruction.
+// A lane's base address in an array of words in shared memory. A constant offset `ahead` costs no instruction.
 struct Place {
   u32 byte;
 };
 template <class T>
 DEVICE Place place_in(T* array, u32 i) {
   u32 byte = u32(__cvta_generic_to_shared(array + i));
-  asm("" : "+r"(byte));  // or the compiler adds it up anew, with each number
+  asm("" : "+r"(byte));  // otherwise the compiler recomputes the address for every offset
   return Place{byte};
 }
 DEVICE Place operator+(Place p, int words) { return Place{p.byte + 4 * words}; }
@@ -170,7 +170,7 @@ DEVICE u32 load_word(Place from, int ahead) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(from.byte + 4 * ahead) : "memory");
   return r;
 }
-// Four neighbours, aligned.
+// Four neighbouring words, aligned.
 DEVICE void load_quad(Place from, int ahead, u32* r) {
   asm volatile("ld.shared.v4.u32 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -180,7 +180,7 @@ DEVICE void load_quad(Place from, int ahead, u32* r) {
 DEVICE void store_quad(Place to, int ahead, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(to.byte + 4 * ahead), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// As above.
+// As above, at an offset from a Place.
 DEVICE void load_matrices(u32 (&r)[4], Place from, int ahead) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -194,9 +194,9 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], Place from, int ahead) {
                : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -206,9 +206,9 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -224,7 +224,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -291,19 +291,19 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -312,13 +312,13 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// A block, as a lane has it: [n][2 side + e] is of row `row` + 2 side, column 4 t + 2 n + e.
+// A block of 16 rows and 16 columns over a warp's lanes: [n][2 side + e] is in row `row` + 2 side, column 4 t + 2 n + e, with t = lane % 4.
 using Block = float[2][4];
-DEVICE void load_block(Block& block, Place from, int at) {  // as products left it
+DEVICE void load_block(Block& block, Place from, int at) {  // in the layout of accumulators
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     u32 word[4];
@@ -327,7 +327,7 @@ DEVICE void load_block(Block& block, Place from, int at) {  // as products left 
     for (int e = 0; e < 4; ++e) block[n][e] = __uint_as_float(word[e]);
   }
 }
-// Of both of its rows, four neighbouring columns, which are rows in shared memory too.
+// Loads four neighbouring columns of both of the lane's rows, from shared memory by rows.
 template <int Pitch>
 DEVICE void load_rows(Block& block, Place from, int at) {
 #pragma unroll
@@ -348,7 +348,7 @@ DEVICE void store_rows(const Block& block, Place to, int at) {
     store_quad(to, at + 2 * side * Pitch, word);
   }
 }
-// To an image: 32 bytes of a row, whose halves are exchanged in rows 4 … 7 of 8.
+// Stores to the workspace: 32 bytes per row. Rows 4 … 7 of every 8 have their two halves swapped.
 DEVICE void store_to_image(X* to, const Block& block) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
@@ -356,30 +356,31 @@ DEVICE void store_to_image(X* to, const Block& block) {
     store_2xu32(to + 2 * side * 16, word);
   }
 }
-// d += a b^T, all three as lanes have them: as a product's first operand a is what it is, and so is b^T as its second, if columns 4 t + 2 n are
-// counted as t, and those behind them as t + 4.
+// d += a b^T, all three in the lanes' layout. a is a product's first operand and b^T its second one without any exchange, if columns 4 t +
+// 2 n are counted as t and the columns after them as t + 4.
 DEVICE void add_product(Block& d, const Block& a, const Block& b) {
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int side = 0; side < 2; ++side) mma_tf32(d[side], a[n][0], a[n][2], a[n][1], a[n][3], b[n][2 * side], b[n][2 * side + 1]);
 }
-// Of keys that are nearly one, sums are many times what is left of them: there one operand of a product has two terms, and this is the second.
+// With nearly collinear keys, results are small differences of large sums. One operand of each product therefore has two terms, and this is
+// the second.
 DEVICE void cut_off(Block& to, const Block& from) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) to[i / 4][i % 4] = from[i / 4][i % 4] - __uint_as_float(__float_as_uint(from[i / 4][i % 4]) & 0xffffe000u);
 }
-// The other one has one term: half of what tf32 cuts off of it, on average, is put on it. And the multiplication leaves its result where a first
-// operand wants it, which is not where sums are: otherwise each product would move it there.
+// The other operand has one term. The factor compensates, on average, the truncation to tf32. The multiplication also puts its result where
+// a first operand must be; otherwise each product would move it there from the registers of sums.
 DEVICE void to_tf32(Block& to, const Block& from) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) to[i / 4][i % 4] = from[i / 4][i % 4] * 1.00034f;
 }
 
-// Asks for a band of a matrix: 16 tokens from `first` on, channels from `channel` on. What is past the last one becomes zero.
+// Copies a band of a matrix: 16 tokens from `first` on, channels from `channel` on. Elements past the last token or channel become zero.
 template <class Array>
 DEVICE void copy_band(Array& tiles, u32 at, const X* from, u32 stride, u32 first, u32 rows, u32 channel, u32 lane) {
-  constexpr u32 kCopies = kSlab * 2 / kCopy, kInPiece = 16 / kCopy;  // of a row; of 8 channels
+  constexpr u32 kCopies = kSlab * 2 / kCopy, kInPiece = 16 / kCopy;  // copies per row; copies per 8 channels
 #pragma unroll
   for (u32 i = 0; i < 16 * kCopies; i += 32) {
     const u32 row = i / kCopies + lane / kCopies, copy = i % kCopies + lane % kCopies, piece = copy / kInPiece;
@@ -389,7 +390,7 @@ DEVICE void copy_band(Array& tiles, u32 at, const X* from, u32 stride, u32 first
   }
 }
 
-// Eight channels of a piece in shared memory, as numbers; and numbers, each rounded, there.
+// Loads eight channels of a piece from shared memory as numbers; stores numbers there, rounded.
 DEVICE void load_piece(float (&f)[8], Place from, int ahead) {
   Pack<X, 8> raw;
   load_quad(from, ahead, raw.word);
@@ -419,17 +420,18 @@ linear_prepare_old_k128_bf16_log_2f103a08(
     u32 q_head, u32 k_token, u32 k_head, u32 read_token, u32 read_head, u32 g_token, u32 g_head, u32 beta_token,
     u32 beta_head, float scale, u32 chunk_blocks, u32 chunk_blocks_magic, u32 chunk_blocks_shift, u32 key_blocks,
     u32 key_blocks_magic, u32 key_blocks_shift) {
-  // Blocks walk the heads, then the chunks.
-  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // as a number that all lanes are known to share
+  // Blocks iterate over the heads, then the chunks.
+  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // the compiler knows that all lanes share the shuffle's result
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part4 = lane % 4;
   const u32 number = divide(blockIdx.x, chunk_blocks_magic, chunk_blocks_shift), head = blockIdx.x - number * chunk_blocks;
   const u32 key_head = divide(head, key_blocks_magic, key_blocks_shift);
 
-  // The last sequence s whose first number, s tokens / 64 + s, is not above this one. Images of 2^26 numbers would not fit any memory.
+  // The last sequence s whose first number, s tokens / 64 + s, is at most this one. Numbers stay below 2^26: no memory holds a larger
+  // workspace.
   const u32 sequence = (kChunk * (number + 1) - 1) / (tokens + kChunk), length = tokens;
   const u32 first_number = u32(u64(sequence) * tokens / kChunk) + sequence;
-  if (number < first_number || u64(number - first_number) * kChunk >= length) return;  // it is nobody's
-  const u32 before = (number - first_number) * kChunk;  // tokens of this sequence
+  if (number < first_number || u64(number - first_number) * kChunk >= length) return;  // no chunk has this number
+  const u32 before = (number - first_number) * kChunk;  // tokens of this sequence before the chunk
   const u32 rows = min(length - before, u32(kChunk));
   q += i64(sequence) * q_batch + u64(before) * q_token + u64(key_head) * q_head;
   k += i64(sequence) * k_batch + u64(before) * k_token + u64(key_head) * k_head;
@@ -467,12 +469,13 @@ linear_prepare_old_k128_bf16_log_2f103a08(
   }
   __syncwarp();
 
-  // Past the last token it asks for that one's, and past the last channel for the last piece's, which it then leaves alone: no branch is needed.
+  // Past the last token a lane loads the last token's decays, and past the last channel the last piece's, and ignores them, which needs no
+  // branch.
   f32 raw[4];
 #pragma unroll
   for (int n = 0; n < 4; ++n) raw[n] = load(g + u64(min(first_token + first_row + n, rows - 1)) * g_token);
 
-  const auto add = [&](u32 at, float v) { tiles[at] = __float_as_uint(__uint_as_float(tiles[at]) + v); };  // to a block on the diagonal
+  const auto add = [&](u32 at, float v) { tiles[at] = __float_as_uint(__uint_as_float(tiles[at]) + v); };  // adds to a block on the diagonal
   Block products[3] = {};  // blocks of 16 x 16 below the diagonal
   constexpr u32 slab = 0;
   {
@@ -507,7 +510,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
             norm[m] = rsqrt_approx((quad % 2 ? square[m][side][2 * side + 1] : square[m][side][2 * side]) + 1e-6f);
           tiles[at] = __float_as_uint(__uint_as_float(tiles[at]) * norm[2]);
           tiles[at + 64] = __float_as_uint(__uint_as_float(tiles[at + 64]) * norm[0]);
-          // Keys stay as they are but for a power of two: no rounding moves them, where nothing decays.
+          // Keys are scaled only by a power of two, which rounds nothing if nothing decays.
           tiles[at + 128] = __float_as_uint(__uint_as_float(tiles[at + 128]) * __uint_as_float(__float_as_uint(norm[1]) & 0x7f800000u));
           tiles[at + 192] = __float_as_uint(__uint_as_float(tiles[at + 192]) * __uint_as_float((__float_as_uint(norm[1]) & 0x007fffffu) | 0x3f800000u));
         }
@@ -517,7 +520,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
 #pragma unroll 1
     for (u32 block = 0; block < kBlocks; ++block) {
       const u32 first = channel + block * 64;
-      // What is made of a lane's number is made anew each time: the compiler would keep some twenty addresses.
+      // Values derived from the lane's index are recomputed each time; otherwise the compiler would keep about twenty addresses.
       const u32 lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
       const u32 quad = lane / 4, piece = lane % 8, fourth = lane / 8, first_row = 4 * fourth;
 
@@ -543,11 +546,11 @@ linear_prepare_old_k128_bf16_log_2f103a08(
         store_quad(to, 4, word + 4);
       }
 
-      // What is written is walked with: it decays from row to row, and meets each.
+      // `written` moves along the rows: it decays from row to row, and is multiplied with each.
       const u32 own_band = warp * kBand + block * kBlock;
       const Place even = place_in(tiles, own_band + place_of(first_row, piece)), odd = place_in(tiles, own_band + place_of(first_row, piece ^ 1));
       float near[16] = {};  // P's [4 i + j], A's as [4 j + i]
-      float written[4][8], query[4][8], total[8];  // total: what four rows leave
+      float written[4][8], query[4][8], total[8];  // total: the decay over four rows
       float key[4][8];
       const Place scales = place_in(tiles, kAtScales + 16 * warp + first_row);  // of E, Q, W
 #pragma unroll
@@ -578,7 +581,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
           query[i][c] = query[i][c] * total[c];
         }
       }
-      // Eight lanes exchange halves of what they have of 4 x 4 blocks, until each has two sums.
+      // Eight lanes exchange halves of their sums for the 4 x 4 blocks, until each has two sums.
 #pragma unroll
       for (int step = 0; step < 3; ++step) {
         const int count = 8 >> step, by = 4 >> step;
@@ -596,10 +599,10 @@ linear_prepare_old_k128_bf16_log_2f103a08(
         add(j <= i ? own_p + (first_row + i) * kFactorPitch + first_row + j : own_a + (first_row + j) * kFactorPitch + first_row + i, j <= i ? near[e] : near[e] * -weight);
       }
 
-      // Rows of e and q are one first operand, in the place of q or of w; those of w are a second one. Their pieces are exchanged by rows.
+      // Rows of e and q form one first operand, in the memory of q or of w; rows of w form a second operand. Pieces are swizzled by row.
       const u32 scratch = kAtMore + own_band, quarter = fourth / 2 * 4, eighth = fourth % 2 * 4;
       const auto row_at = [&](u32 at, u32 row) { return at + row * 32 + (piece ^ row % 8) * 4; };
-      const auto behind_it = [&](u32 at, u32 distance) { return place_in(tiles, (at ^ 4 * distance) + 32 * distance); };  // of four distance, from a multiple of 4 on
+      const auto behind_it = [&](u32 at, u32 distance) { return place_in(tiles, (at ^ 4 * distance) + 32 * distance); };  // `distance` < 4 rows after a multiple of 4
       __syncwarp();
       if (fourth % 2 == 0) {
 #pragma unroll
@@ -611,7 +614,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
           store_piece(query[n], behind_it(row_at(own_band, 2 * quarter + 4), n), 0);
         }
       }
-      float other[8];  // of the four rows beside these; then of the eight
+      float other[8];  // the decay over the four neighbouring rows; then over the eight
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         other[c] = __shfl_xor_sync(0xffffffffu, total[c], 8);
@@ -663,7 +666,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
               mma_bf16(within[i], a[0], a[1], a[2], a[3], b[i][2 * step], b[i][2 * step + 1]);
             }
         }
-        // Of the former, each lane has two numbers that are wanted.
+        // Each lane has two needed numbers of the 4 x 4 blocks.
         const u32 half = lane % 4 / 2 * 8;
         const u32 at4 = (half + 4 + quad % 4) * kFactorPitch + half + lane % 2 * 2, at8 = (8 + quad) * kFactorPitch + lane % 4 * 2;
         const Place weights4 = place_in(tiles, kAtScales + 192 + 16 * warp + half + lane % 2 * 2), weights8 = place_in(tiles, kAtScales + 192 + 16 * warp + lane % 4 * 2);
@@ -675,7 +678,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
           add(own_p + at8 + e, within[1][2 + e]);
         }
       }
-      __syncthreads();  // sums of all bands are there; and this one's keys in registers
+      __syncthreads();  // the sums of all bands are complete, and this band's keys are in registers
       if (warp < 3) {
         const int at = warp ? kAtMore : kAtW;
 #pragma unroll
@@ -688,7 +691,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
           store_piece(query[n], n % 2 ? odd : even, 32 * n);
         }
       }
-      // What bands ahead leave, and those behind: by their sums of logarithms.
+      // The decays over the bands before and after this one, from their sums of logarithms.
       const auto add_band = [&](float (&to)[8], u32 band) {
         u32 word[8];
         const Place from = place_in(tiles, kAtSums + (block * 4 + band) * 64 + piece * 8);
@@ -709,7 +712,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
         store_f32(reinterpret_cast<f32*>(image) + kAtImageDecay / 4 + first + piece * 8, all);
       }
       float ahead[8] = {}, behind[8] = {};
-      // The first band's columns, and the last one's rows, as of the middle too.
+      // The first band's columns and the last band's rows, decayed to the chunk's middle too.
       if (warp == 0) {
         add_band(ahead, 1);
         left(ahead);
@@ -746,7 +749,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
         multiply(query[n], ahead);
         multiply(key[n], ahead);
       }
-      // To the image: block by block, pieces exchanged by rows.
+      // Stores to the workspace, block by block, with pieces swizzled by row.
       const u32 from = block * 4096 + (16 * warp + first_row) * 64 + (piece ^ first_row % 8) * 8;
 #pragma unroll
       for (u32 n = 0; n < 4; ++n) {
@@ -763,10 +766,11 @@ linear_prepare_old_k128_bf16_log_2f103a08(
     __syncthreads();
 
     {
-      const u32 which = warp / 2, high = warp % 2;  // two warps have A, two P
+      const u32 which = warp / 2, high = warp % 2;  // two warps compute A, two P
       const u32 matrix = which ? 0 : kAtE;
       const u32 left = place_of(row_of(lane % 16), lane / 16), right = place_of(row_of(lane % 8 + lane / 16 * 8), lane / 8 % 2);
-      // Rows of band 2, or 3, with columns of 0 and 1, all as of the middle; and those of band 1 with 0, or of 3 with 2.
+      // Rows of band 2 or 3 with columns of bands 0 and 1, all decayed to the chunk's middle; and rows of band 1 with columns of 0, or of 3
+      // with 2.
       const u32 rows_at[2] = {high ? kAtMore + (which ? 0 : 3 * kBand) + left : matrix + 2 * kBand + left, matrix + (high ? 3 : 1) * kBand + left};
       const u32 columns_at[3] = {right, kAtMore + kBand + right, (high ? kAtMore + 2 * kBand : kAtW) + right};
 #pragma unroll 4
@@ -802,7 +806,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
 #pragma unroll
     for (int i = 0; i < 3; ++i) store_p(products[i], bands[i], columns[i]);
   }
-  __syncthreads();  // the place of q is free
+  __syncthreads();  // the memory of q is free
   const Place sums = place_in(tiles, lane * 4);
   if (warp < 2) {
 #pragma unroll
@@ -819,7 +823,8 @@ linear_prepare_old_k128_bf16_log_2f103a08(
     }
   }
   if (warp == 2) {
-    // (I + A) T = I: row by row, T_ic = i == c - A_ij T_jc, summed over j < i. Lane l has columns l % 8 and l % 8 + 8 of block l / 8; -A is there.
+    // (I + A) T = I, row by row: T_ic = (i == c) - A_ij T_jc, summed over j < i. Lane l has columns l % 8 and l % 8 + 8 of block l / 8.
+    // Shared memory holds -A.
     {
       const u32 band = lane / 8, column = lane % 8;
       const Place from = place_in(tiles, kAtBlocks + band * kFactorWords);
@@ -854,8 +859,8 @@ linear_prepare_old_k128_bf16_log_2f103a08(
   }
   __syncthreads();
 
-  // Each warp a column of blocks of T: T_bc = -T_bb (A_bm T_mc, summed over c <= m < b). T^T is summed up where T is a first operand, so that
-  // what one product leaves is what the next one takes.
+  // Each warp computes a column of blocks of T: T_bc = -T_bb (A_bm T_mc, summed over c <= m < b). T^T is summed in the layout of T as a
+  // first operand, so that the result of a product is an operand of the next one.
   const Place by_rows = place_in(tiles, kAtBlocks + 4 * part4 * kInversePitch + row), by_columns = place_in(tiles, kAtBlocks + row * kInversePitch + 4 * part4);
   const auto load_inverse = [&](Block& block, int band) {  // T_bb
 #pragma unroll
@@ -871,7 +876,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
     for (int i = 0; i < 8; ++i) flat[i] = weighed[i / 4][i % 4] = block[i / 4][i % 4] * __uint_as_float(load_word(weights, 16 * band + i % 4 / 2 * 2));
     store_to_image(to + (kAtImageT + panel_of(band, column)) / 2, weighed);
     if (band != column) return;
-    // Where keys are nearly one, what 16 bits leave of numbers near the diagonal is several times all other roundings together.
+    // With nearly collinear keys, rounding numbers near the diagonal to 16 bits costs several times all other roundings together.
     Pack<X, 8> rounded;
     pack(flat, rounded);
     unpack(rounded, flat);
@@ -894,7 +899,7 @@ linear_prepare_old_k128_bf16_log_2f103a08(
     if (band <= column) continue;
     Block added = {};  // -(A_bm T_mc)^T
 #pragma unroll
-    for (int m = 2; m >= 0; --m) {  // the nearest first, as what is between grows
+    for (int m = 2; m >= 0; --m) {  // the nearest first
       if (m >= band) continue;
       if (m < column) continue;
       Block product;

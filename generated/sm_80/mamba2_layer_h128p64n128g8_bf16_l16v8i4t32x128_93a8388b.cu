@@ -10,7 +10,7 @@
 //     o = <S, C> + D x
 //     dt: softplus(dt + dt_bias)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -30,22 +30,27 @@ constexpr int kTile = 32;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kHeadDim; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kHeadDim - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
 constexpr int kGroups = kHeads / kHeadsPerGroup;
 constexpr int kReaders = kHeadsPerGroup * kTiles;  // blocks of a group
-constexpr int kShared = 2 * kDState;  // channels that they all convolve: of B and C
+constexpr int kShared = 2 * kDState;  // channels that all of them convolve: B's and C's
 
 using Input = bf16;
 constexpr int kWidth = 4, kLength = 3;  // taps; inputs of a channel that conv_state holds
-constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then those of its rows
-constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // of four channels per thread
+constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then its rows'
+constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // rounds of four channels per thread
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -120,7 +125,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -187,7 +192,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -197,13 +202,14 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -233,8 +239,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -261,7 +267,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -283,7 +289,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -299,7 +305,7 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -307,7 +313,7 @@ DEVICE Pack<T, N> zero_pack() {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -326,12 +332,13 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
     i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot, u32 conv_state_tap, u32 xBC_batch,
     u32 dt_batch, u32 dt_head, u32 A_head, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_head,
     u32 out_row, u32 state_indices_batch) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
+  const i64 dst_slot = slot;  // in place
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
@@ -341,9 +348,9 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   dt += u64(batch) * dt_batch + head * dt_head;
@@ -353,8 +360,8 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
   dt_bias += head * dt_bias_head;
   state += (head * kHeadDim + first_row) * kDState + offset;
 
-  // The short convolution: of the channels of the group, which other blocks convolve as well, and of the block's own rows.
-  constexpr u32 convolves = kConv;
+  // The short convolution of the group's channels, which other blocks convolve as well, and of the channels of the block's own rows.
+  const u32 convolves = kShared + (kTail ? min(u32(kTile), kHeadDim - tile * kTile) : kTile);
   u32 channel[kConvRounds];
   Pack<Input, 4> newest[kConvRounds];
   Pack<bf16, 4 * kWidth> raw_taps[kConvRounds];
@@ -362,7 +369,7 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
   xBC += u64(batch) * xBC_batch;
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel read it too, and write nothing
+    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel load the last channels and store nothing
     channel[r] = i < kShared ? kHeads * kHeadDim + group * kDState + i + (i < kDState ? 0 : (kGroups - 1) * kDState) : head * kHeadDim + tile * kTile + i - kShared;
     newest[r] = load_vector<Input, 4>(xBC + channel[r]);
     raw_taps[r] = load_vector<bf16, 4 * kWidth>(conv_weight + channel[r] * kWidth);
@@ -375,29 +382,31 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
   bf16 raw_D[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const u32 row = owned_row + step * kStepRows;
+    const u32 row = existing(owned_row + step * kStepRows);
     raw_D[step] = load(D + row * D_row);
   }
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (lane % kLanes < kIlp)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const u32 row = owned_row + step * kStepRows;
-        store(out + row * out_row, 0.f);
+        if (exists(row)) store(out + row * out_row, 0.f);
       }
     return;
   }
   const State* src = state + slot * state_slot;
-  State* dst = state + slot * state_slot;
+  State* dst = state + dst_slot * state_slot;
 
   const auto load_state = [&](Rows& rows, int step) {
 #pragma unroll
@@ -424,8 +433,8 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
 
   SHARED(Quad, of_group, kShared / 4);  // convolved channels
   SHARED(float, own_rows, kTile);
-  Pack<Input, 4> inputs[kConvRounds][kWidth];  // of the four channels, for each tap
-  // The oldest input leaves the window, and the token joins it.
+  Pack<Input, 4> inputs[kConvRounds][kWidth];  // inputs of the four channels, for each tap
+  // The window drops its oldest input and appends the token.
   const auto move_window = [&](int r) {
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
@@ -451,7 +460,7 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-    Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+    Pack<Input, 4> rounded;  // rounded as by the convolution's own kernel
     pack(sum, rounded);
     unpack(rounded, sum);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
@@ -465,8 +474,8 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
   }
   __syncthreads();
 
-  // All windows of the block have been read: the loads have returned, for their values are in the sums. The last block of the group to say
-  // so moves the windows that the blocks share, at the end of its work, when the answer to this has long come.
+  // All windows of the block have been read, because the sums contain their values. The last block of the group to report this moves the
+  // windows that the blocks share, at the end of its work: by then the result of this atomic has arrived.
   int arrived = 0;
   if (threadIdx.x == 0) arrived = atomicAdd(arrivals + slot * arrivals_slot + group, 1);
 
@@ -498,7 +507,7 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
     Pack<State, kVec> packed[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float dx = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
+      const float dx = of_owner(dt_x, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         float h[kVec];
@@ -513,14 +522,14 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
-        store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed[i][p]);
+        if (exists(row_of(step, i))) store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed[i][p]);
       }
     }
 
     float result = sum_over_team<kLanes>(y, lane);
     result = fmaf(to_float(raw_D[step]), x_owned, result);
     const u32 row = owned_row + step * kStepRows;
-    if (lane % kLanes < kIlp) store(out + row * out_row, result);
+    if (lane % kLanes < kIlp && exists(row)) store(out + row * out_row, result);
   }
 
   SHARED(int, last_block, 1);

@@ -11,7 +11,7 @@
 //     o = <S, C> + D x
 //     dt: softplus(dt + dt_bias)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -25,7 +25,7 @@ struct bf16 { u16 bits; };
 using State = f32;
 constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kChunk = 8;  // tokens staged in shared memory at a time
-using Kept = f32;  // of intermediate states
+using Kept = f32;  // type of intermediate states
 constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 4;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
@@ -33,23 +33,28 @@ constexpr int kTile = 32;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kHeadDim; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kHeadDim - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
 constexpr int kGroups = kHeads / kHeadsPerGroup;
 constexpr int kReaders = kHeadsPerGroup * kTiles;  // blocks of a group
-constexpr int kShared = 2 * kDState;  // channels that they all convolve: of B and C
+constexpr int kShared = 2 * kDState;  // channels that all of them convolve: B's and C's
 
 using Input = bf16;
 constexpr int kWidth = 4, kLength = 3;  // taps; inputs of a channel that conv_state holds
-constexpr int kTokens = 8;  // of a sequence
-constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then those of its rows
-constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // of four channels per thread
+constexpr int kTokens = 8;  // per sequence
+constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then its rows'
+constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // rounds of four channels per thread
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -81,7 +86,7 @@ DEVICE void store_2xu32(void* p, const u32* v) {
 DEVICE void store_4xu32(void* p, const u32* v) {
   asm volatile("st.global.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// For what is not read again soon: the first to leave the cache.
+// For data that is not read again soon: the cache evicts these lines first.
 DEVICE void store_4xu32_streaming(void* p, const u32* v) {
   asm volatile("st.global.cs.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
@@ -128,7 +133,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -177,7 +182,7 @@ DEVICE void store_vector_streaming(T* p, const Pack<T, N>& v) {
     store_vector(p, v);
 }
 
-// The same for operands that are not aligned, or not contiguous.
+// The same for operands that are not aligned or not contiguous.
 template <class T, int N>
 DEVICE Pack<T, N> load_elements(const T* p, u32 stride) {
   Pack<T, N> r;
@@ -230,7 +235,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -240,13 +245,14 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -276,8 +282,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -304,7 +310,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -312,7 +318,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -322,7 +328,7 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -344,7 +350,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -374,11 +380,11 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
     u32 intermediate_conv_window_tap, u32 dt_batch, u32 dt_token, u32 dt_head, u32 A_head, u32 D_head, u32 D_row,
     u32 dt_bias_head, u32 out_batch, u32 out_token, u32 out_head, u32 out_row, u32 state_indices_batch,
     u32 intermediate_state_indices_batch) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   constexpr u32 tokens = kTokens;
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
   const i64 kept_row = load(intermediate_state_indices + u64(batch) * intermediate_state_indices_batch);
@@ -395,9 +401,9 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   dt += u64(batch) * dt_batch + head * dt_head;
@@ -405,8 +411,8 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   state += (head * kHeadDim + first_row) * kDState + offset;
   intermediate_states += (keeps ? kept_row : 0) * intermediate_states_row + (head * kHeadDim + first_row) * kDState + offset;
 
-  // The short convolution: of the channels of the group, which other blocks convolve as well, and of the block's own rows.
-  constexpr u32 convolves = kConv;
+  // The short convolution of the group's channels, which other blocks convolve as well, and of the channels of the block's own rows.
+  const u32 convolves = kShared + (kTail ? min(u32(kTile), kHeadDim - tile * kTile) : kTile);
   u32 channel[kConvRounds];
   Pack<Input, 4> newest[kConvRounds][kTokens];
   bf16 raw_taps[kConvRounds][4 * kWidth];
@@ -414,7 +420,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   xBC += u64(batch) * xBC_batch;
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel read it too, and write nothing
+    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel load the last channels and store nothing
     channel[r] = i < kShared ? kHeads * kHeadDim + group * kDState + i + (i < kDState ? 0 : (kGroups - 1) * kDState) : head * kHeadDim + tile * kTile + i - kShared;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
@@ -432,10 +438,10 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
 
   const auto raw_A = load(A + head * A_head);
   const auto raw_bias = load(dt_bias + head * dt_bias_head);
-  const auto raw_D = load(D + head * D_head + owned_row * D_row);
+  const auto raw_D = load(D + head * D_head + existing(owned_row) * D_row);
 
-  // Tokens are prepared once per block, a team each, and read from shared memory by all of its teams. The first ones are asked for
-  // before the state is, because what a warp asks for comes back in order.
+  // Tokens are prepared once per block, each by one team, and read from shared memory by all teams. The first tokens are loaded before the
+  // state, because a warp's loads return in order.
   constexpr int kTeamsPerBlock = kThreads / kLanes;
   constexpr int kRounds = (kChunk + kTeamsPerBlock - 1) / kTeamsPerBlock;
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
@@ -455,18 +461,20 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   };
   Chunk chunk = load_chunk(0);
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
-      if (lane % kLanes < kIlp) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
+      if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
     return;
   }
 
@@ -503,8 +511,8 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   SHARED(float, decay_staged, kChunk);
   SHARED(float, x_staged, kChunk * kTile);
   const u32 part = lane % kLanes;
-  const u32 row_in_tile = owned_row - tile * kTile;
-  // Quarter z of pass p of a token's vector: neighbouring lanes read neighbouring 16 bytes.
+  const u32 row_in_tile = existing(owned_row) - tile * kTile;
+  // Index of a quarter of pass p of token c's vector: neighbouring lanes read neighbouring 16 bytes.
   const auto quad = [&](u32 c, int p, int quarter) { return c * kVectorQuads + (p * kQuads + quarter) * kLanes + part; };
 
   constexpr u32 count = kChunk;  // all tokens at once
@@ -542,7 +550,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
 #pragma unroll
     for (int c = 0; c < 4; ++c) start[c] = to_float(raw_conv_bias[r][c]);
     const u32 i = 4 * (r * kThreads + threadIdx.x);
-    if (i >= convolves) continue;  // whole warps of them, mostly
+    if (i >= convolves) continue;  // mostly whole warps
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       float sum[4];
@@ -557,7 +565,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
       }
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-      Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+      Pack<Input, 4> rounded;  // rounded as by the convolution's own kernel
       pack(sum, rounded);
       unpack(rounded, sum);
       stage(t, i, sum);
@@ -565,7 +573,8 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   }
   __syncthreads();
 
-  // The windows after each token, into a buffer that nobody reads here: the first block of a group writes those that its blocks share.
+  // The windows after each token go to a buffer that this kernel does not read. The first block of a group writes the windows that the
+  // group's blocks share.
   const bool first_of_group = tile == 0 && head % kHeadsPerGroup == 0;
   intermediate_conv_window += window_row * intermediate_conv_window_slot;
 #pragma unroll
@@ -584,7 +593,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
     }
   }
 
-  float h[kIlp][kPasses][kVec];  // the rows, through all tokens
+  float h[kIlp][kPasses][kVec];  // the rows, kept in registers for all tokens
 #pragma unroll
   for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -596,7 +605,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
     const float dt_x = dt_staged[t] * x_owned;
     float dx[kIlp], y[kIlp][kPasses];
 #pragma unroll
-    for (int i = 0; i < kIlp; ++i) dx[i] = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
+    for (int i = 0; i < kIlp; ++i) dx[i] = of_owner(dt_x, i);
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) {
       float b[kVec], c_[kVec];
@@ -614,7 +623,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
     }
     float result = sum_over_team<kLanes>(y, lane);
     result = fmaf(to_float(raw_D), x_owned, result);
-    if (lane % kLanes < kIlp) store(out + u64(t) * out_token + owned_row * out_row, result);
+    if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
     Kept* kept = intermediate_states + t * intermediate_states_token;
     if (keeps)
 #pragma unroll
@@ -624,7 +633,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
           const int n = element_of(0, i) + p * (kLanes * kVec);
           Pack<Kept, kVec> packed;
           pack(h[i][p], packed);
-          store_vector_streaming(kept + n, packed);
+          if (exists(row_of(0, i))) store_vector_streaming(kept + n, packed);
         }
       }
   }

@@ -2,7 +2,7 @@
 //   size=1280  x=bf16  gate=bf16  weight=bf16  out=bf16  norm_first=yes  activation=silu  grouped=yes  loads=vector
 //   centred=yes  bias=bf16  vec=8  team=160  threads=160  min_blocks=0  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -25,13 +25,13 @@ constexpr int kThreads = 160;
 
 constexpr int kStep = kTeam * kVec;                         // elements of a pass
 constexpr int kPasses = (kSize + kStep - 1) / kStep;
-constexpr int kLanes = 32;  // of a team, in one warp
+constexpr int kLanes = 32;  // lanes of a team in one warp
 constexpr int kWarps = kTeam / 32;
-constexpr int kWarpSums = 8;  // lanes that add up those of the warps
+constexpr int kWarpSums = 8;  // lanes that add the sums of warps
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -106,7 +106,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -174,11 +174,11 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
-// n / d for n < 2^31, by multiplication: `magic` and `shift` are the divisor's. The compiler's own division takes some 100 cycles, which a
-// kernel of short threads would spend before its first load.
+// n / d for n < 2^31 by multiplication; the host computes `magic` and `shift` from d. The compiler's own division takes about 100 cycles,
+// which a short kernel would spend before its first load.
 DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -186,7 +186,7 @@ DEVICE u32 divide(u32 n, u32 magic, u32 shift) { return (__umulhi(n, magic) + n)
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -196,8 +196,8 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on.
-// Where one is missing, nothing is added: 0, which changes no such sum.
+// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on. A
+// sum without a partner stays as it is, which equals adding 0.
 template <int N>
 DEVICE float sum_pairs(const float (&v)[N]) {
   if constexpr (N == 1) {
@@ -220,14 +220,14 @@ DEVICE float squares(const float (&v)[N]) {
   }
   return sum_pairs(chain);
 }
-// Over so many neighbouring lanes, all of which get it.
+// The sum over Lanes neighbouring lanes; all of them receive it.
 template <int Lanes>
 DEVICE float sum_over_lanes(float v) {
 #pragma unroll
   for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
-// The sum in the same order.
+// The plain sum in the same order.
 template <int N>
 DEVICE float total(const float (&v)[N]) {
   float chain[N / 4];
@@ -252,7 +252,7 @@ norm1280s_bf16_bf16_bf16_first_silu_centred_bias_bf16_v8t160x160_47333c53(
   bias += u64(group) * bias_group + column;
   out += u64(row) * out_row + u64(group) * out_group + column;
 
-  // Everything is asked for before anything is used: what a group waits for is latency. What is not there counts as 0.
+  // All loads are issued before any value is used: a group is bound by latency. Missing elements count as 0.
   Pack<X, kVec> raw_x[kPasses];
   Pack<Gate, kVec> raw_gate[kPasses];
   Pack<Weight, kVec> raw_weight[kPasses];
@@ -280,7 +280,7 @@ norm1280s_bf16_bf16_bf16_first_silu_centred_bias_bf16_v8t160x160_47333c53(
     unpack(raw_x[p], value[p]);
   }
 
-  // The mean, and what is left without it: of elements that are not there, nothing.
+  // The mean is subtracted; missing elements stay 0.
   float totals[kPasses];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) totals[p] = sum_over_lanes<kLanes>(total(value[p]));
@@ -304,7 +304,7 @@ norm1280s_bf16_bf16_bf16_first_silu_centred_bias_bf16_v8t160x160_47333c53(
     for (int i = 0; i < kVec; ++i) value[p][i] = value[p][i] - mean;
   }
 
-  // The sum of squares: of each pass over the team, then over passes.
+  // The sum of squares: per pass over the team, then over passes.
   float sums[kPasses];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) sums[p] = sum_over_lanes<kLanes>(squares(value[p]));

@@ -2,7 +2,7 @@
 //   size=2048  x=bf16  gate=none  weight=bf16  out=bf16  norm_first=no  activation=silu  grouped=no  loads=vector
 //   residual=bf16  sum=bf16  unit_offset=yes  vec=8  team=256  threads=256  min_blocks=0  pdl=off
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -25,13 +25,13 @@ constexpr int kThreads = 256;
 
 constexpr int kStep = kTeam * kVec;                         // elements of a pass
 constexpr int kPasses = (kSize + kStep - 1) / kStep;
-constexpr int kLanes = 32;  // of a team, in one warp
+constexpr int kLanes = 32;  // lanes of a team in one warp
 constexpr int kWarps = kTeam / 32;
-constexpr int kWarpSums = 8;  // lanes that add up those of the warps
+constexpr int kWarpSums = 8;  // lanes that add the sums of warps
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -106,7 +106,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -171,7 +171,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -179,7 +179,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -189,8 +189,8 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those, and so on.
-// Where one is missing, nothing is added: 0, which changes no such sum.
+// The canonical sum of squares, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on. A
+// sum without a partner stays as it is, which equals adding 0.
 template <int N>
 DEVICE float sum_pairs(const float (&v)[N]) {
   if constexpr (N == 1) {
@@ -213,7 +213,7 @@ DEVICE float squares(const float (&v)[N]) {
   }
   return sum_pairs(chain);
 }
-// Over so many neighbouring lanes, all of which get it.
+// The sum over Lanes neighbouring lanes; all of them receive it.
 template <int Lanes>
 DEVICE float sum_over_lanes(float v) {
 #pragma unroll
@@ -236,7 +236,7 @@ norm2048_bf16_bf16_add_bf16_bf16_plus1_v8t256x256_f5b34097(
   out += u64(row) * out_row + column;
   residual_out += u64(row) * residual_out_row + column;
 
-  // Everything is asked for before anything is used: what a group waits for is latency. What is not there counts as 0.
+  // All loads are issued before any value is used: a group is bound by latency. Missing elements count as 0.
   Pack<X, kVec> raw_x[kPasses];
   Pack<Residual, kVec> raw_residual[kPasses];
   Pack<Weight, kVec> raw_weight[kPasses];
@@ -264,10 +264,10 @@ norm2048_bf16_bf16_add_bf16_bf16_plus1_v8t256x256_f5b34097(
     Pack<Sum, kVec> sum;
     pack(value[p], sum);
     store_vector(residual_out + p * kStep, sum);
-    unpack(sum, value[p]);  // what is normed is what was written
+    unpack(sum, value[p]);  // the norm is of the stored sum
   }
 
-  // The sum of squares: of each pass over the team, then over passes.
+  // The sum of squares: per pass over the team, then over passes.
   float sums[kPasses];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) sums[p] = sum_over_lanes<kLanes>(squares(value[p]));

@@ -8,7 +8,7 @@
 //     y_i = scale (2^s_i C_i S^T + sum_j M_ij x_j)
 //     S <- 2^s_last S + sum_j 2^(s_last - s_j) x_j B_j^T
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -24,28 +24,28 @@ using X = bf16;
 using State = f32;
 constexpr int kHeadDim = 128;
 constexpr int kState = 128;   // columns of a state
-constexpr int kTile = 64;     // of its rows: a block's
+constexpr int kTile = 64;     // rows per block
 constexpr int kChunk = 64;    // tokens
 constexpr int kStages = 3;    // chunks in shared memory
 constexpr int kCopy = 16;     // bytes copied at once
 
 constexpr int kTiles = kHeadDim / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;      // warps that hold 16 rows of the state each
-constexpr int kMixers = 3;          // warps that make 16 rows of M at once
-constexpr int kCopiers = 1;         // that do nothing else: a warp is held up while much is on its way
+constexpr int kWalkers = kTile / 16;      // consumer warps: each holds 16 rows of the state
+constexpr int kMixers = 3;          // warps that compute 16 rows of M at once
+constexpr int kCopiers = 1;         // warps that only copy: a warp stalls while many copies are in flight
 constexpr int kThreads = 32 * (kWalkers + kMixers + kCopiers), kCopyThreads = 32 * kCopiers;
-constexpr int kBlocks = 4;  // of 16 tokens, whose y a walker sums at once, beside its part of the state
-constexpr int kUnrolled = kBlocks == 1 ? 1 : kChunk / 16;  // where that fills the registers, nothing is moved ahead of its turn
+constexpr int kBlocks = 4;  // blocks of 16 tokens whose y a consumer warp accumulates at once, in addition to its part of the state
+constexpr int kUnrolled = kBlocks == 1 ? 1 : kChunk / 16;  // 1 if that fills the registers: then nothing is hoisted
 
-// Words of shared memory. Rows are 4 words apart, modulo 32: eight of them, read as a matrix, meet all banks.
+// Words of shared memory. The row pitch is 4 words modulo 32, so that eight rows, read as a matrix, cover all banks.
 constexpr int kRowWords = kState / 2 + 4, kXWords = kTile / 2 + 4, kMixWords = kChunk / 2 + 4;
-constexpr int kAtB = kChunk * kRowWords, kAtX = 2 * kAtB;  // behind C
+constexpr int kAtB = kChunk * kRowWords, kAtX = 2 * kAtB;  // after C
 constexpr int kStageWords = kAtX + kChunk * kXWords;
 constexpr int kAtMix = kStages * kStageWords;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -122,9 +122,9 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 rows and 8 columns, 16-bit, from shared memory; the whole warp takes part. Lane 8 m + r names where row r of matrix m
-// begins, 16 bytes: element i of an array. r[m] is what mma takes: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed, rows
-// 2 t and 2 t + 1 of column g.
+// Loads four 16-bit matrices of 8 rows and 8 columns from shared memory; the whole warp takes part. Lane 8 m + r gives the address of row r
+// of matrix m: 16 bytes at element i of an array. r[m] is an operand of mma: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed,
+// rows 2 t and 2 t + 1 of column g.
 template <class T>
 DEVICE void load_matrices(u32 (&r)[4], T* from, u32 i) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
@@ -140,9 +140,9 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -152,15 +152,15 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// So many threads of a block, whole warps, wait for each other at its barrier 1 … 15, wherever each of them is in the text, and see what
-// the others have stored. __syncthreads is barrier 0, and one place for all.
+// `threads` threads of a block, in whole warps, wait for each other at barrier 1 … 15, at any place in the code, and then see each other's
+// stores. __syncthreads is barrier 0, at one place for all threads.
 DEVICE void meet(u32 barrier, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 #endif
@@ -174,7 +174,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -241,19 +241,19 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -262,9 +262,9 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
-// Chunks of tokens in shared memory: rows of 16-bit numbers, one per token, 64 of them, as the tensor cores' operands.
+// Chunks of tokens in shared memory: 64 rows of 16-bit numbers, one per token, in the layout of the tensor cores' operands.
 
-// Two floats that travel together.
+// Two floats that are loaded and stored together.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -275,13 +275,13 @@ DEVICE Pair widen_pair(bf16, u32 word) {
   return Pair{f[0], f[1]};
 }
 
-// Asks for Words 32-bit words of each of the first `rows` tokens, 1 … kChunk; the rest of the chunk becomes zero. By kCopyThreads threads, of
-// which this one is the `thread`-th.
+// Copies Words 32-bit words of each of the first `rows` tokens, 1 … kChunk; the rest of the chunk becomes zero. kCopyThreads threads take
+// part; `thread` is the index of this one.
 template <int Words, int Pitch, class Array, class T>
 DEVICE void copy_rows(Array& tiles, u32 at, const T* from, u32 stride, u32 rows, u32 thread) {
   constexpr u32 kAtOnce = kCopy / 4;  // words
   constexpr u32 kPieces = Words / kAtOnce, kAll = kChunk * kPieces;
-  if constexpr (kCopyThreads % kPieces == 0) {  // a thread has the same piece of every so many rows
+  if constexpr (kCopyThreads % kPieces == 0) {  // a thread copies the same piece of every kRows-th row
     constexpr u32 kRows = kCopyThreads / kPieces;
     const u32 first = thread / kPieces, piece = thread % kPieces;
     const T* source = from + u64(first) * stride + piece * (2 * kAtOnce);
@@ -303,9 +303,9 @@ DEVICE void copy_rows(Array& tiles, u32 at, const T* from, u32 stride, u32 rows,
   }
 }
 
-// Where a lane finds its row of four matrices, in words from a corner of 16 rows and 16 columns. By rows: two matrices one below the other,
-// then the two beside them. By columns: two beside each other, then the two below. As mma takes them, a is the former and b the latter of rows
-// that lie in memory as mma counts them; transposed, it is the other way round.
+// The offset in words, from the corner of a block of 16 rows and 16 columns, of the row that a lane addresses for four matrices. by_rows:
+// two matrices one below the other, then the two to their right. by_columns: two side by side, then the two below. by_rows gives mma's a
+// and by_columns its b for rows that are stored as mma counts them; transposed, it is the other way round.
 template <int Pitch>
 DEVICE u32 by_rows(u32 lane) {
   return lane % 16 * Pitch + lane / 16 * 4;
@@ -315,7 +315,7 @@ DEVICE u32 by_columns(u32 lane) {
   return (lane % 8 + lane / 16 * 8) * Pitch + lane / 8 % 2 * 4;
 }
 
-// What a mixer does with a chunk: 16 rows of M, those of tokens 16 kRow and up, as far as the diagonal.
+// A mixer's work for a chunk: 16 rows of M, for tokens 16 kRow and up, up to the diagonal.
 template <int kRow, class Words, class Steps>
 DEVICE void mix(Words& tiles, Steps& steps, u32 n, u32 lane) {
   const u32 quad = lane / 4, part = lane % 4;
@@ -366,7 +366,7 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
     u32 tokens, u32 heads, u32 group_heads, u32 x_token, u32 x_head, u32 g_head, u32 B_token, u32 B_group, u32 C_token,
     u32 C_group, u32 cu_seqlens_sequence, u32 state_head, u32 state_indices_sequence, u32 has_initial_state_sequence,
     u32 out_token, u32 out_head, float scale) {
-  // Blocks walk the rows of a head, then the heads, which share B and C, then the sequences.
+  // Blocks iterate over the rows of a head, then the heads, which share B and C, then the sequences.
   const u32 tile = blockIdx.x % kTiles;
   const u32 sequence = blockIdx.x / kTiles / heads, head = blockIdx.x / kTiles % heads, group = head / group_heads;
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
@@ -409,11 +409,11 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
 #pragma unroll
   if (copies) for (u32 n = 0; n < kStages - 2; ++n) ask_for(n);
 
-  // The walkers are one chunk behind the mixers, so that M is there when they come to it, and one barrier per chunk is enough. Both roles meet
-  // here, each in a loop of its own: their registers have nothing to do with each other.
+  // The consumer warps are one chunk later than the mixers, so that M is complete when they need it, and one barrier per chunk is enough.
+  // Each role has its own loop, because the roles share no registers; they meet here.
   const auto receive = [&](u32 n) {
     wait_copies<kStages - 3>();
-    meet(1, kThreads);  // chunk n is there for all; what was of chunk n - 2 is free
+    meet(1, kThreads);  // all threads see chunk n; the memory of chunk n - 2 is free
     ask_for(n + kStages - 2);
   };
   if (copies) {
@@ -421,7 +421,7 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
     return;
   }
   if (warp < kWalkers) {
-    // 16 rows of the state. Its lane has rows quad and quad + 8, of every 8 columns two: S[i][2 side + e] is of column 8 i + 2 part + e.
+    // 16 rows of the state, a lane rows quad and quad + 8: S[i][2 side + e] is in column 8 i + 2 part + e.
     float S[kState / 8][4] = {};
     const u32 state_at = (tile * kTile + warp * 16 + quad) * kState + 2 * part;
     if (has_state) {
@@ -436,8 +436,8 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
         }
       }
     }
-    // y is made as y^T, rows of x's columns: then the state, as it is summed, is the first operand of its product with C, and x, read transposed,
-    // that of all others. Only M and the factors of tokens pass between warps.
+    // y is computed as y^T, with rows for x's columns. The state's accumulators are then the first operand of its product with C, and x, read
+    // transposed, of all others. Only M and the factors of tokens pass between warps.
     const auto walk = [&](u32 n) {
       const u32 at = n % kStages * kStageWords, at_pairs = n % 3 * (kChunk / 2) + part;
       const u32 at_C = at + by_columns<kRowWords>(lane), at_B = at + kAtB + by_rows<kRowWords>(lane);
@@ -482,7 +482,7 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
           }
         }
 #pragma unroll kUnrolled
-        for (int k = 0; k < (kUnrolled > 1 ? kChunk / 16 : first + kBlocks); ++k) {  // a number that does not hang on `first`, so that all is unrolled
+        for (int k = 0; k < (kUnrolled > 1 ? kChunk / 16 : first + kBlocks); ++k) {  // a bound that does not depend on `first`, so that the loop unrolls completely
           if (kUnrolled > 1 && k >= first + kBlocks) continue;
           u32 value[4];  // x of 16 tokens
           load_matrices_transposed(value, tiles, at_X + k * (16 * kXWords));
@@ -515,7 +515,8 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
 #pragma unroll
           for (int e = 0; e < 4; ++e) y[i][e] = y[i][e] * scale;
         }
-        // A lane's two numbers in a row of y^T are of two tokens. Neighbours in quad exchange: then they are of one token, and neighbours.
+        // A lane's two numbers in a row of y^T belong to two tokens. After neighbouring quads have exchanged, they are neighbours of one
+        // token.
         u32 result[2 * kBlocks][2];
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {
@@ -524,7 +525,7 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
           result[i][0] = __byte_perm(own[0], got, odd ? 0x3254 : 0x5410), result[i][1] = __byte_perm(own[1], got, odd ? 0x3276 : 0x7610);
         }
 #pragma unroll
-        for (int i = 0; i < 2 * kBlocks; ++i) {  // behind all exchanges, none of which then waits for a store's branch
+        for (int i = 0; i < 2 * kBlocks; ++i) {  // after all exchanges, so that none waits for a store's branch
           if (16 * first + 8 * i + 2 * part + odd < rows) {
             store_u32(to, result[i][0]);
             store_u32(to + 8, result[i][1]);
@@ -559,7 +560,7 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
     float d[2], own[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const bool there = n * kChunk + 2 * lane + e < length;  // past the last token nothing decays, and nothing is added
+      const bool there = n * kChunk + 2 * lane + e < length;  // no decay and no addition past the last token
       d[e] = there ? 1.f : 0.f;
       own[e] = there ? rate : 0.f;
     }
@@ -587,7 +588,7 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
     if (warp == kWalkers) {
       sum_steps(n + 1);
     }
-    if (n < chunks) switch (warp - kWalkers) {  // each its own text: how much there is to do below the diagonal is known
+    if (n < chunks) switch (warp - kWalkers) {  // one instance for each: the work below the diagonal is known at compile time
         case 0: mix<1>(tiles, steps, n, lane); break;
         case 1: mix<2>(tiles, steps, n, lane), mix<0>(tiles, steps, n, lane); break;
         case 2: mix<3>(tiles, steps, n, lane); break;

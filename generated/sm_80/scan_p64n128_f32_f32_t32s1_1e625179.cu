@@ -8,7 +8,7 @@
 //     y_i = (2^s_i C_i S^T + sum_j M_ij x_j + D x_i) silu(z_i)
 //     S <- 2^s_last S + sum_j 2^(s_last - s_j) d_j x_j B_j^T
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -23,28 +23,29 @@ using X = f32;
 using State = f32;
 constexpr int kHeadDim = 64;
 constexpr int kState = 128;   // columns of a state
-constexpr int kTile = 32;     // of its rows: a block's
+constexpr int kTile = 32;     // rows per block
 constexpr int kChunk = 64;    // tokens
 constexpr int kStages = 1;    // chunks in shared memory
 constexpr int kCopy = 16;     // bytes copied at once
 
 constexpr int kTiles = kHeadDim / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;      // warps that hold 16 rows of the state each
-constexpr int kMixers = 4;          // warps that make 16 rows of M each
+constexpr int kWalkers = kTile / 16;      // consumer warps: each holds 16 rows of the state
+constexpr int kMixers = 4;          // warps that compute 16 rows of M each
 constexpr int kThreads = 32 * (kWalkers + kMixers), kCopyThreads = kThreads;
-constexpr int kBlocks = 1;  // of 16 tokens, whose y a walker sums at once, beside its part of the state
-constexpr int kUnrolled = kBlocks == 1 ? 1 : kChunk / 16;  // where that fills the registers, nothing is moved ahead of its turn
+constexpr int kBlocks = 1;  // blocks of 16 tokens whose y a consumer warp accumulates at once, in addition to its part of the state
+constexpr int kUnrolled = kBlocks == 1 ? 1 : kChunk / 16;  // 1 if that fills the registers: then nothing is hoisted
 
-// Words of shared memory. Rows are 8 words apart, modulo 16: four of them meet all banks when pairs are read; those of x and z, read singly, 4.
+// Words of shared memory. The row pitch is 8 words modulo 16, so that four rows cover all banks when pairs are read; it is 4 for x and z,
+// which are read singly.
 constexpr int kRowWords = kState + 8, kXWords = kTile + 4, kMixWords = kChunk + 8;
-constexpr int kAtB = kChunk * kRowWords, kAtX = 2 * kAtB;  // behind C
+constexpr int kAtB = kChunk * kRowWords, kAtX = 2 * kAtB;  // after C
 constexpr int kAtZ = kAtX + kChunk * kXWords;
 constexpr int kStageWords = kAtZ + kChunk * kXWords;
 constexpr int kAtMix = kStages * kStageWords;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -116,14 +117,14 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two neighbours, the first at an even place, from an array of words in shared memory.
+// Two neighbouring words, the first at an even index, of an array in shared memory.
 DEVICE void load_shared_2xu32(u32* from, u32 i, u32* r) {
   asm volatile("ld.shared.v2.u32 { %0, %1 }, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(u32(__cvta_generic_to_shared(from + i))) : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -133,15 +134,15 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// So many threads of a block, whole warps, wait for each other at its barrier 1 … 15, wherever each of them is in the text, and see what
-// the others have stored. __syncthreads is barrier 0, and one place for all.
+// `threads` threads of a block, in whole warps, wait for each other at barrier 1 … 15, at any place in the code, and then see each other's
+// stores. __syncthreads is barrier 0, at one place for all threads.
 DEVICE void meet(u32 barrier, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 #endif
@@ -155,7 +156,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -222,7 +223,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -232,24 +233,24 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -259,14 +260,14 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Numbers for the tensor cores: an f32 is a sum of three bf16, an f16 of two; products of terms are exact and summed in f32.
+// Numbers for the tensor cores: an f32 is a sum of three bf16 terms, an f16 of two. Products of terms are exact and are summed in f32.
 
-// N neighbours, as the low and high halves of words.
+// N neighbouring numbers, as the low and high halves of words.
 template <int N>
 struct alignas(2 * N) Term {
   u32 word[N / 2];
 };
-// The leading 8 bits of each number, which keeps the rest.
+// Takes the leading 8 bits of each number; `f` keeps the rest.
 template <int N>
 DEVICE Term<N> take_term(float (&f)[N]) {
   Term<N> r;
@@ -292,7 +293,7 @@ DEVICE void split(float (&f)[N], Term<N> (&terms)[Terms]) {
   for (int a = 0; a + 1 < Terms; ++a) terms[a] = take_term(f);
   terms[Terms - 1] = last_term(f);
 }
-// What memory holds: one term of bf16, two of f16, up to three of f32.
+// Splits numbers as memory stores them: one term for bf16, two for f16, up to three for f32.
 template <class T, int Terms, int N>
 DEVICE void split(const Pack<T, N>& v, Term<N> (&terms)[Terms]) {
   float f[N];
@@ -304,20 +305,20 @@ DEVICE void split(const Pack<bf16, N>& v, Term<N> (&terms)[1]) {
 #pragma unroll
   for (int w = 0; w < N / 2; ++w) terms[0].word[w] = v.word[w];
 }
-// Chunks of tokens in shared memory: rows of f32, one per token, 64 of them, for the tensor cores' operands.
+// Chunks of tokens in shared memory: 64 rows of f32, one per token, for the tensor cores' operands.
 
-// Two floats that travel together.
+// Two floats that are loaded and stored together.
 struct alignas(8) Pair {
   float low, high;
 };
 
-// Asks for Words 32-bit words of each of the first `rows` tokens, 1 … kChunk; the rest of the chunk becomes zero. By kCopyThreads threads, of
-// which this one is the `thread`-th.
+// Copies Words 32-bit words of each of the first `rows` tokens, 1 … kChunk; the rest of the chunk becomes zero. kCopyThreads threads take
+// part; `thread` is the index of this one.
 template <int Words, int Pitch, class Array, class T>
 DEVICE void copy_rows(Array& tiles, u32 at, const T* from, u32 stride, u32 rows, u32 thread) {
   constexpr u32 kAtOnce = kCopy / 4;  // words
   constexpr u32 kPieces = Words / kAtOnce, kAll = kChunk * kPieces;
-  if constexpr (kCopyThreads % kPieces == 0) {  // a thread has the same piece of every so many rows
+  if constexpr (kCopyThreads % kPieces == 0) {  // a thread copies the same piece of every kRows-th row
     constexpr u32 kRows = kCopyThreads / kPieces;
     const u32 first = thread / kPieces, piece = thread % kPieces;
     const T* source = from + u64(first) * stride + piece * kAtOnce;
@@ -339,11 +340,11 @@ DEVICE void copy_rows(Array& tiles, u32 at, const T* from, u32 stride, u32 rows,
   }
 }
 
-// Operands of f32 are sums of three bf16 terms each. They lie in shared memory as they are, and are split where a product takes them.
+// f32 operands are sums of three bf16 terms each. Shared memory holds them as f32; they are split when a product loads them.
 
-// Two neighbours.
+// Two neighbouring numbers.
 struct Terms {
-  u32 word[3];  // the greatest first
+  u32 word[3];  // the largest first
 };
 DEVICE Terms round_pair(float, float low, float high) {
   float f[2] = {low, high};
@@ -351,7 +352,7 @@ DEVICE Terms round_pair(float, float low, float high) {
   split(f, terms);
   return Terms{{terms[0].word[0], terms[1].word[0], terms[2].word[0]}};
 }
-DEVICE Pair widen_pair(float, const Terms& terms) {  // exact, as was the split
+DEVICE Pair widen_pair(float, const Terms& terms) {  // exact, like the split
   Pair sum{};
 #pragma unroll
   for (int a = 2; a >= 0; --a) sum = Pair{__uint_as_float(terms.word[a] << 16) + sum.low, __uint_as_float(terms.word[a] & 0xffff0000u) + sum.high};
@@ -359,8 +360,8 @@ DEVICE Pair widen_pair(float, const Terms& terms) {  // exact, as was the split
 }
 DEVICE Pair widen_pair(float, const Pair& pair) { return pair; }
 
-// d += a b. Of the nine products of terms, those three are left out that are about 2^-23 of the whole. The tensor cores cut off what does
-// not fit, always towards zero: so the least come first, to a sum of their own, which is added with rounding.
+// d += a b. Three of the nine products of terms are left out: they are about 2^-23 of the whole. The tensor cores truncate sums towards
+// zero, so the smallest products come first, in a separate sum that is then added with rounding.
 DEVICE void mma_f32(float (&d)[4], const Terms& a0, const Terms& a1, const Terms& a2, const Terms& a3, const Terms& b0, const Terms& b1) {
   float sum[4] = {};
 #pragma unroll
@@ -373,10 +374,10 @@ DEVICE void mma_f32(float (&d)[4], const Terms& a0, const Terms& a1, const Terms
   for (int e = 0; e < 4; ++e) d[e] = d[e] + sum[e];
 }
 
-// Four matrices of 8 rows and 8 columns, from a corner of 16 rows and 16 columns. By rows: two matrices one below the other, then the two beside
-// them. By columns: two beside each other, then the two below. As mma takes them, a is the former and b the latter of rows that lie in memory as
-// mma counts them; transposed, it is the other way round. In lane 4 g + t, each has columns 2 t and 2 t + 1 of row g; transposed, rows 2 t and
-// 2 t + 1 of column g. A lane begins in the first of them.
+// Four matrices of 8 rows and 8 columns, from the corner of a block of 16 rows and 16 columns. Order::kRows: two matrices one below the
+// other, then the two to their right. Order::kColumns: two side by side, then the two below. kRows gives mma's a and kColumns its b for
+// rows that are stored as mma counts them; transposed, it is the other way round. In lane 4 g + t each matrix has columns 2 t and 2 t + 1
+// of row g; transposed, rows 2 t and 2 t + 1 of column g. `straight` and `transposed` give the lane's place in the first matrix.
 template <int Pitch>
 DEVICE u32 straight(u32 lane) {
   return lane / 4 * Pitch + lane % 4 * 2;
@@ -422,7 +423,7 @@ DEVICE void load_matrices_transposed(Terms (&r)[4], Array& from, u32 i) {
   for (int m = 0; m < 4; ++m) r[m] = round_pair(f32{}, pairs[m].low, pairs[m].high);
 }
 
-// What a mixer does with a chunk: 16 rows of M, those of tokens 16 kRow and up, as far as the diagonal.
+// A mixer's work for a chunk: 16 rows of M, for tokens 16 kRow and up, up to the diagonal.
 template <int kRow, class Words, class Steps>
 DEVICE void mix(Words& tiles, Steps& steps, u32 n, u32 lane) {
   const u32 quad = lane / 4, part = lane % 4;
@@ -474,7 +475,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
     i64 final_states_slot, i64 out_batch, u32 tokens, u32 heads, u32 group_heads, u32 x_token, u32 x_head, u32 dt_token,
     u32 dt_head, u32 A_head, u32 B_token, u32 B_group, u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 z_token,
     u32 z_head, u32 dt_bias_head, u32 final_states_head, u32 out_token, u32 out_head) {
-  // Blocks walk the rows of a head, then the heads, which share B and C, then the sequences.
+  // Blocks iterate over the rows of a head, then the heads, which share B and C, then the sequences.
   const u32 tile = blockIdx.x % kTiles;
   const u32 sequence = blockIdx.x / kTiles / heads, head = blockIdx.x / kTiles % heads, group = head / group_heads;
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
@@ -508,7 +509,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
     commit_copies();
   };
 
-  // There is room for one chunk, so everything happens one after the other.
+  // Shared memory has room for one chunk, so the steps run one after the other.
   const auto receive = [&](u32 n) {
     meet(1, kThreads);
     ask_for(n);
@@ -516,14 +517,14 @@ scan_p64n128_f32_f32_t32s1_1e625179(
     meet(1, kThreads);
   };
   if (warp < kWalkers) {
-    // 16 rows of the state. Its lane has rows quad and quad + 8, of every 8 columns two: S[i][2 side + e] is of column 8 i + 2 part + e.
+    // 16 rows of the state, a lane rows quad and quad + 8: S[i][2 side + e] is in column 8 i + 2 part + e.
     float S[kState / 8][4] = {};
     const u32 state_at = (tile * kTile + warp * 16 + quad) * kState + 2 * part;
     float skip[2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + u64(head) * D_head + u64(tile * kTile + warp * 16 + quad + 8 * side) * D_row));
-    // y is made as y^T, rows of x's columns: then the state, as it is summed, is the first operand of its product with C, and x, read transposed,
-    // that of all others. Only M and the factors of tokens pass between warps.
+    // y is computed as y^T, with rows for x's columns. The state's accumulators are then the first operand of its product with C, and x, read
+    // transposed, of all others. Only M and the factors of tokens pass between warps.
     const auto walk = [&](u32 n) {
       const u32 at = n % kStages * kStageWords, at_pairs = n % 3 * (kChunk / 2) + part;
       const u32 at_C = at + straight<kRowWords>(lane), at_B = at + kAtB + transposed<kRowWords>(lane);
@@ -567,7 +568,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
           }
         }
 #pragma unroll kUnrolled
-        for (int k = 0; k < (kUnrolled > 1 ? kChunk / 16 : first + kBlocks); ++k) {  // a number that does not hang on `first`, so that all is unrolled
+        for (int k = 0; k < (kUnrolled > 1 ? kChunk / 16 : first + kBlocks); ++k) {  // a bound that does not depend on `first`, so that the loop unrolls completely
           if (kUnrolled > 1 && k >= first + kBlocks) continue;
           Terms value[4];  // x of 16 tokens
           load_matrices_transposed<kXWords, Order::kColumns>(value, tiles, at_X + k * (16 * kXWords));
@@ -597,7 +598,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
           Pair gate[4];
           load_matrices_transposed<kXWords, Order::kColumns>(gate, tiles, at_X - kAtX + kAtZ + k * (16 * kXWords));
 #pragma unroll
-          for (int r = 0; r < 4; ++r) {  // of the same rows and tokens as x and z lie in registers; all of M's products are in it
+          for (int r = 0; r < 4; ++r) {  // x and z lie in registers by the same rows and tokens; all of M's products have been added
             float(&result)[4] = y[(kBlocks == 1 ? 0 : max(2 * (k - first), 0)) + r / 2];
             const Pair own = widen_pair(X{}, value[r]);
             result[r % 2 * 2] = fmaf(skip[r % 2], own.low, result[r % 2 * 2]);
@@ -611,7 +612,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
 #pragma unroll
         for (int i = 0; i < 2 * kBlocks; ++i) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {  // of eight lanes, a sector
+          for (int e = 0; e < 4; ++e) {  // eight lanes store a sector
             const u32 token = 16 * first + 8 * i + e % 2;
             if (token + 2 * part < rows) store(to + u64(token) * out_token + e / 2 * 8, y[i][e]);
           }
@@ -637,7 +638,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
     return;
   }
 
-  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for a chunk ahead of its use, or two where a sequence is divided.
+  // Lane l of the first mixer has tokens 2 l and 2 l + 1 of a chunk. Their dt is loaded one chunk before its use, or two if the sequence is split.
   const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
   const float bias = to_float(load(dt_bias + u64(head) * dt_bias_head));
   f32 raw_dt[2];
@@ -655,7 +656,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
     for (int e = 0; e < 2; ++e) {
       float v = to_float(raw_dt[e]) + bias;
       v = softplus(v);
-      d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // past the last token nothing decays, and nothing is added
+      d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // no decay and no addition past the last token
     }
     const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
     float up_to = own[1];
@@ -684,7 +685,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
       sum_steps(n + 1);
       ask_for_steps(n + 2);
     }
-    if (n < chunks) switch (warp - kWalkers) {  // each its own text: how much there is to do below the diagonal is known
+    if (n < chunks) switch (warp - kWalkers) {  // one instance for each: the work below the diagonal is known at compile time
         case 0: mix<0>(tiles, steps, n, lane); break;
         case 1: mix<1>(tiles, steps, n, lane); break;
         case 2: mix<2>(tiles, steps, n, lane); break;

@@ -7,7 +7,7 @@
 // Per token and channel, with d = softplus(delta + bias):
 //     h_n <- 2^(d A_n log2(e)) h_n + d u B_n        y = sum_n C_n h_n + D u, times silu(z)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -20,33 +20,34 @@ struct bf16 { u16 bits; };
 
 using X = bf16;
 using State = f32;
-constexpr int kState = 16;    // of a channel
+constexpr int kState = 16;    // states per channel
 constexpr int kLanes = 4;     // per channel
-constexpr int kAbreast = 1;   // channels of a lane
-constexpr int kQuads = 1, kOfLane = 4 * kQuads;  // of states, of each of those; states
+constexpr int kAbreast = 1;   // channels per lane
+constexpr int kQuads = 1, kOfLane = 4 * kQuads;  // quads of states per channel of a lane; states
 constexpr int kWalkers = 64, kHands = 32, kThreads = 128;
-constexpr int kPlaces = kWalkers / kLanes, kChannels = kPlaces * kAbreast;  // of a block
+constexpr int kPlaces = kWalkers / kLanes, kChannels = kPlaces * kAbreast;  // per block
 constexpr int kTile = 32;    // tokens
-constexpr int kStages = 5, kAhead = kStages - 2;  // tiles in shared memory as they are, which is until their output is made
+constexpr int kStages = 5, kAhead = kStages - 2;  // tiles in shared memory, unconverted, until their output is computed
 
 constexpr int kAll = kLanes * kQuads;  // quads of states; those beyond kState are 0
-// Words of a stage: u, delta, z, B and C as they are; rows of tokens. Behind all of them: d and d u of three tiles, sums of lanes of two.
+// Words of a stage: u, delta, z, B and C, unconverted; rows of tokens. After all stages: d and d u of three tiles, and
+// lanes' sums of two.
 constexpr int kRows = kChannels, kInner = kTile, kRowWords = 20;
 constexpr int kKeys = 4 * kAll, kKeyInner = kTile, kKeyWords = 20;
 constexpr int kAtDelta = kRows * kRowWords, kAtZ = 2 * kAtDelta, kAtKeys = 3 * kAtDelta;
 constexpr int kStageWords = kAtKeys + 2 * kKeys * kKeyWords;
-// d, d u of two tokens, of a channel: from one's to the next one's.
+// Pitch of d, d u: from two tokens of a channel to the next two.
 constexpr int kStepPitch = 84, kStepWords = kTile / 2 * kStepPitch, kAtSteps = kStages * kStageWords;
-constexpr int kHalf = 12;  // In these, odd channels are behind even ones: lanes that take two neighbours each meet all banks.
-// Sums: from a lane's to the next lane's, from those of 4 tokens to the next ones', of a tile.
+constexpr int kHalf = 12;  // odd channels come after even ones, so that lanes with two neighbours each cover all banks
+// Pitches of sums: from lane to lane, from 4 tokens to the next 4, and of a tile.
 constexpr int kSumPitch = 100, kSumRun = 424, kSumWords = kTile / 4 * kSumRun, kAtSums = kAtSteps + 3 * kStepWords;
-constexpr int kLead = 1;  // tokens by which exponentials are made ahead
-// Of 4 tokens x 4 states, those whose exponentials come from the FMA pipe, 1 of 16: bit 4 token + state.
+constexpr int kLead = 1;  // tokens by which exponentials are computed in advance
+// The exponentials that the FMA pipe computes, 1 of 16 for 4 tokens x 4 states: bit 4 token + state.
 constexpr u32 kPolynomial = 32768;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -110,14 +111,14 @@ DEVICE float rcp_approx(float v) {
   return r;
 }
 
-// Where a lane begins in an array of words in shared memory; what is `ahead` of it by a known number of words costs no instruction.
+// A lane's base address in an array of words in shared memory. A constant offset `ahead` costs no instruction.
 struct Place {
   u32 byte;
 };
 template <class T>
 DEVICE Place place_in(T* array, u32 i) {
   u32 byte = u32(__cvta_generic_to_shared(array + i));
-  asm("" : "+r"(byte));  // or the compiler adds it up anew, with each number
+  asm("" : "+r"(byte));  // otherwise the compiler recomputes the address for every offset
   return Place{byte};
 }
 DEVICE Place operator+(Place p, int words) { return Place{p.byte + 4 * words}; }
@@ -126,11 +127,11 @@ DEVICE u32 load_word(Place from, int ahead) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(from.byte + 4 * ahead) : "memory");
   return r;
 }
-// Two neighbours, the first at an even place.
+// Two neighbouring words, the first at an even index.
 DEVICE void load_pair(Place from, int ahead, u32* r) {
   asm volatile("ld.shared.v2.u32 { %0, %1 }, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(from.byte + 4 * ahead) : "memory");
 }
-// Four neighbours, aligned.
+// Four neighbouring words, aligned.
 DEVICE void load_quad(Place from, int ahead, u32* r) {
   asm volatile("ld.shared.v4.u32 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -141,9 +142,9 @@ DEVICE void store_quad(Place to, int ahead, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(to.byte + 4 * ahead), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -153,9 +154,9 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -171,7 +172,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -238,7 +239,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -248,24 +249,24 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -274,7 +275,7 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -296,7 +297,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -312,13 +313,13 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// Two floats that travel together.
+// Two floats that are loaded and stored together.
 struct alignas(8) Pair {
   float f[2];
 };
 
-// 2^(d a) where that is 2^-126 and up, for the FMA pipe, to 1.5 * 2^-23: d a is split in one rounding into a whole number, in the low bits of
-// a sum, and what is left of it, -0.5 … 0.5. 1 comes from 0 exactly.
+// 2^(d a) on the FMA pipe, for results from 2^-126 up, accurate to 1.5 * 2^-23. One rounding splits d a into an integer, in the low bits of
+// a sum, and a rest of -0.5 … 0.5. An exponent of 0 gives exactly 1.
 DEVICE float exp2_polynomial(float d, float a) {
   constexpr float kMagic = 12582912.f;  // 1.5 * 2^23
   const float shifted = fmaf(d, a, kMagic), whole = shifted - kMagic;
@@ -333,8 +334,8 @@ DEVICE float exp2_polynomial(float d, float a) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));
 }
 
-// Asks for a tile of an operand, Rows of Inner neighbours each; of it there are `rows` of `inner`, and what is
-// not there becomes zero. Whole: all of it is. A thread has the same piece of every so many rows.
+// Copies a tile of an operand: Rows rows of Inner neighbouring elements. Only `rows` rows of `inner` elements exist; the rest becomes zero.
+// Whole: all of them exist. A thread copies the same piece of every kStep-th row.
 template <int Rows, int Inner, int Pitch, int Copy, bool Whole, class Array>
 DEVICE void copy_tile(Array& tiles, int at, const X* operand, u32 stride, u32 rows, u32 inner) {
   constexpr int kAtOnce = Copy / int(sizeof(X)), kPieces = (Inner + kAtOnce - 1) / kAtOnce;
@@ -355,13 +356,14 @@ DEVICE void copy_tile(Array& tiles, int at, const X* operand, u32 stride, u32 ro
   }
 }
 
-// What one of kHands threads copies of whole tiles of an operand, of Rows of Inner neighbours each: the same piece of every so many rows.
+// The share of one of kHands threads in copying whole tiles of an operand, Rows rows of Inner neighbours: the same piece of every kStep-th
+// row.
 template <int Rows, int Inner, int Pitch, int Copy>
 struct Share {
   static constexpr int kAtOnce = Copy / int(sizeof(X)), kPieces = (Inner + kAtOnce - 1) / kAtOnce, kStep = kHands / kPieces;
   static_assert(kHands % kPieces == 0, "a row has a piece for each of some threads");
-  const X* from;  // of the tile that is asked for next
-  u64 step;       // from a row to the next one of this thread
+  const X* from;  // in the tile that is copied next
+  u64 step;       // from a row to this thread's next row
   u32 first, to;
   DEVICE Share(const X* operand, u32 stride, u32 hand) {
     first = hand / kPieces;
@@ -388,15 +390,16 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     i64 z_batch, i64 final_states_slot, i64 out_batch, u32 tokens, u32 groups, u32 group_channels, u32 blocks,
     u32 u_channel, u32 delta_channel, u32 A_channel, u32 A_n, u32 B_group, u32 B_n, u32 C_group, u32 C_n, u32 D_channel,
     u32 z_channel, u32 delta_bias_channel, u32 final_states_channel, u32 out_channel) {
-  // Blocks walk the channels of a group, then the groups, then the sequences.
+  // Blocks iterate over the channels of a group, then the groups, then the sequences.
   const u32 block = blockIdx.x % blocks, group = blockIdx.x / blocks % groups, sequence = blockIdx.x / blocks / groups;
   const u32 base = group * group_channels + block * kChannels, width = min(group_channels - block * kChannels, u32(kChannels));
-  const bool walks = threadIdx.x < kWalkers;  // or prepares what is walked, and makes the output of it
-  const bool copies = !walks && threadIdx.x < kWalkers + kHands;  // and d and d u; the others make B and C f32, and the output
-  const u32 hand = (threadIdx.x - kWalkers) % kHands;  // of those of a kind
-  const int part = threadIdx.x % kLanes, place = threadIdx.x / kLanes;  // which of a channel's lanes, and which of the places in a block
-  const int own = place * kAbreast;  // the first of its channels
-  const int at_place = (place % 2 * kHalf + place / 2) * 4;  // where in a row of steps, or of sums
+
+  const bool walks = threadIdx.x < kWalkers;  // whether the thread scans; the others prepare its inputs and compute its outputs
+  const bool copies = !walks && threadIdx.x < kWalkers + kHands;  // copies, and computes d and d u; the others convert B and C to f32 and compute the output
+  const u32 hand = (threadIdx.x - kWalkers) % kHands;  // index among the threads of its kind
+  const int part = threadIdx.x % kLanes, place = threadIdx.x / kLanes;  // the lane's index in its channel, and its place in the block
+  const int own = place * kAbreast;  // its first channel
+  const int at_place = (place % 2 * kHalf + place / 2) * 4;  // offset in a row of steps or of sums
 
   const i64 slot = sequence;
   const u32 length = tokens;
@@ -417,7 +420,7 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
   Share<kRows, kInner, kRowWords, 16> own_z(z, z_channel, hand);
   Share<kKeys, kKeyInner, kKeyWords, 16> own_B(B, B_n, hand);
   Share<kKeys, kKeyInner, kKeyWords, 16> own_C(C, C_n, hand);
-  // Tiles are asked for in order: whole ones by shares, whose pointers are those of the next one.
+  // Tiles are copied in order: whole tiles by shares, whose pointers point at the next tile.
   const auto ask_for = [&](u32 n) {
     if (n >= tiles) return;
     const int at = int(n % kStages * kStageWords);
@@ -468,7 +471,7 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
   }
   bool there[kAbreast];
   float a[kAbreast][kOfLane], h[kAbreast][kOfLane];  // A log2(e), and the states
-  float most[kAbreast][kOfLane];  // of d, for the polynomial
+  float most[kAbreast][kOfLane];  // largest d for the polynomial
 #pragma unroll
   for (int c = 0; c < kAbreast; ++c) {
     there[c] = walks && u32(own + c) < width;
@@ -481,11 +484,12 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     }
   }
 
-  // Cells of a tile: four tokens of two neighbouring channels. Where tokens lie together, neighbouring lanes have a few runs of them.
+  // A cell of a tile is four tokens of two neighbouring channels. If tokens are contiguous, neighbouring lanes take a few runs of them.
   constexpr int kPairs = kChannels / 2, kCells = kTile / 4 * kPairs;
   constexpr int kBeside = kTile / 4 < 4 ? kTile / 4 : 4;
-  constexpr int kOwnCells = (kCells + kHands - 1) / kHands;  // of a lane, at most
-  // A lane's first cell, and what is between that and its k-th: their numbers are sums of what lanes have and of what k has, bit by bit.
+  constexpr int kOwnCells = (kCells + kHands - 1) / kHands;  // cells per lane, at most
+  // A lane's first cell, and the distance to its k-th one. Cell numbers are sums of the lane's and of k's number, whose bits do not
+  // overlap; cells are sums of the two likewise.
   struct Cell {
     int run, pair;
   };
@@ -496,7 +500,7 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
   const auto sum_at = [&](const Cell& cell) { return cell.run * kSumRun + cell.pair * 4; };
   const Place own_raw = place_in(stages, raw_at(own_cell)), own_steps = place_in(stages, kAtSteps + step_at(own_cell));
   const Place own_sums = place_in(stages, kAtSums + sum_at(own_cell));
-  using Values = float[2][4];  // of a channel's tokens
+  using Values = float[2][4];  // a channel's tokens
   using Raw = Pack<X, 4>[2];
   const auto load_cell = [&](Place from, int at, Raw& raw) {
 #pragma unroll
@@ -506,7 +510,7 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     unpack(raw[0], values[0]), unpack(raw[1], values[1]);
   };
 
-  // d and d u of tile n. What is not there adds -0 d u B to a state, times 1.
+  // d and d u of tile n. A missing token multiplies a state by 1 and adds -0 B.
   const auto prepare = [&](u32 n) {
     const Place from = own_raw + int(n % kStages * kStageWords), to = own_steps + int(n % 3 * kStepWords);
     const int rows = int(min(length - n * kTile, u32(kTile)));
@@ -647,15 +651,15 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     }
   };
 
-  // A lane's states pass a tile in groups of four tokens, whose exponentials are made ahead, between what is made of earlier ones. Steps of tokens that are
-  // not there change no bit of a state.
+  // A lane scans a tile in groups of four tokens; their exponentials are computed in advance, interleaved with earlier tokens. Missing
+  // tokens change no bit of a state.
   struct Group {
     float d[4][kAbreast], d_u[4][kAbreast];
   };
   const Place all_steps = place_in(stages, kAtSteps + at_place), all_keys = place_in(keys, part * kOfLane);
   const Place all_sums = place_in(stages, kAtSums + part * kSumPitch + at_place);
   const auto steps_of = [&](u32 n) { return all_steps + int(n % 3 * kStepWords); };
-  const auto load_steps = [&](Place from, int at, Group& group) {  // from an `at`-th group
+  const auto load_steps = [&](Place from, int at, Group& group) {  // the `at`-th group
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Pack<f32, 4> words;
@@ -673,8 +677,8 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
       for (int s = 0; s < kOfLane; ++s) decays[c][s] = kPolynomial >> (4 * i + s % 4) & 1 ? exp2_polynomial(fminf(d, most[c][s]), a[c][s]) : exp2_approx(d * a[c][s]);
     }
   };
-  Group now;  // of the tile that comes
-  float decays[kLead][kAbreast][kOfLane];  // of the tokens that come
+  Group now;  // of the next tile
+  float decays[kLead][kAbreast][kOfLane];  // of the next tokens
   const auto walk = [&](u32 n) {
     Place steps = steps_of(n), keys_from = all_keys + int(n % 2 * (2 * kTile * kAll * 4));
     Place to = all_sums + int(n % 2 * kSumWords);
@@ -730,7 +734,7 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
             y[k][i] = sums[k][0];
           }
         }
-        // What its lanes have is added up where the output is made.
+        // The sums of a channel's lanes are added where the output is computed.
 #pragma unroll
         for (int k = 0; k < kAbreast; ++k) {
           Pack<f32, 4> words;
@@ -762,7 +766,7 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
       if (n >= -1 && n + 1 < int(tiles)) widen(n + 1);
       if (n > 0) finish(n - 1);
     }
-    __syncthreads();  // d and d u of tile n + 2 are there, B and C of the one before, and what is asked for of the one behind; sums of tile n
+    __syncthreads();  // complete: d and d u of tile n + 2, B and C of tile n + 1, copies of tile n + 3, sums of tile n
   }
 #pragma unroll
   for (int c = 0; c < kAbreast; ++c) {

@@ -8,7 +8,7 @@
 //     o = <S, C> + D x
 //     dt: softplus(dt + dt_bias)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -30,13 +30,18 @@ constexpr int kTile = 64;   // rows per block
 constexpr int kThreads = 256;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kHeadDim; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kHeadDim - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -80,13 +85,13 @@ DEVICE u32 round_2xbf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// The greater one; NaN if one is.
+// The greater of two numbers; NaN if either is NaN.
 DEVICE float max_nan(float a, float b) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
-// To nearest even; 0 of what is none.
+// Rounds to nearest even; 0 for NaN.
 DEVICE int round_to_int(float v) {
   int r;
   asm("cvt.rni.s32.f32 %0, %1;" : "=r"(r) : "f"(v));
@@ -123,7 +128,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -190,7 +195,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -200,11 +205,12 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -235,8 +241,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -263,13 +269,15 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number.
+// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number
+// itself.
 
-// Philox-4x32 (Salmon et al. 2011): 4 random words of a seed and a counter; those of stream 0 are Triton's randint4x(seed, counter).
+// Philox-4x32 (Salmon et al. 2011): 4 random words from a seed and a counter. Stream 0 gives the words of Triton's randint4x(seed,
+// counter).
 DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);
   r[0] = u32(counter), r[1] = u32(counter >> 32), r[2] = stream, r[3] = 0;
-#pragma unroll 2  // of all rounds, those of several vectors would be interleaved, and take twice the registers
+#pragma unroll 2  // unrolling all rounds would interleave several vectors and take twice the registers
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const u64 a = u64(0xD2511F53u) * r[0], b = u64(0xCD9E8D57u) * r[2];
     r[0] = u32(b >> 32) ^ r[1] ^ k0;
@@ -279,7 +287,8 @@ DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
   }
 }
 
-// States in fewer bits: a number of a row is what is stored times the row's scale, its greatest size over the largest number of the type.
+// States in fewer bits. An element is its stored number times the scale of its row. The scale is the row's largest magnitude over the
+// type's largest number.
 DEVICE constexpr float largest(i16) { return 32767.f; }
 template <int N>
 DEVICE void unpack(const Pack<i16, N>& v, float (&f)[N]) {
@@ -288,7 +297,7 @@ DEVICE void unpack(const Pack<i16, N>& v, float (&f)[N]) {
     f[i] = __uint_as_float(__byte_perm(v.word[i / 2] ^ 0x80008000u, 0x4b000000u, i % 2 ? 0x7432u : 0x7410u)) - 8421376.f;
 }
 
-// The greatest of v over the lanes of a team, as sum_over_team sums: row i of the result ends in the lanes with lane % Rows == i.
+// The maximum of v over the lanes of a team, distributed as by sum_over_team: row i of the result ends in the lanes with lane % Rows == i.
 template <int Lanes, int Rows>
 DEVICE float max_over_team(float (&v)[Rows], u32 lane) {
   int rows = Rows;
@@ -309,8 +318,8 @@ DEVICE float max_over_team(float (&v)[Rows], u32 lane) {
   }
   return v[0];
 }
-// The greatest size of a row's numbers; NaN if one is. Of two as floats, then as integers, which are ordered alike, and of
-// which one instruction takes three.
+// The largest magnitude in a row; NaN if an element is NaN. Pairs are compared as floats, then as integers, whose order is the same and of
+// which one instruction compares three.
 template <int Passes, int N>
 DEVICE float size_of(const float (&f)[Passes][N]) {
   int r = 0;
@@ -318,13 +327,14 @@ DEVICE float size_of(const float (&f)[Passes][N]) {
   for (int i = 0; i < Passes * N; i += 2) r = max(r, __float_as_int(max_nan(fabsf(f[i / N][i % N]), fabsf(f[i / N][i % N + 1]))));
   return __int_as_float(r);
 }
-// The scale of a row of that size, which has an inverse. Of a row with a number that is not finite none is, once it is stored.
+// The scale of a row with this largest magnitude, at least 2^-100 / largest so that its inverse is finite. If one element of a row is not
+// finite, no element of it is finite once stored.
 template <class T>
 DEVICE float scale_of(T, float size) {
   return max_nan(size, 7.8886091e-31f) * (1.f / largest(T{}));  // 2^-100
 }
 
-// To nearest even, of numbers times the inverse of their scale. The last places of 1.5 * 2^23 + n are those of n.
+// Rounds numbers times the inverse of their scale to nearest even. The low bits of 1.5 * 2^23 + n are the low bits of n.
 template <int N>
 DEVICE void pack_scaled(const float (&f)[N], Pack<i16, N>& v, float inverse) {
 #pragma unroll
@@ -332,7 +342,7 @@ DEVICE void pack_scaled(const float (&f)[N], Pack<i16, N>& v, float inverse) {
     v.word[i / 2] = __byte_perm(__float_as_uint(fmaf(f[i], inverse, 12582912.f)), __float_as_uint(fmaf(f[i + 1], inverse, 12582912.f)), 0x5410);
 }
 
-// With noise: integers, up from 2^-16 of one with the probability of what is cut off.
+// Stochastic rounding: up with the probability of the fraction, in steps of 2^-16.
 template <class T>
 DEVICE u32 round_stochastic(T, float v, u32 random) {
   const int parts = round_to_int(fminf(fmaxf(v, -largest(T{})), largest(T{})) * 65536.f);
@@ -340,7 +350,7 @@ DEVICE u32 round_stochastic(T, float v, u32 random) {
 }
 template <class T, int N>
 DEVICE void pack_scaled_stochastic(const float (&f)[N], Pack<T, N>& v, float inverse, u64 seed, u64 index, u32 stream) {
-  constexpr int kEach = 4 / sizeof(T), kBits = 32 / kEach;  // of a word
+  constexpr int kEach = 4 / sizeof(T), kBits = 32 / kEach;  // elements per word, bits per element
 #pragma unroll
   for (int w = 0; w < Pack<T, N>::kWords; ++w) v.word[w] = 0;
 #pragma unroll
@@ -362,11 +372,11 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
     u32 x_head, u32 x_row, u32 dt_batch, u32 dt_head, u32 A_head, u32 B_batch, u32 B_group, u32 C_batch, u32 C_group,
     u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_head, u32 out_row, u32 state_indices_batch,
     u32 dst_state_indices_batch, u32 state_scale_head, u32 state_scale_row) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
   const i64 dst_slot = load(dst_state_indices + u64(batch) * dst_state_indices_batch);
 
@@ -378,9 +388,9 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   B += u64(batch) * B_batch + group * B_group + offset;
@@ -409,26 +419,28 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
   bf16 raw_D[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const u32 row = owned_row + step * kStepRows;
+    const u32 row = existing(owned_row + step * kStepRows);
     raw_x[step] = load(x + row * x_row);
     raw_D[step] = load(D + row * D_row);
   }
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
     float scale;  // of the row that the lane owns
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     if (lane % kLanes < kIlp)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const u32 row = owned_row + step * kStepRows;
-        store(out + row * out_row, 0.f);
+        if (exists(row)) store(out + row * out_row, 0.f);
       }
     return;
   }
@@ -446,7 +458,7 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
         rows.state[i][p] = load_vector<State, kVec>(src + element_of(step, i) + n);
       }
     }
-    rows.scale = load(scales + slot * state_scale_slot + (owned_row + step * kStepRows) * state_scale_row);
+    rows.scale = load(scales + slot * state_scale_slot + existing(owned_row + step * kStepRows) * state_scale_row);
   };
   load_state(next, 0);
 
@@ -471,15 +483,15 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
 
     const float x_owned = to_float(raw_x[step]);
     const float dt_x = delta * x_owned;
-    const float scaled_decay = rows.scale * decay;  // what turns what is stored into decayed numbers
+    const float scaled_decay = rows.scale * decay;  // converts stored numbers to decayed ones
 
     float y[kIlp][kPasses];
     float h[kIlp][kPasses][kVec];
     Pack<State, kVec> packed[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float dx = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
-      const float kept = __shfl_sync(0xffffffffu, scaled_decay, i, kLanes);
+      const float dx = of_owner(dt_x, i);
+      const float kept = of_owner(scaled_decay, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         unpack(rows.state[i][p], h[i][p]);
@@ -494,7 +506,7 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
     const float scale = scale_of(State{}, max_over_team<kLanes>(sizes, lane)), inverse_scale = rcp_approx(scale);
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float inverse = __shfl_sync(0xffffffffu, inverse_scale, i, kLanes);
+      const float inverse = of_owner(inverse_scale, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         pack_scaled_stochastic(h[i][p], packed[i][p], inverse, seed, first_element + element_of(step, i) + p * (kLanes * kVec), 0);
@@ -504,14 +516,14 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
-        if (write_state) store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed[i][p]);
+        if (write_state && exists(row_of(step, i))) store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed[i][p]);
       }
     }
 
     float result = sum_over_team<kLanes>(y, lane);
     result = fmaf(to_float(raw_D[step]), x_owned, result);
     const u32 row = owned_row + step * kStepRows;
-    if (lane % kLanes < kIlp) store(out + row * out_row, result);
-    if (lane % kLanes < kIlp && write_state) store(scales + dst_slot * state_scale_slot + row * state_scale_row, scale);
+    if (lane % kLanes < kIlp && exists(row)) store(out + row * out_row, result);
+    if (lane % kLanes < kIlp && write_state && exists(row)) store(scales + dst_slot * state_scale_slot + row * state_scale_row, scale);
   }
 }

@@ -7,7 +7,7 @@
 //     o = <S, C> + D x
 //     dt: softplus(dt + dt_bias)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -28,13 +28,18 @@ constexpr int kTile = 64;   // rows per block
 constexpr int kThreads = 64;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kHeadDim; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kHeadDim - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -78,13 +83,13 @@ DEVICE u32 round_2xbf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// The greater one; NaN if one is.
+// The greater of two numbers; NaN if either is NaN.
 DEVICE float max_nan(float a, float b) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
-// To nearest even; 0 of what is none.
+// Rounds to nearest even; 0 for NaN.
 DEVICE int round_to_int(float v) {
   int r;
   asm("cvt.rni.s32.f32 %0, %1;" : "=r"(r) : "f"(v));
@@ -121,7 +126,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -188,7 +193,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -198,11 +203,12 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -233,8 +239,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -261,15 +267,16 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// States in fewer bits: a number of a row is what is stored times the row's scale, its greatest size over the largest number of the type.
+// States in fewer bits. An element is its stored number times the scale of its row. The scale is the row's largest magnitude over the
+// type's largest number.
 DEVICE constexpr float largest(i8) { return 127.f; }
 template <int N>
 DEVICE void unpack(const Pack<i8, N>& v, float (&f)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i)  // 128 more than the number in the last places of 2^23: exact
+  for (int i = 0; i < N; ++i)  // the float is 2^23 + 128 + the number, so the subtraction is exact
     f[i] = __uint_as_float(__byte_perm(v.word[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7440u | i % 4)) - 8388736.f;
 }
-// The numbers and kExcess, an instruction each.
+// The numbers plus kExcess, in one instruction each.
 constexpr float kExcess = 32896.f;  // 2^15 + 128
 template <int N>
 DEVICE void unpack_with_excess(const Pack<i8, N>& v, float (&f)[N]) {
@@ -277,7 +284,7 @@ DEVICE void unpack_with_excess(const Pack<i8, N>& v, float (&f)[N]) {
   for (int i = 0; i < N; ++i) f[i] = __uint_as_float(__byte_perm(v.word[i / 4] ^ 0x80808080u, 0x47000000u, 0x7404u | i % 4 * 16));
 }
 
-// The greatest of v over the lanes of a team, as sum_over_team sums: row i of the result ends in the lanes with lane % Rows == i.
+// The maximum of v over the lanes of a team, distributed as by sum_over_team: row i of the result ends in the lanes with lane % Rows == i.
 template <int Lanes, int Rows>
 DEVICE float max_over_team(float (&v)[Rows], u32 lane) {
   int rows = Rows;
@@ -298,8 +305,8 @@ DEVICE float max_over_team(float (&v)[Rows], u32 lane) {
   }
   return v[0];
 }
-// The greatest size of a row's numbers; NaN if one is. Of two as floats, then as integers, which are ordered alike, and of
-// which one instruction takes three.
+// The largest magnitude in a row; NaN if an element is NaN. Pairs are compared as floats, then as integers, whose order is the same and of
+// which one instruction compares three.
 template <int Passes, int N>
 DEVICE float size_of(const float (&f)[Passes][N]) {
   int r = 0;
@@ -307,13 +314,14 @@ DEVICE float size_of(const float (&f)[Passes][N]) {
   for (int i = 0; i < Passes * N; i += 2) r = max(r, __float_as_int(max_nan(fabsf(f[i / N][i % N]), fabsf(f[i / N][i % N + 1]))));
   return __int_as_float(r);
 }
-// The scale of a row of that size, which has an inverse. Of a row with a number that is not finite none is, once it is stored.
+// The scale of a row with this largest magnitude, at least 2^-100 / largest so that its inverse is finite. If one element of a row is not
+// finite, no element of it is finite once stored.
 template <class T>
 DEVICE float scale_of(T, float size) {
   return max_nan(size, 7.8886091e-31f) * (1.f / largest(T{}));  // 2^-100
 }
 
-// To nearest even, of numbers times the inverse of their scale. The last places of 1.5 * 2^23 + n are those of n.
+// Rounds numbers times the inverse of their scale to nearest even. The low bits of 1.5 * 2^23 + n are the low bits of n.
 template <int N>
 DEVICE void pack_scaled(const float (&f)[N], Pack<i8, N>& v, float inverse) {
 #pragma unroll
@@ -334,12 +342,13 @@ ssu_h128p64n128g8_i8_l8v16i2t64x64_1fdb40f0(
     i64 state_slot, i64 state_scale_slot, u32 x_batch, u32 x_head, u32 x_row, u32 dt_batch, u32 dt_head, u32 A_head,
     u32 B_batch, u32 B_group, u32 C_batch, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch,
     u32 out_head, u32 out_row, u32 state_indices_batch, u32 state_scale_head, u32 state_scale_row) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
+  const i64 dst_slot = slot;  // in place
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
@@ -349,10 +358,10 @@ ssu_h128p64n128g8_i8_l8v16i2t64x64_1fdb40f0(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
-  const u32 owned_row = first_row + lane % kLanes / kIlp * kStepRows + lane % kIlp * kRowStep;  // of all steps, lane by lane
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
+  const u32 owned_row = first_row + lane % kLanes / kIlp * kStepRows + lane % kIlp * kRowStep;  // one row per lane, over all steps
 
   B += u64(batch) * B_batch + group * B_group + offset;
   C += u64(batch) * C_batch + group * C_group + offset;
@@ -379,21 +388,23 @@ ssu_h128p64n128g8_i8_l8v16i2t64x64_1fdb40f0(
   const auto raw_x = load(x + owned_row * x_row);
   const auto raw_D = load(D + owned_row * D_row);
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
     store(out + owned_row * out_row, 0.f);
     return;
   }
   const State* src = state + slot * state_slot;
   float* scales = state_scale + head * state_scale_head;
-  State* dst = state + slot * state_slot;
+  State* dst = state + dst_slot * state_slot;
 
   const auto load_state = [&](Rows& rows, int step) {
 #pragma unroll
@@ -418,7 +429,7 @@ ssu_h128p64n128g8_i8_l8v16i2t64x64_1fdb40f0(
   delta = softplus(delta);
   const float decay = exp2_approx(delta * kLog2E * to_float(raw_A));  // exp(dt A)
   const float x_owned = to_float(raw_x), dt_x = delta * x_owned;
-  const float scaled_decay = scale * decay;  // what turns what is stored into decayed numbers
+  const float scaled_decay = scale * decay;  // converts stored numbers to decayed ones
   float y[kSteps * kIlp][kPasses];
 
 #pragma unroll
@@ -432,9 +443,9 @@ ssu_h128p64n128g8_i8_l8v16i2t64x64_1fdb40f0(
     Pack<State, kVec> packed[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float dx = __shfl_sync(0xffffffffu, dt_x, step * kIlp + i, kLanes);
-      const float kept = __shfl_sync(0xffffffffu, scaled_decay, step * kIlp + i, kLanes);
-      const float rest = -kExcess * kept;  // this and the sum below round to 2^-9 each of what 1 is worth that is stored
+      const float dx = of_owner(dt_x, step * kIlp + i);
+      const float kept = of_owner(scaled_decay, step * kIlp + i);
+      const float rest = -kExcess * kept;  // this and the sum below each round to 2^-9 of one stored unit
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         unpack_with_excess(rows.state[i][p], h[i][p]);
@@ -450,7 +461,7 @@ ssu_h128p64n128g8_i8_l8v16i2t64x64_1fdb40f0(
     if (lane % kLanes / kIlp == step) scale = new_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float inverse = __shfl_sync(0xffffffffu, inverse_scale, i, kLanes);
+      const float inverse = of_owner(inverse_scale, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         pack_scaled(h[i][p], packed[i][p], inverse);
@@ -460,7 +471,7 @@ ssu_h128p64n128g8_i8_l8v16i2t64x64_1fdb40f0(
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
-        store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed[i][p]);
+        if (exists(row_of(step, i))) store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed[i][p]);
       }
     }
 
@@ -469,5 +480,5 @@ ssu_h128p64n128g8_i8_l8v16i2t64x64_1fdb40f0(
   float result = sum_over_team<kLanes>(y, lane);
   result = fmaf(to_float(raw_D), x_owned, result);
   store(out + owned_row * out_row, result);
-  store(scales + slot * state_scale_slot + owned_row * state_scale_row, scale);
+  store(scales + dst_slot * state_scale_slot + owned_row * state_scale_row, scale);
 }

@@ -7,7 +7,7 @@
 //     o = (<S, C> + D x) silu(z)
 //     dt: softplus(dt + dt_bias)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -27,13 +27,18 @@ constexpr int kTile = 256;   // rows per block
 constexpr int kThreads = 256;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kHeadDim; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kHeadDim - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -108,7 +113,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -175,7 +180,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -185,13 +190,14 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -221,8 +227,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -257,10 +263,11 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
     const f32* dt_bias, bf16* out, i64 state_slot, u32 x_batch, u32 x_head, u32 x_row, u32 dt_batch, u32 dt_head,
     u32 dt_row, u32 A_head, u32 A_row, u32 B_batch, u32 B_group, u32 C_batch, u32 C_group, u32 D_head, u32 D_row,
     u32 z_batch, u32 z_head, u32 z_row, u32 dt_bias_head, u32 dt_bias_row, u32 out_batch, u32 out_head, u32 out_row) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
   const i64 slot = batch;
+  const i64 dst_slot = slot;  // in place
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
@@ -270,9 +277,9 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   B += u64(batch) * B_batch + group * B_group + offset;
@@ -302,7 +309,7 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
   bf16 raw_z[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const u32 row = owned_row + step * kStepRows;
+    const u32 row = existing(owned_row + step * kStepRows);
     raw_x[step] = load(x + row * x_row);
     raw_dt[step] = load(dt + row * dt_row);
     raw_bias[step] = load(dt_bias + row * dt_bias_row);
@@ -310,19 +317,21 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
     raw_z[step] = load(z + row * z_row);
   }
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
     Pack<f32, kVec> A[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
+  };
   const auto load_A = [&](Rows& rows, int step) {
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         const int n = p * (kLanes * kVec);
-        rows.A[i][p] = load_vector<f32, kVec>(A + row_of(step, i) * A_row + offset + n);
+        rows.A[i][p] = load_vector<f32, kVec>(A + existing(row_of(step, i)) * A_row + offset + n);
       }
     }
   };
@@ -330,7 +339,7 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
   load_A(next, 0);
 
   const State* src = state + slot * state_slot;
-  State* dst = state + slot * state_slot;
+  State* dst = state + dst_slot * state_slot;
 
   const auto load_state = [&](Rows& rows, int step) {
 #pragma unroll
@@ -369,8 +378,8 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
     Pack<State, kVec> packed[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float dx = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
-      const float dl = __shfl_sync(0xffffffffu, dt_log2, i, kLanes);
+      const float dx = of_owner(dt_x, i);
+      const float dl = of_owner(dt_log2, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         float h[kVec];
@@ -387,7 +396,7 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
-        store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed[i][p]);
+        if (exists(row_of(step, i))) store_vector(dst + element_of(step, i) + p * (kLanes * kVec), packed[i][p]);
       }
     }
 
@@ -395,6 +404,6 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
     result = fmaf(to_float(raw_D[step]), x_owned, result);
     result = result * silu(to_float(raw_z[step]));
     const u32 row = owned_row + step * kStepRows;
-    if (lane % kLanes < kIlp) store(out + row * out_row, result);
+    if (lane % kLanes < kIlp && exists(row)) store(out + row * out_row, result);
   }
 }

@@ -9,7 +9,7 @@
 //     o = <S, C> + D x
 //     dt: softplus(dt + dt_bias)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -24,7 +24,7 @@ struct f16 { u16 bits; };
 using State = f16;
 constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kChunk = 8;  // tokens staged in shared memory at a time
-using Kept = f16;  // of intermediate states
+using Kept = f16;  // type of intermediate states
 constexpr int kPhiloxRounds = 10;
 constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 8;     // neighbouring elements of a row per lane and pass
@@ -33,13 +33,18 @@ constexpr int kTile = 32;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kHeadDim; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kHeadDim - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -71,7 +76,7 @@ DEVICE void store_2xu32(void* p, const u32* v) {
 DEVICE void store_4xu32(void* p, const u32* v) {
   asm volatile("st.global.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// For what is not read again soon: the first to leave the cache.
+// For data that is not read again soon: the cache evicts these lines first.
 DEVICE void store_4xu32_streaming(void* p, const u32* v) {
   asm volatile("st.global.cs.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
@@ -138,7 +143,7 @@ DEVICE f16 load(const f16* p) { return f16{load_u16(p)}; }
 DEVICE float to_float(f16 v) { return widen_f16(v.bits); }
 DEVICE void store(f16* p, float v) { store_u16(p, round_f16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -226,7 +231,7 @@ DEVICE void pack(const float (&f)[N], Pack<f16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -236,11 +241,12 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -270,8 +276,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -298,7 +304,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -306,7 +312,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -316,13 +322,15 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number.
+// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number
+// itself.
 
-// Philox-4x32 (Salmon et al. 2011): 4 random words of a seed and a counter; those of stream 0 are Triton's randint4x(seed, counter).
+// Philox-4x32 (Salmon et al. 2011): 4 random words from a seed and a counter. Stream 0 gives the words of Triton's randint4x(seed,
+// counter).
 DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);
   r[0] = u32(counter), r[1] = u32(counter >> 32), r[2] = stream, r[3] = 0;
-#pragma unroll 2  // of all rounds, those of several vectors would be interleaved, and take twice the registers
+#pragma unroll 2  // unrolling all rounds would interleave several vectors and take twice the registers
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const u64 a = u64(0xD2511F53u) * r[0], b = u64(0xCD9E8D57u) * r[2];
     r[0] = u32(b >> 32) ^ r[1] ^ k0;
@@ -331,19 +339,19 @@ DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
   }
 }
-// As many random bits as are cut off: 13, and below 2^-14, where results are multiples of 2^-24, more. 31 at most: what lies below 2^-55
-// is lost. Finite numbers stay finite.
+// The random bits cover the bits that rounding removes: 13, and up to 31 below 2^-14, where results are multiples of 2^-24. Bits below
+// 2^-55 are lost. Finite numbers stay finite.
 DEVICE u32 round_stochastic(f16, float v, u32 random) {
   const u32 bits = __float_as_uint(v), size = bits & 0x7fffffffu;
   const u32 sign = bits >> 16 & 0x8000u;
   const u32 normal = min((size + (random & 0x1fffu) - (112u << 23)) >> 13, 0x7bffu);
-  const u32 cut = 126u - min(size >> 23, 112u), used = min(cut, 31u);  // of a number below 2^-14, in its 24 bits
+  const u32 cut = 126u - min(size >> 23, 112u), used = min(cut, 31u);  // below 2^-14: bits that rounding removes from a 24-bit significand, and bits with noise
   const u32 digits = (size & 0x7fffffu | 0x800000u) >> min(cut - used, 31u);
   const u32 small = (digits + (random & (1u << used) - 1u)) >> used;
   const u32 finite = size < (113u << 23) ? small : normal;
   return sign | (size < 0x7f800000u ? finite : size > 0x7f800000u ? 0x7e00u : 0x7c00u);
 }
-// Elements index … index + N - 1 of a state, rounded with noise of their own.
+// Elements index … index + N - 1 of a state, each rounded with its own noise.
 template <class T, int N>
 DEVICE void pack_stochastic(const float (&f)[N], Pack<T, N>& v, u64 seed, u64 index, u32 stream) {
 #pragma unroll
@@ -370,11 +378,11 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
     u32 dst_state_indices_batch, u32 num_accepted_tokens_batch, u32 parents_batch, u32 parents_token,
     u32 intermediate_state_indices_batch, u32 rand_seed_slot, u32 total_tokens, u32 columns, u32 parent_columns,
     u32 kept_columns) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 begin = load(cu_seqlens + batch), end = load(cu_seqlens + batch + 1);
   const u32 tokens = begin >= 0 && begin < end && end <= total_tokens ? u32(end - begin) : 0;  // of this sequence
   const u32 first_token = tokens ? u32(begin) : 0;
@@ -395,9 +403,9 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   B += u64(first_token) * B_token + group * B_group + offset;
@@ -410,10 +418,10 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
 
   const auto raw_A = load(A + head * A_head);
   const auto raw_bias = load(dt_bias + head * dt_bias_head);
-  const auto raw_D = load(D + head * D_head + owned_row * D_row);
+  const auto raw_D = load(D + head * D_head + existing(owned_row) * D_row);
 
-  // Tokens are prepared once per block, a team each, and read from shared memory by all of its teams. The first ones are asked for
-  // before the state is, because what a warp asks for comes back in order.
+  // Tokens are prepared once per block, each by one team, and read from shared memory by all teams. The first tokens are loaded before the
+  // state, because a warp's loads return in order.
   constexpr int kTeamsPerBlock = kThreads / kLanes;
   constexpr int kRounds = (kChunk + kTeamsPerBlock - 1) / kTeamsPerBlock;
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
@@ -447,25 +455,27 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
     for (int r = 0; r < kValues; ++r) {
       const u32 i = r * kThreads + threadIdx.x;
       const u32 t = min(first + i / kTile, last);
-      const u32 row = tile * kTile + i % kTile;
+      const u32 row = existing(tile * kTile + i % kTile);
       chunk.x[r] = load(x + u64(t) * x_token + row * x_row);
     }
     return chunk;
   };
   Chunk chunk = load_chunk(0);
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (tokens == 0 || u64(slot) >= u64(slots) || slot == pad_slot_id || !keeps) {  // a padded row: zero output, no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
-      if (lane % kLanes < kIlp) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
+      if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
     return;
   }
   const bool write_state = u64(dst_slot) < u64(slots) && dst_slot != pad_slot_id;
@@ -484,7 +494,7 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
   };
   load_state(next, 0);
 
-  const u32 first_element = (head * kHeadDim + first_row) * kDState + offset;  // in a slot
+  const u32 first_element = (head * kHeadDim + first_row) * kDState + offset;  // offset in a slot
   constexpr u64 kSlotElements = kHeads * kHeadDim * kDState;
   const u64 intermediate_states_seed = load(rand_seed + slot * rand_seed_slot);
   const u64 state_seed = write_state ? load(rand_seed + dst_slot * rand_seed_slot) : 0;
@@ -496,11 +506,11 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
   SHARED(float, x_staged, kChunk * kTile);
   SHARED(int, parent_staged, kChunk);
   const u32 part = lane % kLanes;
-  const u32 row_in_tile = owned_row - tile * kTile;
-  // Quarter z of pass p of a token's vector: neighbouring lanes read neighbouring 16 bytes.
+  const u32 row_in_tile = existing(owned_row) - tile * kTile;
+  // Index of a quarter of pass p of token c's vector: neighbouring lanes read neighbouring 16 bytes.
   const auto quad = [&](u32 c, int p, int quarter) { return c * kVectorQuads + (p * kQuads + quarter) * kLanes + part; };
 
-  float h[kIlp][kPasses][kVec];  // the rows, through all tokens
+  float h[kIlp][kPasses][kVec];  // the rows, kept in registers for all tokens
 #pragma unroll
   for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -541,7 +551,7 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
       if (i >= count * kTile) continue;
       x_staged[i] = to_float(chunk.x[r]);
     }
-    if (threadIdx.x < count) {  // earlier tokens only, whose states are kept
+    if (threadIdx.x < count) {  // only earlier tokens, whose states are kept
       const u64 earlier = min(first + threadIdx.x, kept_columns);
       parent_staged[threadIdx.x] = u64(chunk.parent) < earlier ? int(chunk.parent) : -1;
     }
@@ -549,7 +559,7 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
 
     for (u32 c = 0; c < count; ++c) {
       const u32 t = first + c;
-      if (const int parent = parent_staged[c]; parent >= 0) {  // what this thread itself has stored
+      if (const int parent = parent_staged[c]; parent >= 0) {  // stored by this thread itself
         const Kept* stored = intermediate_states + parent * intermediate_states_token;
 #pragma unroll
         for (int i = 0; i < kIlp; ++i) {
@@ -562,7 +572,7 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
       const float dt_x = dt_staged[c] * x_owned;
       float dx[kIlp], y[kIlp][kPasses];
 #pragma unroll
-      for (int i = 0; i < kIlp; ++i) dx[i] = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
+      for (int i = 0; i < kIlp; ++i) dx[i] = of_owner(dt_x, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         float b[kVec], c_[kVec];
@@ -580,7 +590,7 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
       }
       float result = sum_over_team<kLanes>(y, lane);
       result = fmaf(to_float(raw_D), x_owned, result);
-      if (lane % kLanes < kIlp) store(out + u64(t) * out_token + owned_row * out_row, result);
+      if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
       Kept* kept = intermediate_states + t * intermediate_states_token;
       if (t < kept_columns)
 #pragma unroll
@@ -590,7 +600,7 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
             const int n = element_of(0, i) + p * (kLanes * kVec);
             Pack<Kept, kVec> packed;
             pack_stochastic(h[i][p], packed, intermediate_states_seed, u64(slot) * kSlotElements + first_element + n, 1 + t);
-            store_vector(kept + n, packed);
+            if (exists(row_of(0, i))) store_vector(kept + n, packed);
           }
         }
     }
@@ -603,7 +613,7 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
         const int n = element_of(0, i) + p * (kLanes * kVec);
         Pack<State, kVec> packed;
         pack_stochastic(h[i][p], packed, state_seed, u64(dst_slot) * kSlotElements + first_element + n, 0);
-        store_vector(dst + n, packed);
+        if (exists(row_of(0, i))) store_vector(dst + n, packed);
       }
     }
 }

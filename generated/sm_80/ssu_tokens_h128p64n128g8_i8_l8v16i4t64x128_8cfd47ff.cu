@@ -8,7 +8,7 @@
 //     o = <S, C> + D x
 //     dt: softplus(dt + dt_bias)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -23,7 +23,7 @@ struct i8 { unsigned char bits; };
 using State = i8;
 constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kChunk = 8;  // tokens staged in shared memory at a time
-using Kept = i8;  // of intermediate states
+using Kept = i8;  // type of intermediate states
 constexpr int kPhiloxRounds = 10;
 constexpr int kLanes = 8;   // lanes per row: a team
 constexpr int kVec = 16;     // neighbouring elements of a row per lane and pass
@@ -32,13 +32,18 @@ constexpr int kTile = 64;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kHeadDim; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kHeadDim - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -70,7 +75,7 @@ DEVICE void store_2xu32(void* p, const u32* v) {
 DEVICE void store_4xu32(void* p, const u32* v) {
   asm volatile("st.global.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// For what is not read again soon: the first to leave the cache.
+// For data that is not read again soon: the cache evicts these lines first.
 DEVICE void store_4xu32_streaming(void* p, const u32* v) {
   asm volatile("st.global.cs.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
@@ -86,13 +91,13 @@ DEVICE u32 round_2xbf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// The greater one; NaN if one is.
+// The greater of two numbers; NaN if either is NaN.
 DEVICE float max_nan(float a, float b) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
-// To nearest even; 0 of what is none.
+// Rounds to nearest even; 0 for NaN.
 DEVICE int round_to_int(float v) {
   int r;
   asm("cvt.rni.s32.f32 %0, %1;" : "=r"(r) : "f"(v));
@@ -129,7 +134,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -204,7 +209,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -214,11 +219,12 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -249,8 +255,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -277,7 +283,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -285,7 +291,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -295,13 +301,15 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number.
+// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number
+// itself.
 
-// Philox-4x32 (Salmon et al. 2011): 4 random words of a seed and a counter; those of stream 0 are Triton's randint4x(seed, counter).
+// Philox-4x32 (Salmon et al. 2011): 4 random words from a seed and a counter. Stream 0 gives the words of Triton's randint4x(seed,
+// counter).
 DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);
   r[0] = u32(counter), r[1] = u32(counter >> 32), r[2] = stream, r[3] = 0;
-#pragma unroll 2  // of all rounds, those of several vectors would be interleaved, and take twice the registers
+#pragma unroll 2  // unrolling all rounds would interleave several vectors and take twice the registers
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const u64 a = u64(0xD2511F53u) * r[0], b = u64(0xCD9E8D57u) * r[2];
     r[0] = u32(b >> 32) ^ r[1] ^ k0;
@@ -311,15 +319,16 @@ DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
   }
 }
 
-// States in fewer bits: a number of a row is what is stored times the row's scale, its greatest size over the largest number of the type.
+// States in fewer bits. An element is its stored number times the scale of its row. The scale is the row's largest magnitude over the
+// type's largest number.
 DEVICE constexpr float largest(i8) { return 127.f; }
 template <int N>
 DEVICE void unpack(const Pack<i8, N>& v, float (&f)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i)  // 128 more than the number in the last places of 2^23: exact
+  for (int i = 0; i < N; ++i)  // the float is 2^23 + 128 + the number, so the subtraction is exact
     f[i] = __uint_as_float(__byte_perm(v.word[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7440u | i % 4)) - 8388736.f;
 }
-// The numbers and kExcess, an instruction each.
+// The numbers plus kExcess, in one instruction each.
 constexpr float kExcess = 32896.f;  // 2^15 + 128
 template <int N>
 DEVICE void unpack_with_excess(const Pack<i8, N>& v, float (&f)[N]) {
@@ -327,7 +336,7 @@ DEVICE void unpack_with_excess(const Pack<i8, N>& v, float (&f)[N]) {
   for (int i = 0; i < N; ++i) f[i] = __uint_as_float(__byte_perm(v.word[i / 4] ^ 0x80808080u, 0x47000000u, 0x7404u | i % 4 * 16));
 }
 
-// The greatest of v over the lanes of a team, as sum_over_team sums: row i of the result ends in the lanes with lane % Rows == i.
+// The maximum of v over the lanes of a team, distributed as by sum_over_team: row i of the result ends in the lanes with lane % Rows == i.
 template <int Lanes, int Rows>
 DEVICE float max_over_team(float (&v)[Rows], u32 lane) {
   int rows = Rows;
@@ -348,8 +357,8 @@ DEVICE float max_over_team(float (&v)[Rows], u32 lane) {
   }
   return v[0];
 }
-// The greatest size of a row's numbers; NaN if one is. Of two as floats, then as integers, which are ordered alike, and of
-// which one instruction takes three.
+// The largest magnitude in a row; NaN if an element is NaN. Pairs are compared as floats, then as integers, whose order is the same and of
+// which one instruction compares three.
 template <int Passes, int N>
 DEVICE float size_of(const float (&f)[Passes][N]) {
   int r = 0;
@@ -357,13 +366,14 @@ DEVICE float size_of(const float (&f)[Passes][N]) {
   for (int i = 0; i < Passes * N; i += 2) r = max(r, __float_as_int(max_nan(fabsf(f[i / N][i % N]), fabsf(f[i / N][i % N + 1]))));
   return __int_as_float(r);
 }
-// The scale of a row of that size, which has an inverse. Of a row with a number that is not finite none is, once it is stored.
+// The scale of a row with this largest magnitude, at least 2^-100 / largest so that its inverse is finite. If one element of a row is not
+// finite, no element of it is finite once stored.
 template <class T>
 DEVICE float scale_of(T, float size) {
   return max_nan(size, 7.8886091e-31f) * (1.f / largest(T{}));  // 2^-100
 }
 
-// To nearest even, of numbers times the inverse of their scale. The last places of 1.5 * 2^23 + n are those of n.
+// Rounds numbers times the inverse of their scale to nearest even. The low bits of 1.5 * 2^23 + n are the low bits of n.
 template <int N>
 DEVICE void pack_scaled(const float (&f)[N], Pack<i8, N>& v, float inverse) {
 #pragma unroll
@@ -375,7 +385,7 @@ DEVICE void pack_scaled(const float (&f)[N], Pack<i8, N>& v, float inverse) {
   }
 }
 
-// With noise: integers, up from 2^-16 of one with the probability of what is cut off.
+// Stochastic rounding: up with the probability of the fraction, in steps of 2^-16.
 template <class T>
 DEVICE u32 round_stochastic(T, float v, u32 random) {
   const int parts = round_to_int(fminf(fmaxf(v, -largest(T{})), largest(T{})) * 65536.f);
@@ -383,7 +393,7 @@ DEVICE u32 round_stochastic(T, float v, u32 random) {
 }
 template <class T, int N>
 DEVICE void pack_scaled_stochastic(const float (&f)[N], Pack<T, N>& v, float inverse, u64 seed, u64 index, u32 stream) {
-  constexpr int kEach = 4 / sizeof(T), kBits = 32 / kEach;  // of a word
+  constexpr int kEach = 4 / sizeof(T), kBits = 32 / kEach;  // elements per word, bits per element
 #pragma unroll
   for (int w = 0; w < Pack<T, N>::kWords; ++w) v.word[w] = 0;
 #pragma unroll
@@ -408,11 +418,11 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
     u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_token, u32 out_head,
     u32 out_row, u32 state_indices_batch, u32 rand_seed_slot, u32 state_scale_head, u32 state_scale_row,
     u32 intermediate_state_scales_head, u32 intermediate_state_scales_row, u32 tokens) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
   const i64 kept_row = batch;
 
@@ -424,9 +434,9 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
   B += u64(batch) * B_batch + group * B_group + offset;
@@ -440,10 +450,10 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
 
   const auto raw_A = load(A + head * A_head);
   const auto raw_bias = load(dt_bias + head * dt_bias_head);
-  const auto raw_D = load(D + head * D_head + owned_row * D_row);
+  const auto raw_D = load(D + head * D_head + existing(owned_row) * D_row);
 
-  // Tokens are prepared once per block, a team each, and read from shared memory by all of its teams. The first ones are asked for
-  // before the state is, because what a warp asks for comes back in order.
+  // Tokens are prepared once per block, each by one team, and read from shared memory by all teams. The first tokens are loaded before the
+  // state, because a warp's loads return in order.
   constexpr int kTeamsPerBlock = kThreads / kLanes;
   constexpr int kRounds = (kChunk + kTeamsPerBlock - 1) / kTeamsPerBlock;
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
@@ -472,26 +482,28 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
     for (int r = 0; r < kValues; ++r) {
       const u32 i = r * kThreads + threadIdx.x;
       const u32 t = min(first + i / kTile, last);
-      const u32 row = tile * kTile + i % kTile;
+      const u32 row = existing(tile * kTile + i % kTile);
       chunk.x[r] = load(x + u64(t) * x_token + row * x_row);
     }
     return chunk;
   };
   Chunk chunk = load_chunk(0);
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
     float scale;  // of the row that the lane owns
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDState; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
-      if (lane % kLanes < kIlp) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
+      if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
     return;
   }
   const State* src = state + slot * state_slot;
@@ -506,11 +518,11 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
         rows.state[i][p] = load_vector<State, kVec>(src + element_of(step, i) + n);
       }
     }
-    rows.scale = load(scales + slot * state_scale_slot + (owned_row + step * kStepRows) * state_scale_row);
+    rows.scale = load(scales + slot * state_scale_slot + existing(owned_row + step * kStepRows) * state_scale_row);
   };
   load_state(next, 0);
 
-  const u32 first_element = (head * kHeadDim + first_row) * kDState + offset;  // in a slot
+  const u32 first_element = (head * kHeadDim + first_row) * kDState + offset;  // offset in a slot
   constexpr u64 kSlotElements = kHeads * kHeadDim * kDState;
   const u64 intermediate_states_seed = load(rand_seed + slot * rand_seed_slot);
   constexpr int kVectorQuads = kDState / 4, kQuads = kVec / 4;
@@ -520,16 +532,16 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
   SHARED(float, decay_staged, kChunk);
   SHARED(float, x_staged, kChunk * kTile);
   const u32 part = lane % kLanes;
-  const u32 row_in_tile = owned_row - tile * kTile;
-  // Quarter z of pass p of a token's vector: neighbouring lanes read neighbouring 16 bytes.
+  const u32 row_in_tile = existing(owned_row) - tile * kTile;
+  // Index of a quarter of pass p of token c's vector: neighbouring lanes read neighbouring 16 bytes.
   const auto quad = [&](u32 c, int p, int quarter) { return c * kVectorQuads + (p * kQuads + quarter) * kLanes + part; };
 
-  float h[kIlp][kPasses][kVec];  // the rows, through all tokens
+  float h[kIlp][kPasses][kVec];  // the rows, kept in registers for all tokens
 #pragma unroll
   for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) unpack(next.state[i][p], h[i][p]);
-    const float row_scale = __shfl_sync(0xffffffffu, next.scale, i, kLanes);
+    const float row_scale = of_owner(next.scale, i);
 #pragma unroll
     for (int j = 0; j < kPasses * kVec; ++j) h[i][j / kVec][j % kVec] = h[i][j / kVec][j % kVec] * row_scale;
   }
@@ -576,7 +588,7 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
       const float dt_x = dt_staged[c] * x_owned;
       float dx[kIlp], y[kIlp][kPasses];
 #pragma unroll
-      for (int i = 0; i < kIlp; ++i) dx[i] = __shfl_sync(0xffffffffu, dt_x, i, kLanes);
+      for (int i = 0; i < kIlp; ++i) dx[i] = of_owner(dt_x, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         float b[kVec], c_[kVec];
@@ -594,23 +606,23 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
       }
       float result = sum_over_team<kLanes>(y, lane);
       result = fmaf(to_float(raw_D), x_owned, result);
-      if (lane % kLanes < kIlp) store(out + u64(t) * out_token + owned_row * out_row, result);
+      if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
       Kept* kept = intermediate_states + t * intermediate_states_token;
       {
         float sizes[kIlp];
 #pragma unroll
         for (int i = 0; i < kIlp; ++i) sizes[i] = size_of(h[i]);
         const float row_scale = scale_of(Kept{}, max_over_team<kLanes>(sizes, lane)), inverse_scale = rcp_approx(row_scale);
-        if (lane % kLanes < kIlp) store(intermediate_state_scales + t * intermediate_state_scales_token + owned_row * intermediate_state_scales_row, row_scale);
+        if (lane % kLanes < kIlp && exists(owned_row)) store(intermediate_state_scales + t * intermediate_state_scales_token + existing(owned_row) * intermediate_state_scales_row, row_scale);
 #pragma unroll
         for (int i = 0; i < kIlp; ++i) {
-          const float inverse = __shfl_sync(0xffffffffu, inverse_scale, i, kLanes);
+          const float inverse = of_owner(inverse_scale, i);
 #pragma unroll
           for (int p = 0; p < kPasses; ++p) {
             const int n = element_of(0, i) + p * (kLanes * kVec);
             Pack<Kept, kVec> packed;
             pack_scaled_stochastic(h[i][p], packed, inverse, intermediate_states_seed, u64(slot) * kSlotElements + first_element + n, 1 + t);
-            store_vector_streaming(kept + n, packed);
+            if (exists(row_of(0, i))) store_vector_streaming(kept + n, packed);
           }
         }
       }

@@ -17,7 +17,7 @@
 //     beta: sigmoid(beta)
 //     q, k: divided by their norms
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -38,23 +38,28 @@ constexpr int kTile = 32;   // rows per block
 constexpr int kThreads = 128;
 
 constexpr int kPasses = kDimK / (kLanes * kVec);
-constexpr int kTeams = 32 / kLanes;  // of a warp
+constexpr int kTeams = 32 / kLanes;  // teams per warp
 constexpr int kSteps = kTile / (kThreads / kLanes * kIlp);
 constexpr int kTiles = (kDimV + kTile - 1) / kTile;  // blocks per head
+constexpr bool kTail = false;  // whether the last tile of a head has fewer rows; rows past the last one load it, and are not stored
+DEVICE bool exists(u32 row) { return !kTail || row < kDimV; }
+DEVICE u32 existing(u32 row) { return kTail ? min(row, u32(kDimV - 1)) : row; }
+// The value of the lane that owns row i of its team.
+DEVICE float of_owner(float v, int i) { return kIlp > 1 ? __shfl_sync(0xffffffffu, v, i, kLanes) : v; }
 
 constexpr int kKeyHeads = kHeads / kHeadsPerKey;
 constexpr int kReaders = kHeadsPerKey * kTiles;  // blocks of a key head
-constexpr int kShared = 2 * kDimK;  // channels that they all convolve: of q and k
+constexpr int kShared = 2 * kDimK;  // channels that all of them convolve: q's and k's
 
 using Input = bf16;
 constexpr int kWidth = 4, kLength = 3;  // taps; inputs of a channel that conv_state holds
-constexpr int kTokens = 8;  // of a sequence
-constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then those of its rows
-constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // of four channels per thread
+constexpr int kTokens = 8;  // per sequence
+constexpr int kConv = kShared + kTile;  // channels that a block convolves: its group's, then its rows'
+constexpr int kConvRounds = (kConv / 4 + kThreads - 1) / kThreads;  // rounds of four channels per thread
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -86,7 +91,7 @@ DEVICE void store_2xu32(void* p, const u32* v) {
 DEVICE void store_4xu32(void* p, const u32* v) {
   asm volatile("st.global.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// For what is not read again soon: the first to leave the cache.
+// For data that is not read again soon: the cache evicts these lines first.
 DEVICE void store_4xu32_streaming(void* p, const u32* v) {
   asm volatile("st.global.cs.v4.u32 [%0], { %1, %2, %3, %4 };" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
@@ -122,11 +127,11 @@ DEVICE float rcp_approx(float v) {
   return r;
 }
 
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
+// Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
+// may still read or write is accessed only after the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+// The next kernel may start, if it was launched to do so, and run up to its wait. ptxas moves no memory access across this instruction.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
@@ -140,7 +145,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -189,7 +194,7 @@ DEVICE void store_vector_streaming(T* p, const Pack<T, N>& v) {
     store_vector(p, v);
 }
 
-// The same for operands that are not aligned, or not contiguous.
+// The same for operands that are not aligned or not contiguous.
 template <class T, int N>
 DEVICE Pack<T, N> load_elements(const T* p, u32 stride) {
   Pack<T, N> r;
@@ -246,8 +251,9 @@ DEVICE float sigmoid(float v) { return rcp_approx(1.f + exp2_approx(-v * kLog2E)
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then pairs of neighbours, pairs of those,
-// and so on; what is left when the count turns odd is added from left to right. Lanes hold neighbouring vectors, passes follow.
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
 
 template <int N>
 DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
@@ -277,8 +283,8 @@ DEVICE float sum_passes(float (&v)[N]) {
   }
 }
 
-// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i: while rows
-// remain, each exchange also halves them, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
 template <int Lanes, int Rows, int Passes>
 DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   int rows = Rows;
@@ -305,7 +311,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   return sum_passes(v[0]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -313,7 +319,7 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -323,7 +329,7 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -345,7 +351,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -375,13 +381,13 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
     u32 intermediate_conv_window_tap, u32 gk_batch, u32 gk_token, u32 gk_head, u32 beta_batch, u32 beta_token,
     u32 beta_head, u32 A_log_head, u32 dt_bias_head, u32 out_batch, u32 out_token, u32 out_head, u32 out_row,
     u32 state_indices_batch, u32 intermediate_state_indices_batch, float scale, float lower_bound) {
-  // Blocks walk the tiles of a head, then the heads of a slot, then the batch: neighbours read neighbouring memory.
+  // Blocks iterate over the tiles of a head, then the heads of a slot, then the batch: neighbouring blocks read neighbouring memory.
   const u32 batch = blockIdx.x / (kTiles * kHeads);
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
 
-  // The slot comes first: the state's address hangs on it. Then all other loads, before any result is used, because the kernel is
-  // bound by the latency and the rate of memory.
+  // The slot is loaded first, because the state's address depends on it. All other loads are issued before any result is used, because the
+  // kernel is bound by the latency and the throughput of memory.
   constexpr u32 tokens = kTokens;
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
 
@@ -389,29 +395,30 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
   const bool keeps_window = u64(window_row) < u64(window_rows);
   const i64 kept_row = load(intermediate_state_indices + u64(batch) * intermediate_state_indices_batch);
   const bool keeps = u64(kept_row) < u64(kept_rows);
+  const i64 dst_slot = slot;  // in place
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
-  const u32 group = head / kHeadsPerKey;  // of the heads that share a key head
+  const u32 group = head / kHeadsPerKey;  // of heads that share a key head
 
   const u32 lane = threadIdx.x % 32;
   const u32 team = lane / kLanes;
   const u32 offset = lane % kLanes * kVec;  // of the lane's first element in a row
   const u32 first_row = tile * kTile + threadIdx.x / 32 * (kIlp * kTeams) + team;
-  constexpr int kRowStep = kTeams;  // between the rows of a team: a warp reads neighbouring ones at once
+  constexpr int kRowStep = kTeams;  // distance between a team's rows: a warp reads neighbouring rows at once
   constexpr int kStepRows = kTile / kSteps;
-  // In a step, rows first_row + step * kStepRows + i * kRowStep, i < kIlp, are the team's; the lane itself owns the scalars of one.
+  // A team's rows in a step are first_row + step * kStepRows + i * kRowStep, i < kIlp; the lane itself owns the scalars of one of them.
   const u32 owned_row = first_row + lane % kIlp * kRowStep;
 
-  // The short convolution: of the channels of the group, which other blocks convolve as well, and of the block's own rows.
-  constexpr u32 convolves = kConv;
+  // The short convolution of the group's channels, which other blocks convolve as well, and of the channels of the block's own rows.
+  const u32 convolves = kShared + (kTail ? min(u32(kTile), kDimV - tile * kTile) : kTile);
   u32 channel[kConvRounds];
   Pack<Input, 4> newest[kConvRounds][kTokens];
   bf16 raw_taps[kConvRounds][4 * kWidth];
   mixed_qkv += u64(batch) * mixed_qkv_batch;
 #pragma unroll
   for (int r = 0; r < kConvRounds; ++r) {
-    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel read it too, and write nothing
+    const u32 i = min(4 * (r * kThreads + threadIdx.x), convolves - 4);  // threads past the last channel load the last channels and store nothing
     channel[r] = i < kShared ? group * kDimK + i + (i < kDimK ? 0 : (kKeyHeads - 1) * kDimK) : 2 * kKeyHeads * kDimK + head * kDimV + tile * kTile + i - kShared;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
@@ -440,7 +447,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
     raw_dt_bias[p] = load_vector<f32, kVec>(dt_bias + head * dt_bias_head + offset + n);
   }
 
-  struct Raw {  // a token, but for its row scalars, as it comes from memory
+  struct Raw {  // a token without its row scalars, unconverted
     Pack<bf16, kVec> gk[kPasses];
     bf16 beta;
   };
@@ -454,8 +461,8 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
     raw.beta = load(beta + u64(t) * beta_token);
     return raw;
   };
-  // Tokens are prepared once per block, a team each, and read from shared memory by all of its teams. The first ones are asked for
-  // before the state is, because what a warp asks for comes back in order.
+  // Tokens are prepared once per block, each by one team, and read from shared memory by all teams. The first tokens are loaded before the
+  // state, because a warp's loads return in order.
   constexpr int kTeamsPerBlock = kThreads / kLanes;
   constexpr int kRounds = (kChunk + kTeamsPerBlock - 1) / kTeamsPerBlock;
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
@@ -472,14 +479,16 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
   };
   Chunk chunk = load_chunk(0);
 
-  struct Rows {  // what one step reads, as it comes from memory
+  struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) { return (step * kStepRows + i * kRowStep) * kDimK; };  // from `state`
+  const auto element_of = [&](int step, int i) {  // offset from `state`
+    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDimK;
+  };
   Rows next;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
@@ -487,13 +496,13 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           const u32 row = owned_row + step * kStepRows;
-          store(out + u64(t) * out_token + row * out_row, 0.f);
+          if (exists(row)) store(out + u64(t) * out_token + row * out_row, 0.f);
         }
     return;
   }
 
   const State* src = state + slot * state_slot;
-  State* dst = state + slot * state_slot;
+  State* dst = state + dst_slot * state_slot;
 
   const auto load_state = [&](Rows& rows, int step) {
 #pragma unroll
@@ -525,10 +534,10 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
   SHARED(Quad, staged, kChunk * kTokenQuads);
   SHARED(float, v_staged, kChunk * kTile);
   const u32 part = lane % kLanes;
-  const u32 row_in_tile = owned_row - tile * kTile;
-  // Quarter z of pass p of vector m: neighbouring lanes read neighbouring 16 bytes.
+  const u32 row_in_tile = existing(owned_row) - tile * kTile;
+  // Index of quarter z of pass p of vector m: neighbouring lanes read neighbouring 16 bytes.
   const auto quad = [&](int m, int p, int z) { return m * (kDimK / 4) + (p * kQuads + z) * kLanes + part; };
-  // q and k as they are convolved: what is made of them takes their places.
+  // q and k after the convolution; the prepared token overwrites them later.
   const auto stage = [&](int t, u32 i, const float (&sum)[4]) {
     if (i < kShared) {
       const u32 n = i % kDimK, at = n / (kLanes * kVec) * kQuads + n % kVec / 4;  // quarter, as above
@@ -539,7 +548,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
     }
   };
   Pack<Input, 4> inputs[kConvRounds][kWidth - 1 + kTokens];  // of the four channels: the history, then the tokens
-  // The last inputs stay.
+  // The window keeps the last inputs.
   const auto move_window = [&](int r) {
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
@@ -561,7 +570,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
 #pragma unroll
     for (int c = 0; c < 4; ++c) start[c] = 0.f;
     const u32 i = 4 * (r * kThreads + threadIdx.x);
-    if (i >= convolves) continue;  // whole warps of them, mostly
+    if (i >= convolves) continue;  // mostly whole warps
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       float sum[4];
@@ -576,7 +585,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
       }
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] = silu(sum[c]);
-      Pack<Input, 4> rounded;  // as the convolution by itself leaves it
+      Pack<Input, 4> rounded;  // rounded as by the convolution's own kernel
       pack(sum, rounded);
       unpack(rounded, sum);
       stage(t, i, sum);
@@ -585,12 +594,13 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
   }
   __syncthreads();
 
-  // All windows of the block have been read: the loads have returned, for their values are in the sums. The last block of the group to say
-  // so moves the windows that the blocks share, at the end of its work, when the answer to this has long come.
+  // All windows of the block have been read, because the sums contain their values. The last block of the group to report this moves the
+  // windows that the blocks share, at the end of its work: by then the result of this atomic has arrived.
   int arrived = 0;
   if (threadIdx.x == 0) arrived = atomicAdd(arrivals + slot * arrivals_slot + group, 1);
 
-  // The windows after each token, into a buffer that nobody reads here: the first block of a group writes those that its blocks share.
+  // The windows after each token go to a buffer that this kernel does not read. The first block of a group writes the windows that the
+  // group's blocks share.
   const bool first_of_group = tile == 0 && head % kHeadsPerKey == 0;
   intermediate_conv_window += window_row * intermediate_conv_window_slot;
 #pragma unroll
@@ -610,7 +620,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
   }
 
   const float rate = fminf(exp2_approx(to_float(raw_A_log) * kLog2E), 3e38f);  // finite, so that rate * 0 is 0
-  struct Token {  // what the rows need of a token
+  struct Token {  // a token's values that the rows need
     float query[kPasses][kVec];
     float read[kPasses][kVec];
     float write[kPasses][kVec];
@@ -697,7 +707,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
     return token;
   };
 
-  float h[kIlp][kPasses][kVec];  // the rows, through all tokens
+  float h[kIlp][kPasses][kVec];  // the rows, kept in registers for all tokens
 #pragma unroll
   for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -716,7 +726,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
 #pragma unroll 1
   for (u32 t = 0; t < tokens; ++t) {
     const Token token = staged_token(t);
-    float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which then is read once for both
+    float p_sum[kIlp][kPasses], y_sum[kIlp][kPasses];  // of the old state, which is read once for both
 #pragma unroll
     for (int i = 0; i < kIlp; ++i)
 #pragma unroll
@@ -731,7 +741,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
     const float added = error * token.write_scale;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
-      const float a = __shfl_sync(0xffffffffu, added, i, kLanes);
+      const float a = of_owner(added, i);
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
@@ -739,7 +749,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
       }
     }
 
-    if (lane % kLanes < kIlp) store(out + u64(t) * out_token + owned_row * out_row, result);
+    if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
     State* kept = intermediate_states + t * intermediate_states_token;
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
@@ -747,7 +757,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
       for (int p = 0; p < kPasses; ++p) {
         Pack<State, kVec> packed;
         pack(h[i][p], packed);
-        if (keeps) store_vector_streaming(kept + element_of(0, i) + p * (kLanes * kVec), packed);
+        if (keeps && exists(row_of(0, i))) store_vector_streaming(kept + element_of(0, i) + p * (kLanes * kVec), packed);
       }
     }
   }
@@ -757,7 +767,7 @@ kda_layer_t8_h12v128k128g12_f32_final_l16v4i4t32x128_pdl_f62d51f4(
     for (int p = 0; p < kPasses; ++p) {
       Pack<State, kVec> packed;
       pack(h[i][p], packed);
-      store_vector(dst + element_of(0, i) + p * (kLanes * kVec), packed);
+      if (exists(row_of(0, i))) store_vector(dst + element_of(0, i) + p * (kLanes * kVec), packed);
     }
   }
 

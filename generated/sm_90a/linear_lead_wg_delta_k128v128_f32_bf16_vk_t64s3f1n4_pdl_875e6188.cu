@@ -5,10 +5,10 @@
 //   state_loads=vector  segments=4  segment_chunks=16  pdl=trigger_loaded  tile=64  stages=3  fetchers=1
 //   min_blocks=1  ahead_pdl=off
 //
-// Of a chunk that begins in state S, with E, Q, W, T and P (lower triangles) and a decay per column of S from its image:
+// A chunk starts from state S. E, Q, W, T and P (lower triangles) and a decay per column of S come from the workspace:
 //     X = v - E S^T        u = T X        o = Q S^T + P u        S <- S diag(decay) + u^T W
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -24,27 +24,27 @@ using X = bf16;
 using State = f32;
 constexpr int kHeadK = 128;   // columns of a state
 constexpr int kHeadV = 128;   // its rows
-constexpr int kTile = 64;     // of them: a block's
+constexpr int kTile = 64;     // rows per block
 constexpr int kChunk = 64;    // tokens
-constexpr u32 kRows = 64;     // of T and P, and of what the state is written with
+constexpr u32 kRows = 64;     // rows of T, P and W
 constexpr u32 kStages = 3;    // chunks in shared memory
 
 constexpr int kTiles = kHeadV / kTile;  // blocks per head
-constexpr u32 kWalkers = kTile / 64;    // warpgroups that hold 64 rows of the state each; one fetches, and one writes o
+constexpr u32 kWalkers = kTile / 64;    // consumer warpgroups: each holds 64 rows of the state; one more loads, and one stores o
 constexpr int kThreads = 384;
-constexpr u32 kSteps = kHeadK / 16;     // products that a column of S Q^T takes
-constexpr u32 kEarly = kSteps / 4;  // of those of S Q^T, that are made ahead of X
+constexpr u32 kSteps = kHeadK / 16;     // products per column of S Q^T
+constexpr u32 kEarly = kSteps / 4;  // products of S Q^T that are computed before X
 
 // Words of shared memory. A block is 64 columns of E, Q, v or o, rows of 128 bytes, and one of W has kRows of them; a panel 16 columns of T or P,
 // rows of 32.
 constexpr u32 kBlock = kChunk * 32, kPanel = kChunk * 8;
 constexpr u32 kAtQ = 4096, kAtW = 8192, kAtV = 12288, kAtT = 14336, kAtRest = 15872, kAtP = 16384;
 constexpr u32 kStageWords = 18432, kAtO = kStages * kStageWords, kAtDecay = kAtO + kWalkers * kBlock;  // kHeadK floats of each stage
-constexpr u32 kImage = 61952;  // bytes from one image to the next
+constexpr u32 kImage = 61952;  // workspace bytes per chunk and head
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -102,9 +102,9 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 rows and 8 columns, 16-bit, from shared memory; the whole warp takes part. Lane 8 m + r names where row r of matrix m
-// begins, 16 bytes: element i of an array. r[m] is what mma takes: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed, rows
-// 2 t and 2 t + 1 of column g.
+// Loads four 16-bit matrices of 8 rows and 8 columns from shared memory; the whole warp takes part. Lane 8 m + r gives the address of row r
+// of matrix m: 16 bytes at element i of an array. r[m] is an operand of mma: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed,
+// rows 2 t and 2 t + 1 of column g.
 template <class T>
 DEVICE void load_matrices(u32 (&r)[4], T* from, u32 i) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
@@ -120,19 +120,19 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "memory");
 }
 
-// Two neighbours, the first at an even place, from an array of words in shared memory.
+// Two neighbouring words, the first at an even index, of an array in shared memory.
 DEVICE void load_shared_2xu32(u32* from, u32 i, u32* r) {
   asm volatile("ld.shared.v2.u32 { %0, %1 }, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(u32(__cvta_generic_to_shared(from + i))) : "memory");
 }
 
-// Where a lane begins in an array of words in shared memory; what is `ahead` of it by a known number of words costs no instruction.
+// A lane's base address in an array of words in shared memory. A constant offset `ahead` costs no instruction.
 struct Place {
   u32 byte;
 };
 template <class T>
 DEVICE Place place_in(T* array, u32 i) {
   u32 byte = u32(__cvta_generic_to_shared(array + i));
-  asm("" : "+r"(byte));  // or the compiler adds it up anew, with each number
+  asm("" : "+r"(byte));  // otherwise the compiler recomputes the address for every offset
   return Place{byte};
 }
 DEVICE Place operator+(Place p, int words) { return Place{p.byte + 4 * words}; }
@@ -141,7 +141,7 @@ DEVICE u32 load_word(Place from, int ahead) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(from.byte + 4 * ahead) : "memory");
   return r;
 }
-// Four neighbours, aligned.
+// Four neighbouring words, aligned.
 DEVICE void load_quad(Place from, int ahead, u32* r) {
   asm volatile("ld.shared.v4.u32 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -151,7 +151,7 @@ DEVICE void load_quad(Place from, int ahead, u32* r) {
 DEVICE void store_quad(Place to, int ahead, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(to.byte + 4 * ahead), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// As above.
+// As above, at an offset from a Place.
 DEVICE void load_matrices(u32 (&r)[4], Place from, int ahead) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -165,9 +165,9 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], Place from, int ahead) {
                : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -177,16 +177,16 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Barriers in shared memory (sm_90): elements of an array of u64. A phase is over when `count` threads have arrived and all bytes that they
-// said to expect have been copied; those that wait for its parity, 0 for the first, then see what was stored ahead of the arrivals.
-// One thread prepares them, and __syncthreads stands behind.
+// Barriers in shared memory (sm_90), elements of an array of u64. A phase completes when `count` threads have arrived and all bytes that
+// they announced have been copied. A thread that has waited for the phase's parity (0 for the first) sees the stores before the arrivals.
+// One thread initialises the barriers, followed by a __syncthreads.
 DEVICE u32 barrier_at(u64* barriers, u32 i) { return u32(__cvta_generic_to_shared(barriers + i)); }
 DEVICE void barrier_init(u64* barriers, u32 i, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier_at(barriers, i)), "r"(count) : "memory");
@@ -207,11 +207,11 @@ DEVICE void barrier_wait(u64* barriers, u32 i, u32 parity) {
         : "r"(barrier_at(barriers, i)), "r"(parity)
         : "memory");
 }
-// This thread arrives when all copies have landed that it has asked for until now; nobody waits for them but at the barrier.
+// This thread arrives when all copies that it has issued so far have landed. Only a wait for the barrier's phase waits for them.
 DEVICE void barrier_arrive_with_copies(u64* barriers, u32 i) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_at(barriers, i)) : "memory");
 }
-// Asks for `bytes`, a multiple of 16, from an aligned address to element i of an array; they land with the phase of barrier b.
+// Copies `bytes`, a multiple of 16, from an aligned address to element i of an array. The copy completes with the phase of barrier b.
 template <class T>
 DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, u32 b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(u32(__cvta_generic_to_shared(to + i))),
@@ -219,13 +219,13 @@ DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, 
                : "memory");
 }
 
-// Tensor maps (sm_90a): the host says how a tensor lies in memory. Its axes: columns, 64 at once; tokens; each next 64 columns; heads; rows of a
-// batch. A copy takes 64 columns of so many tokens, and of so many of the third axis, as its box says, to words of shared memory from a multiple
-// of 1024 bytes on: rows of 128 bytes, whose 16 bytes p lie at p ^ (row % 8). Tokens that the tensor lacks are zero.
+// Tensor maps (sm_90a): the host describes a tensor's layout in memory. Its axes are columns, 64 at a time; tokens; blocks of 64 columns;
+// heads; batch rows. A copy brings 64 columns of a box of tokens and of the third axis, to shared memory at a multiple of 1024 bytes: rows
+// of 128 bytes, whose 16-byte piece p lies at p ^ (row % 8). Tokens outside the tensor become zero.
 struct alignas(64) TensorMap {
   u64 words[16];
 };
-// Asked for by one thread; they land with the phase of barrier b, which expects the bytes of the whole box.
+// One thread issues it. The copy completes with the phase of barrier b, which expects the bytes of the whole box.
 template <class T>
 DEVICE void copy_box(T* to, u32 i, const TensorMap& map, u32 token, u32 columns, u32 head, u32 row, u64* barriers, u32 b) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4, %5, %6 }], [%7];" ::"r"(
@@ -234,10 +234,10 @@ DEVICE void copy_box(T* to, u32 i, const TensorMap& map, u32 token, u32 columns,
                : "memory");
 }
 
-// Products of warpgroups (sm_90a): four warps, the first a multiple of four, have 16 rows of a result each. The second operand is read from
-// shared memory while they go on: a Matrix of 16-bit numbers, whose rows of 64 are 128 bytes each, eight of them 1024 bytes, from a multiple
-// of 1024 on; the 16 bytes p of row r lie at p ^ (r % 8). By rows: its columns, of which 16 are summed over, are neighbours; each next 16 are
-// 32 bytes on. By columns: its rows are summed over; each next 16 are 2048 bytes on, each next 64 columns `next` bytes.
+// Products of warpgroups (sm_90a): each of four warps, the first a multiple of four, has 16 rows of a result. The second operand is read
+// from shared memory while they run: a Matrix of 16-bit numbers. Its rows of 64 numbers have 128 bytes, eight rows 1024 bytes, from a
+// multiple of 1024 on; the 16-byte piece p of row r lies at p ^ (r % 8). By rows, columns are neighbours and 16 of them are summed over;
+// the next 16 are 32 bytes further. By columns, rows are summed over; the next 16 are 2048 bytes further, the next 64 columns `next` bytes.
 struct Matrix {
   u64 bits;
 };
@@ -250,18 +250,19 @@ template <class T>
 DEVICE Matrix matrix_by_columns(T* from, u32 i, u32 next) {
   return Matrix{u64((u32(__cvta_generic_to_shared(from + i)) & 0x3ffff) >> 4) | u64(next >> 4) << 16 | 64ull << 32 | 1ull << 62};
 }
-// Rows of 16 numbers, 32 bytes each, eight of them 256 bytes, from a multiple of 256 on; the 16 bytes p of row r lie at p ^ (r / 4 % 2). All 16
-// are summed over by one product.
+// Rows of 16 numbers: 32 bytes each, eight rows 256 bytes, from a multiple of 256 on. The 16-byte piece p of row r lies at p ^ (r / 4 % 2).
+// One product sums over all 16.
 template <class T>
 DEVICE Matrix matrix_by_short_rows(T* from, u32 i) {
   return Matrix{u64((u32(__cvta_generic_to_shared(from + i)) & 0x3ffff) >> 4) | 1ull << 16 | 16ull << 32 | 3ull << 62};
 }
-// Ahead of products whose registers other instructions have written. What products sum into, and their first operands, nobody touches until
-// the products are waited for.
+// Fences products whose registers other instructions have written. Until the products are waited for, no instruction may touch their
+// accumulators or first operands.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Products since the last one are a group.
+// A group: all products since the last commit.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// For this warp's groups but the last `Left`; then their sums are to be named, or the compiler moves them across the wait.
+// Waits for all of this warp's groups except the last `Left`. Name their accumulators afterwards (wgmma_landed); otherwise the compiler
+// moves accesses to them across the wait.
 template <u32 Left>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory"); }
 template <u32 Count>
@@ -269,7 +270,8 @@ DEVICE void wgmma_landed(float (&d)[Count]) {
 #pragma unroll
   for (u32 i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-// d = a b, or d += a b: 64 rows, 32 columns, summed over 16. A lane has of its warp's 16 rows what it has of mma's: d[4 i …] of columns 8 i and up.
+// d = a b, or d += a b: 64 rows, 32 columns, summed over 16. Within its warp's 16 rows a lane has the elements of mma's layout: d[4 i …]
+// of columns 8 i and up.
 template <bool kByColumns>
 DEVICE void wgmma_32(float (&d)[16], const u32* a, Matrix b, u32 sum) {
   asm volatile(
@@ -282,7 +284,7 @@ DEVICE void wgmma_32(float (&d)[16], const u32* a, Matrix b, u32 sum) {
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(sum), "n"(int(kByColumns)));
 }
-// The same with the first operand in shared memory too: by columns, it has one block of 64.
+// The same with the first operand in shared memory too; by columns, it is one block of 64.
 template <bool kFirstByColumns, bool kByColumns>
 DEVICE void wgmma_32_shared(float (&d)[16], Matrix a, Matrix b, u32 sum) {
   asm volatile(
@@ -295,7 +297,8 @@ DEVICE void wgmma_32_shared(float (&d)[16], Matrix a, Matrix b, u32 sum) {
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
       : "l"(a.bits), "l"(b.bits), "r"(sum), "n"(int(kFirstByColumns)), "n"(int(kByColumns)));
 }
-// d = a b, or d += a b: 64 rows, 64 columns, summed over 16. A lane has of its warp's 16 rows what it has of mma's: d[4 i …] of columns 8 i and up.
+// d = a b, or d += a b: 64 rows, 64 columns, summed over 16. Within its warp's 16 rows a lane has the elements of mma's layout: d[4 i …]
+// of columns 8 i and up.
 template <bool kByColumns>
 DEVICE void wgmma_64(float (&d)[32], const u32* a, Matrix b, u32 sum) {
   asm volatile(
@@ -312,7 +315,7 @@ DEVICE void wgmma_64(float (&d)[32], const u32* a, Matrix b, u32 sum) {
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(sum), "n"(int(kByColumns)));
 }
-// The same with the first operand in shared memory too: by columns, it has one block of 64.
+// The same with the first operand in shared memory too; by columns, it is one block of 64.
 template <bool kFirstByColumns, bool kByColumns>
 DEVICE void wgmma_64_shared(float (&d)[32], Matrix a, Matrix b, u32 sum) {
   asm volatile(
@@ -329,7 +332,8 @@ DEVICE void wgmma_64_shared(float (&d)[32], Matrix a, Matrix b, u32 sum) {
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a.bits), "l"(b.bits), "r"(sum), "n"(int(kFirstByColumns)), "n"(int(kByColumns)));
 }
-// d = a b, or d += a b: 64 rows, 128 columns, summed over 16. A lane has of its warp's 16 rows what it has of mma's: d[4 i …] of columns 8 i and up.
+// d = a b, or d += a b: 64 rows, 128 columns, summed over 16. Within its warp's 16 rows a lane has the elements of mma's layout: d[4 i …]
+// of columns 8 i and up.
 template <bool kByColumns>
 DEVICE void wgmma_128(float (&d)[64], const u32* a, Matrix b, u32 sum) {
   asm volatile(
@@ -354,7 +358,7 @@ DEVICE void wgmma_128(float (&d)[64], const u32* a, Matrix b, u32 sum) {
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(sum), "n"(int(kByColumns)));
 }
-// The same with the first operand in shared memory too: by columns, it has one block of 64.
+// The same with the first operand in shared memory too; by columns, it is one block of 64.
 template <bool kFirstByColumns, bool kByColumns>
 DEVICE void wgmma_128_shared(float (&d)[64], Matrix a, Matrix b, u32 sum) {
   asm volatile(
@@ -379,9 +383,10 @@ DEVICE void wgmma_128_shared(float (&d)[64], Matrix a, Matrix b, u32 sum) {
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a.bits), "l"(b.bits), "r"(sum), "n"(int(kFirstByColumns)), "n"(int(kByColumns)));
 }
-// What this thread has stored to, or copied into, shared memory is there for products and bulk copies of those that it meets after this.
+// Makes this thread's stores and copies to shared memory visible to products and bulk copies of the threads that it synchronises with
+// afterwards.
 DEVICE void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// A warpgroup asks for, or gives back, registers, until each of its threads has so many; a multiple of 8.
+// A warpgroup raises or lowers the registers of each of its threads to this number, a multiple of 8.
 template <u32 Registers>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers)); }
 template <u32 Registers>
@@ -398,7 +403,7 @@ template <class T>
 DEVICE void store_4_shared(T* to, u32 i, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// Four matrices of 8 rows and 8 columns to shared memory, each with rows and columns exchanged: the counterpart of load_matrices_transposed.
+// Stores four transposed matrices of 8 rows and 8 columns to shared memory: the counterpart of load_matrices_transposed.
 template <class T>
 DEVICE void store_matrices_transposed(T* to, u32 i, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(r0),
@@ -410,11 +415,11 @@ DEVICE void store_matrices_transposed(Place to, int ahead, u32 r0, u32 r1, u32 r
                : "memory");
 }
 
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
+// Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
+// may still read or write is accessed only after the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+// The next kernel may start, if it was launched to do so, and run up to its wait. ptxas moves no memory access across this instruction.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
@@ -428,7 +433,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -493,25 +498,25 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// Dynamic shared memory from a multiple of 1024 on, which matrices ask for.
+// Dynamic shared memory aligned to 1024 bytes, as matrix descriptors require.
 #ifndef SSMGEN_EMULATOR
 #define SWIZZLED_SHARED(type, name)                                 \
   extern __shared__ __align__(1024) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -520,7 +525,7 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
-// Two floats that travel together.
+// Two floats that are loaded and stored together.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -530,17 +535,18 @@ DEVICE Pair widen_pair(bf16, u32 word) {
   unpack(Pack<bf16, 2>{{word}}, f);
   return Pair{f[0], f[1]};
 }
-// Tiles of shared memory as warpgroups read them: 64 tokens, rows of 64 16-bit numbers in 32 words; pieces of 4 words of row r lie at piece ^ (r % 8).
+// Tiles in shared memory, in the layout of warpgroup products: 64 tokens, rows of 64 16-bit numbers in 32 words; the 4-word piece p of
+// row r lies at p ^ (r % 8).
 
-// Asks for the first Columns 16-bit numbers of each of 64 tokens, by one warp; those from `rows` on become zero.
+// One warp copies the first Columns 16-bit numbers of each of 64 tokens; tokens from `rows` on become zero.
 template <u32 Columns, bool kWhole, class Array, class T>
 DEVICE void copy_rows_of_tile(Array& tiles, u32 at, const T* from, u32 stride, u32 rows, u32 lane) {
-  constexpr u32 kPieces = Columns / 8, kAtOnce = 32 / kPieces;  // of a row; rows
+  constexpr u32 kPieces = Columns / 8, kAtOnce = 32 / kPieces;  // pieces per row; rows per step
   const u32 piece = lane % kPieces, first = lane / kPieces;
   const u32 to = at + piece / 8 * (64 * 32) + first * 32, turned = piece % 8 ^ first;
   const T* source = from + u64(first) * stride + piece * 8;
 #pragma unroll 8
-  for (u32 i = 0; i < 64; i += kAtOnce) {  // a power of two above `first`: (first + i) % 8 is first ^ i % 8
+  for (u32 i = 0; i < 64; i += kAtOnce) {  // i is a multiple of a power of two above `first`, so (first + i) % 8 is first ^ i % 8
     const bool there = kWhole || first + i < rows;
     copy_async(tiles, to + i * 32 + (turned ^ i % 8) * 4, there ? source : from, there ? 16 : 0);
     source += u64(kAtOnce) * stride;
@@ -554,26 +560,27 @@ DEVICE void copy_tile(Array& tiles, u32 at, const T* from, u32 stride, u32 rows,
     copy_rows_of_tile<Columns, false>(tiles, at, from, stride, rows, lane);
 }
 
-// Where a lane finds its row of four matrices, two beside each other and then the two below: 16 rows from `row` on, 16 columns from 16 `column` on.
+// The offset of the row that a lane addresses for four matrices, two side by side and then the two below: 16 rows from `row` on, 16 columns
+// from 16 `column` on.
 DEVICE u32 tile_by_columns(u32 row, u32 column, u32 lane) {
   return column / 4 * (64 * 32) + (row + lane / 16 * 8 + lane % 8) * 32 + ((2 * (column % 4) + lane / 8 % 2) ^ lane % 8) * 4;
 }
 
-// A warp arrives, all of its lanes done.
+// A warp arrives at a barrier after all its lanes are done.
 template <class Barriers>
 DEVICE void arrive_together(Barriers& barriers, u32 i, u32 lane) {
   __syncwarp();
   if (lane == 0) barrier_arrive(barriers, i);
 }
 
-constexpr u32 kSegments = 4;   // of a sequence behind its first one, at most
-constexpr u32 kLeast = 16;      // chunks of a segment: a sequence of few chunks has fewer segments
-constexpr u32 kAhead = 9, kBehind = 8;  // chunks of the first segment, for so many of each other
+constexpr u32 kSegments = 4;   // segments of a sequence after the first one, at most
+constexpr u32 kLeast = 16;      // fewest chunks of a segment: a short sequence has fewer segments
+constexpr u32 kAhead = 9, kBehind = 8;  // kAhead chunks of the first segment for kBehind chunks of each other one
 constexpr u32 kSpan = 3009;    // tokens of the shortest sequence that is cut
-constexpr u32 kRoom = 32768;    // f32 numbers of a segment and head: N, then M; of a first segment, the state that it leaves
+constexpr u32 kRoom = 32768;    // f32 numbers per segment and head: N, then M; for a first segment, the state after it
 
 struct Cut {
-  u32 segments, first, chunks;  // chunks of the first, and of each other but the last
+  u32 segments, first, chunks;  // chunks of the first segment, and of each other one except the last
 };
 DEVICE Cut cut_of(u32 tokens) {
   const u32 chunks = (tokens + kChunk - 1) / kChunk;
@@ -582,7 +589,8 @@ DEVICE Cut cut_of(u32 tokens) {
   return Cut{1 + (chunks - first + each - 1) / each, first, each};
 }
 
-// Fewer sequences than there are may be long enough. One that is has a multiple of kSpan among its tokens; the first one says which candidate it is.
+// Not all sequences are long enough to be cut. A long one contains a multiple of kSpan among its tokens; the first of them gives its number
+// as a candidate.
 DEVICE u32 candidates_of(u32 tokens, u32 sequences) { return min(sequences, (tokens + kSpan - 1) / kSpan); }
 DEVICE u32 candidate_of(u32 sequence, u64 first, u32 tokens, u32 sequences) {
   return candidates_of(tokens, sequences) == sequences ? sequence : u32((first + kSpan - 1) / kSpan);
@@ -596,14 +604,14 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
     const __grid_constant__ TensorMap v_tiles, i64 initial_states_slot, i64 final_states_slot, u32 tokens,
     u32 sequences, u32 heads, u32 group_heads, u32 v_token, u32 v_head, u32 cu_seqlens_sequence,
     u32 initial_states_head, u32 final_states_head, u32 out_token, u32 out_head) {
-  // Blocks walk the rows of a head, then the heads, then the sequences.
+  // Blocks iterate over the rows of a head, then the heads, then the sequences.
   const u32 tile = blockIdx.x % kTiles;
   const u32 sequence = blockIdx.x / kTiles / heads, head = blockIdx.x / kTiles % heads;
-  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // as a number that all lanes are known to share
+  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // the compiler knows that all lanes share the shuffle's result
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
 
-  // The kernel ahead has itself waited for all that is ahead of it before this one may start, and writes images only: what else this one reads it
-  // asks for at once.
+  // Before this kernel may start, the previous one has waited for all earlier kernels; it writes only the workspace. All other inputs are
+  // loaded at once.
 
   const i64 begin = load(cu_seqlens + u64(sequence) * cu_seqlens_sequence), end = load(cu_seqlens + u64(sequence + 1) * cu_seqlens_sequence);
   const i64 slot = sequence;
@@ -616,10 +624,10 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
   v += first * v_token + u64(head) * v_head + tile * kTile;
   out += first * out_token + u64(head) * out_head + tile * kTile;
   const u32 chunks = (length + kChunk - 1) / kChunk;
-  const u64 first_chunk = first / kChunk + sequence;  // its number: images lie by those
+  const u64 first_chunk = first / kChunk + sequence;  // its index in the workspace
 
-  SWIZZLED_SHARED(u32, tiles);  // v and the image of chunks, kStages of them; then o, and decays
-  // What is filled, and what is free again: chunks, by the fetchers for the walkers; and o, by each of these.
+  SWIZZLED_SHARED(u32, tiles);  // v and the workspace's matrices of chunks, kStages of them; then o, and decays
+  // Barriers of filled and freed memory: chunks, filled by the producer for the consumers; and o, by each consumer.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
   SHARED(u64, made, kWalkers);
@@ -631,7 +639,7 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
   // Above the diagonal T and P are zero: no copy goes there.
   for (u32 i = threadIdx.x; i < kStages * 4 * kPanel; i += kThreads)
     if (i % kPanel / 8 < i / kPanel % 4 * 16) tiles[i / (4 * kPanel) * kStageWords + kAtP + i % (4 * kPanel)] = 0;
-  // Of T, in the half that is summed up with the rows of the diagonal: 16 rows of the second panel and of the last one.
+  // T's zeros in the half that is summed together with the diagonal's rows: 16 rows of the second panel and of the last one.
   for (u32 i = threadIdx.x; i < kStages * 128; i += kThreads) tiles[i / 128 * kStageWords + kAtT + 512 + i % 128] = 0;
   for (u32 i = threadIdx.x; i < kStages * 128; i += kThreads) tiles[i / 128 * kStageWords + kAtT + 1280 + i % 128] = 0;
   fence_for_async();
@@ -641,12 +649,12 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
     give_registers<56>();
     if (warp == 0) {
       wait_for_upstream();
-      allow_dependents();  // there are images: all that sums of other segments need
+      allow_dependents();  // the workspace is complete: the sums of other segments need nothing else
     }
     for (u32 n = 0; n < chunks && warp < 2; ++n) {
       const u32 stage = n % kStages, at = stage * kStageWords;
       if (n >= kStages) barrier_wait(empty, stage, (n / kStages - 1) % 2);
-      if (const u32 rows = length - n * kChunk; warp == 1 && rows < kChunk) {  // what follows is another sequence's
+      if (const u32 rows = length - n * kChunk; warp == 1 && rows < kChunk) {  // the tokens that follow belong to another sequence
         copy_tile<kTile>(tiles, at + kAtV, v + u64(n) * kChunk * v_token, v_token, rows, lane);
         wait_all_copies();
         fence_for_async();
@@ -691,8 +699,8 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
     }
   } else {
     take_registers<240>();
-    // 16 rows of the state: S[4 i + 2 side + e] is of row quad + 8 side, column 8 i + 2 part + e. The sums of other products are likewise, of tokens
-    // instead of columns; and words of first operands are pairs of those, in the same order.
+    // 16 rows of the state: S[4 i + 2 side + e] is in row quad + 8 side, column 8 i + 2 part + e. Sums of other products have the same
+    // layout, with tokens instead of columns. Words of first operands are pairs of them, in the same order.
     float S[kHeadK / 2] = {};
     const u32 walker = (warp - 8) / 4, own_warp = warp % 4, row_of_warp = tile * kTile + 16 * (warp - 8);
     const auto S_at = [&](u32 i, u32 r) -> float& { return S[4 * i + r]; };
@@ -731,7 +739,7 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
 #pragma unroll
       for (u32 r = 4 * step; r < 4 * step + 4; ++r) rounded[r] = round_pair(X{}, S[2 * r], S[2 * r + 1]);
     };
-    const auto decay_state = [&](u32 stage, u32 from, u32 to) {  // some of every 8 columns
+    const auto decay_state = [&](u32 stage, u32 from, u32 to) {  // in groups of 8 columns
 #pragma unroll
       for (u32 i = from; i < to; ++i) {
         u32 decay[2];
@@ -777,7 +785,7 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
     u32 stage = 0, phase = 0, at = 0;
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
-      const u32 next = n + 1 == chunks ? stage : stage + 1 < kStages ? stage + 1 : 0, next_at = next * kStageWords;  // of the last chunk, again
+      const u32 next = n + 1 == chunks ? stage : stage + 1 < kStages ? stage + 1 : 0, next_at = next * kStageWords;  // the last chunk waits for itself again
       float fresh[kChunk / 32][16];  // u^T, of every 32 tokens
       const auto make_X = [&](u32 c) {  // of 16 rows
 #pragma unroll
@@ -795,8 +803,8 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
       const auto landed_u = [&] {
 #pragma unroll
         for (u32 half = 0; half < kChunk / 32; ++half) wgmma_landed(fresh[half]);
-        // Second terms of T's blocks on the diagonal, by this warp's own products: they are too few for a warpgroup's. All of them come at once, ahead
-        // of what is asked for next.
+        // Second terms of T's blocks on the diagonal, by this warp's own products, because they are too few for a warpgroup. All are issued
+        // at once, before the next loads.
 #pragma unroll
         for (u32 c = 0; c < kRows / 16; ++c) {
           float(&sums)[2][4] = reinterpret_cast<float(&)[2][4]>(fresh[c / 2][c % 2 * 8]);
@@ -814,7 +822,7 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
         }
       };
       const auto update = [&](u32 c) { wgmma_128<true>(S, x + 4 * c, columns + 4 * at + c * 2048, 1); };
-      // What other products would wait for is made, part by part, while these go on.
+      // Operands of later products are computed, part by part, while these products run.
       wgmma_fence();
 #pragma unroll
       for (u32 step = 0; step < kEarly; ++step) multiply(sum_q, step, at + kAtQ, step == 0);
@@ -846,7 +854,8 @@ linear_lead_wg_delta_k128v128_f32_bf16_vk_t64s3f1n4_pdl_875e6188(
         update(c);
       }
       wgmma_commit();
-      // Of keys that are nearly one, o is what is left of much larger u: there u has a second term. The state does not wait for it.
+      // With nearly collinear keys, o is a small difference of much larger u, so that u has a second term for it. The state does not wait for
+      // it.
       u32 rest[kRows / 4];
 #pragma unroll
       for (u32 r = 0; r < kRows / 4; ++r) {

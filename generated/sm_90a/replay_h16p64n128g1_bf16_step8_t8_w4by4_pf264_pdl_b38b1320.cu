@@ -4,12 +4,12 @@
 //   advance=no  two_kernels=no  internal_pdl=yes  after_conv=no  philox_rounds=10  terms=3  state_loads=vector
 //   operand_loads=vector  part=fused  warps=4  helpers=0  group_heads=4  min_blocks=0  prefetch=264
 //   pdl=trigger_loaded  ahead_pdl=off  by_group=yes
-// The state S stands where the last step began. With the K entries of its history, which is the last step's tokens, and sums s of dt A:
+// S is the state at the start of the last step. Its history has K entries, the last step's tokens; s are sums of dt A:
 //     S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k
 //     out_t = exp(s_K + s_t) C_t S + sum_k mix[t, k] x_k + sum_{j <= t} mix[t, j] x_j + D x_t
 //     mix[t, k] = exp(s_K + s_t - s_k) dt_k (C_t B_k) of the history, exp(s_t - s_j) dt_j (C_t B_j) of the step
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -24,23 +24,23 @@ using State = bf16;
 using X = bf16;
 constexpr int kHeads = 16, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kWindow = 8;  // entries of the history, at most
-constexpr int kTokens = 8;  // of a step, at most
+constexpr int kTokens = 8;  // tokens of a step, at most
 constexpr int kEntries = 16;  // of both
 constexpr int kThreads = 128;
 constexpr int kGroupHeads = 4;  // heads per block, one after the other; a warp has 16 rows of each
 constexpr int kBlocks = kHeads / kGroupHeads;  // per sequence
 constexpr int kUnits = kEntries / 8;  // of 8 entries or tokens
 constexpr int kVec = 8;  // neighbouring elements of the state per lane: 16 bytes
-constexpr int kSpans = kDState / (4 * kVec);  // of a row, each of four lanes
+constexpr int kSpans = kDState / (4 * kVec);  // spans per row, each shared by four lanes
 constexpr int kXTerms = 1;  // bf16 terms that an element of x, B or C consists of
-constexpr int kStateTerms = 1, kTerms = 3;  // the same of the state, and of any f32
-constexpr int kWriteTerms = 2;  // of what is added to the state
+constexpr int kStateTerms = 1, kTerms = 3;  // terms of the state, and of any f32
+constexpr int kWriteTerms = 2;  // terms of an addition to the state
 constexpr u32 kPrefetch = 264;  // blocks ahead
 constexpr int kPhiloxRounds = 10;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -112,23 +112,23 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// A matrix as load_matrices gives it, with rows and columns exchanged; the whole warp takes part.
+// Transposes a matrix in the layout of load_matrices; the whole warp takes part.
 DEVICE u32 transpose_matrix(u32 r) {
   u32 t;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(r));
   return t;
 }
 
-// Asks L2 for `bytes` (a multiple of 16) from an aligned address; nothing waits for it.
+// Prefetches `bytes` (a multiple of 16) from an aligned address to L2; no instruction waits for it.
 DEVICE void prefetch_l2(const void* p, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
+// Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
+// may still read or write is accessed only after the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+// The next kernel may start, if it was launched to do so, and run up to its wait. ptxas moves no memory access across this instruction.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
@@ -142,7 +142,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -206,7 +206,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 #pragma unroll
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -228,7 +228,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -246,7 +246,7 @@ DEVICE Pack<T, N> zero_pack() {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -256,10 +256,10 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -267,7 +267,7 @@ DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -277,14 +277,14 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Numbers for the tensor cores: an f32 is a sum of three bf16, an f16 of two; products of terms are exact and summed in f32.
+// Numbers for the tensor cores: an f32 is a sum of three bf16 terms, an f16 of two. Products of terms are exact and are summed in f32.
 
-// N neighbours, as the low and high halves of words.
+// N neighbouring numbers, as the low and high halves of words.
 template <int N>
 struct alignas(2 * N) Term {
   u32 word[N / 2];
 };
-// The leading 8 bits of each number, which keeps the rest.
+// Takes the leading 8 bits of each number; `f` keeps the rest.
 template <int N>
 DEVICE Term<N> take_term(float (&f)[N]) {
   Term<N> r;
@@ -310,7 +310,7 @@ DEVICE void split(float (&f)[N], Term<N> (&terms)[Terms]) {
   for (int a = 0; a + 1 < Terms; ++a) terms[a] = take_term(f);
   terms[Terms - 1] = last_term(f);
 }
-// What memory holds: one term of bf16, two of f16, up to three of f32.
+// Splits numbers as memory stores them: one term for bf16, two for f16, up to three for f32.
 template <class T, int Terms, int N>
 DEVICE void split(const Pack<T, N>& v, Term<N> (&terms)[Terms]) {
   float f[N];
@@ -323,13 +323,15 @@ DEVICE void split(const Pack<bf16, N>& v, Term<N> (&terms)[1]) {
   for (int w = 0; w < N / 2; ++w) terms[0].word[w] = v.word[w];
 }
 
-// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number.
+// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number
+// itself.
 
-// Philox-4x32 (Salmon et al. 2011): 4 random words of a seed and a counter; those of stream 0 are Triton's randint4x(seed, counter).
+// Philox-4x32 (Salmon et al. 2011): 4 random words from a seed and a counter. Stream 0 gives the words of Triton's randint4x(seed,
+// counter).
 DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);
   r[0] = u32(counter), r[1] = u32(counter >> 32), r[2] = stream, r[3] = 0;
-#pragma unroll 2  // of all rounds, those of several vectors would be interleaved, and take twice the registers
+#pragma unroll 2  // unrolling all rounds would interleave several vectors and take twice the registers
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const u64 a = u64(0xD2511F53u) * r[0], b = u64(0xCD9E8D57u) * r[2];
     r[0] = u32(b >> 32) ^ r[1] ^ k0;
@@ -338,14 +340,14 @@ DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
   }
 }
-// 16 random bits below the last place that stays, of subnormal numbers too. Finite numbers stay finite.
+// 16 random bits below the last bit that is kept, for subnormal numbers too. Finite numbers stay finite.
 DEVICE u32 round_stochastic(bf16, float v, u32 random) {
   const u32 bits = __float_as_uint(v), size = bits & 0x7fffffffu;
   const u32 moved = size + (random & 0xffffu);
-  const u32 kept = size > 0x7f7fffffu ? size | u32(size > 0x7f800000u) << 22 : moved > 0x7f7fffffu ? 0x7f7fffffu : moved;  // NaN stays one
+  const u32 kept = size > 0x7f7fffffu ? size | u32(size > 0x7f800000u) << 22 : moved > 0x7f7fffffu ? 0x7f7fffffu : moved;  // NaN stays NaN
   return (kept | (bits & 0x80000000u)) >> 16;
 }
-// Elements index … index + N - 1 of a state, rounded with noise of their own.
+// Elements index … index + N - 1 of a state, each rounded with its own noise.
 template <class T, int N>
 DEVICE void pack_stochastic(const float (&f)[N], Pack<T, N>& v, u64 seed, u64 index, u32 stream) {
 #pragma unroll
@@ -357,7 +359,8 @@ DEVICE void pack_stochastic(const float (&f)[N], Pack<T, N>& v, u64 seed, u64 in
       v.word[(i + j) / 2] = round_stochastic(T{}, f[i + j], random[j]) | round_stochastic(T{}, f[i + j + 1], random[j + 1]) << 16;
   }
 }
-// Several counters' words at once: they share the keys of their rounds. What the first round does to zeros is known.
+// The words of several counters of stream 0 at once, which share the round keys. The first round is simplified, because two of its inputs
+// are zero.
 template <int Count>
 DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 (&r)[Count][4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);
@@ -378,14 +381,15 @@ DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 (&r)[Count][4]) {
     }
   }
 }
-// The result of arithmetic, whose NaNs are quiet: where noise could make infinity of it, truncation gives what round_stochastic does.
+// The argument is a result of arithmetic, so that a NaN is quiet. Near the largest number, where noise could give infinity, truncation
+// gives the same result as round_stochastic.
 DEVICE u32 with_noise(float v, u32 random) { return __float_as_uint(v) + (fabsf(v) < 3.3895314e38f ? random & 0xffffu : 0u); }
 template <int N>
 DEVICE void pack_words(const float (&f)[N], const u32 (*random)[4], Pack<bf16, N>& v) {
 #pragma unroll
   for (int i = 0; i < N; i += 2) v.word[i / 2] = __byte_perm(with_noise(f[i], random[i / 4][i % 4]), with_noise(f[i + 1], random[i / 4][i % 4 + 1]), 0x7632);
 }
-// Vectors of N elements from index[i] on, of results of arithmetic, in stream 0.
+// Vectors of N results of arithmetic in stream 0; vector i has the elements from index[i] on.
 template <class T, int N, int Vectors>
 DEVICE void pack_stochastic(const float (&f)[Vectors][N], Pack<T, N> (&v)[Vectors], u64 seed, const u64 (&index)[Vectors]) {
   constexpr int kEach = N / 4;
@@ -404,7 +408,7 @@ struct alignas(8) Pair {
 struct alignas(16) Factors {
   u32 word[4];
 };
-template <class Floats>  // what SHARED declares
+template <class Floats>  // as SHARED declares it
 DEVICE Pair pair_at(Floats& from, u32 i) {
   return Pair{{from[i], from[i + 1]}};
 }
@@ -422,11 +426,11 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
     u32 old_dA_cumsum_buffer, u32 old_dA_cumsum_head, u32 old_dA_cumsum_token, u32 x_batch, u32 x_token, u32 x_head,
     u32 dt_batch, u32 dt_token, u32 dt_head, u32 A_head, u32 B_batch, u32 B_token, u32 B_group, u32 C_batch,
     u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_token, u32 out_head) {
-  // Blocks go through some heads of a sequence each; then the batch.
+  // A block iterates over some heads of a sequence. Blocks iterate over such heads, then the batch.
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const u32 batch = blockIdx.x / kBlocks, head = blockIdx.x % kBlocks * kGroupHeads;  // the first
+  const u32 batch = blockIdx.x / kBlocks, head = blockIdx.x % kBlocks * kGroupHeads;  // its first head
   const u32 group = head / kHeadsPerGroup;
-  const u32 quad = lane / 4, part = lane % 4;  // of a fragment: its row or column, and which two or four of what is summed over
+  const u32 quad = lane / 4, part = lane % 4;  // in a fragment: its row or column, and its two or four of the elements summed over
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
 
@@ -440,15 +444,15 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
   B += u64(batch) * B_batch + group * B_group;
   C += u64(batch) * C_batch + group * C_group;
   out += u64(batch) * out_batch + head * out_head;
-  // A quad of lanes has a token or an entry of eight. Of its B and C a lane has kVec elements of each span, of its x, z and output four of
-  // the 16 rows. Two neighbours are a word, and words of the same place an 8 x 8 matrix, which turned has a row or column per quad.
+  // A quad of lanes has one of eight tokens or entries. A lane has kVec elements of each span of its B and C, and four of the 16 rows of
+  // its x, z and output. Two neighbours form a word. The lanes' words form an 8 x 8 matrix, whose transpose has one row or column per quad.
   const auto bc_at = [&](int span) { return span * 4 * kVec + part * kVec; };
   const u32 x_at = warp * 16 + part * 4;
-  const bool of_history = warp < kWindow / 8, of_tokens = !of_history && warp < kUnits;  // what the warp has eight of
+  const bool of_history = warp < kWindow / 8, of_tokens = !of_history && warp < kUnits;  // whether the warp has eight entries or eight tokens
   const u32 token = (warp - kWindow / 8) * 8 + quad;
   Pack<X, kVec> raw_C[kTokens / 8][kSpans], raw_B[kSpans];  // B of the warp's eight
   Pack<bf16, 4> raw_x[kTokens / 8];
-  const auto load_head = [&] {  // the tokens'; then on to the next head
+  const auto load_head = [&] {  // loads the tokens' values of a head, and moves on to the next head
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
       const u32 t = i * 8 + quad;
@@ -472,7 +476,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
     load_head();
   };
   load_tokens();
-  // Of the heads that are this warp's to prepare lane t has token t.
+  // Lane t has token t of the heads that this warp prepares.
   float raw_dt[1], rate[1], raw_bias[1];
 #pragma unroll
   for (int r = 0; r < 1; ++r) {
@@ -482,7 +486,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
     raw_bias[r] = to_float(load(dt_bias + (head + h) * dt_bias_head));
   }
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // padding: zero output, nothing else touched
     for (u32 h = 0; h < kGroupHeads; ++h) {
 #pragma unroll
@@ -494,7 +498,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
   }
   const int counted = load(prev_num_accepted_tokens + slot);
   const u32 read_buffer = u32(load(cache_buf_idx + slot)) & 1;
-  // A head's states go to L2 two heads before they are needed, behind the last one those of the block 264 blocks ahead.
+  // A head's states are prefetched to L2 two heads before they are needed; after the last head, the states of the block 264 blocks later.
   const auto ask = [&](u32 h) {
     if (threadIdx.x != 0) return;
     constexpr int kBytes = kHeadDim * kDState * int(sizeof(State));
@@ -505,12 +509,12 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
   };
   ask(1);
 
-  // Of 16 rows, quad has those whose x are of words 0 and 1: this one, and two on.
+  // A quad has the two of 16 rows whose x are in words 0 and 1: this row, and the second after it.
   const u32 quad_row = warp * 16 + quad / 2 * 4 + quad % 2;
   const u32 first_share = (head * kHeadDim + quad_row) * kDState + part * kVec;
   State* from = state + slot * state_slot + first_share;
   D += head * D_head + quad_row * D_row;
-  bf16 skip[2];  // of rows quad_row and two on
+  bf16 skip[2];  // for rows quad_row and quad_row + 2
   Pack<State, kVec> rows[kSpans][2];
 #pragma unroll
   for (int span = 0; span < kSpans; ++span) {
@@ -518,7 +522,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
     for (int side = 0; side < 2; ++side) rows[span][side] = load_vector<State, kVec>(from + 2 * side * kDState + span * 4 * kVec);
   }
 
-  // The history, of which lane k has the sizes of entry k.
+  // The history; lane k has the sizes of entry k.
   X* old_x_here = old_x + slot * old_x_slot + head * old_x_head;
   X* const old_B_here = old_B + slot * old_B_slot + group * old_B_group;
   float* const old_dt_here = old_dt + slot * old_dt_slot + head * old_dt_head;
@@ -555,15 +559,15 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
   using Vector = Term<kVec>;
   SHARED(Vector, C_staged, kTokens / 8 * kSpans * 32);
   SHARED(Vector, keys_staged, kWindow / 8 * kSpans * 32);  // B of two entries, side by side, for column quad of each product
-  SHARED(Pair, products_staged, kUnits * (kTokens / 8) * 32);  // C_t B_j, of token quad and entries or tokens 2 part and the one after
-  SHARED(Factors, mix_staged, kGroupHeads * kUnits * (kTokens / 8) * 32);  // and what they become, as terms
-  SHARED(float, logs, kGroupHeads * kEntries);  // of what is left of an entry when the history ends; of a token, what was left before it
+  SHARED(Pair, products_staged, kUnits * (kTokens / 8) * 32);  // C_t B_j, of token quad and entries or tokens 2 part and the next one
+  SHARED(Factors, mix_staged, kGroupHeads * kUnits * (kTokens / 8) * 32);  // the same with sizes and decays, as terms
+  SHARED(float, logs, kGroupHeads * kEntries);  // of entries, their decay up to the end of the history; of tokens, minus the sum of dt A up to each
   SHARED(float, steps, kGroupHeads * kEntries);
   SHARED(float, past, kGroupHeads * kTokens);  // sums of dt A up to each token
-  SHARED(float, left, kGroupHeads * kWindow);  // what is left of an entry's dt
-  SHARED(float, decays, kGroupHeads * kTokens);  // of the state, up to each token
-  SHARED(float, keeps, kGroupHeads);  // of the state when the history ends
-  const auto scan = [&](float v) {  // sums over the lanes up to each
+  SHARED(float, left, kGroupHeads * kWindow);  // dt of each entry, decayed to the end of the history
+  SHARED(float, decays, kGroupHeads * kTokens);  // the state's decay up to each token
+  SHARED(float, keeps, kGroupHeads);  // the state's decay over the history
+  const auto scan = [&](float v) {  // inclusive sums over the lanes
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
       const float before = __shfl_up_sync(0xffffffffu, v, by);
@@ -592,14 +596,14 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
     const float new_sum = scan(rate[r] * new_step);
     const float old_step = raw_old_dt[r], old_sum = raw_old_dA_cumsum[r];
     const float total = valid ? __shfl_sync(0xffffffffu, old_sum, valid - 1) : 0.f;  // of the history
-    const float old_log = lane < valid ? total - old_sum : 0.f;  // of what is left of entry k when the history ends
+    const float old_log = lane < valid ? total - old_sum : 0.f;  // the log of entry k's decay up to the end of the history
     if (lane < kWindow) logs[h * kEntries + lane] = old_log, steps[h * kEntries + lane] = old_step, left[h * kWindow + lane] = exp2_approx(old_log * kLog2E) * old_step;
     if (lane < kTokens) {
       logs[h * kEntries + kWindow + lane] = -new_sum, steps[h * kEntries + kWindow + lane] = new_step, past[h * kTokens + lane] = new_sum;
       decays[h * kTokens + lane] = exp2_approx((total + new_sum) * kLog2E);
     }
     if (lane == 0) keeps[h] = exp2_approx(total * kLog2E);
-    // Into the history: the sizes once in a head, and below B once in a group.
+    // The history: the sizes once per head; below, B once per group.
     if (lane < tokens) {
       store(old_dt_here + (read_buffer ^ 1) * old_dt_buffer + h * old_dt_head + new_entry(lane) * old_dt_token, new_step);
       store(old_dA_cumsum_here + (read_buffer ^ 1) * old_dA_cumsum_buffer + h * old_dA_cumsum_head + lane * old_dA_cumsum_token, new_sum);
@@ -610,7 +614,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
     for (int span = 0; span < kSpans; ++span) store_vector(old_B_here + (read_buffer ^ 1) * old_B_buffer + new_entry(token) * old_B_token + bc_at(span), raw_B[span]);
   }
   if (warp < kUnits) {
-    float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
+    float sums[(kTokens + 15) / 16][2][4] = {};  // two sums, over even and odd spans, so that neither waits for the other
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
 #pragma unroll
@@ -639,7 +643,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
   }
   __syncthreads();
 
-  // mix[t, j] = C_t B_j dt_j, decayed from entry or token j to token t: in the lane that brings it to the products with x.
+  // mix[t, j] = C_t B_j dt_j, decayed from entry or token j to token t, in the lane that uses it in the products with x.
   for (u32 i = warp; i < kGroupHeads * kUnits; i += kThreads / 32) {
     const u32 h = i / kUnits, unit = i % kUnits, first = unit * 8 + 2 * part;
     const Pair log = pair_at(logs, h * kEntries + first), size = pair_at(steps, h * kEntries + first);
@@ -671,7 +675,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
   for (u32 h_done = 0; h_done < kGroupHeads; ++h_done) {
     const bool more = h_done + 1 < kGroupHeads;
     ask(h_done + 2);
-    float read[kTokens / 8][2][4] = {};  // of both sides, tokens 8 i + 2 part and the one after; even and odd spans apart
+    float read[kTokens / 8][2][4] = {};  // of both sides, tokens 8 i + 2 part and the next one; even and odd spans separately
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
       Term<kVec> terms[2][kStateTerms];
@@ -686,7 +690,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
         }
       }
     }
-    float result[kTokens / 8][4];  // the same at the token's time, and then with what x gives
+    float result[kTokens / 8][4];  // the same, decayed to the token; then with the products of x
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
       const Pair decay = pair_at(decays, h_done * kTokens + i * 8 + 2 * part);
@@ -704,7 +708,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
 #pragma unroll
       for (int i = 0; i < kTokens / 8; ++i) value[kWindow / 8 + i][0][side] = transpose_matrix(raw_x[i].word[side]);
     }
-    // The history gets x when it has been read.
+    // x goes to the history after the history has been read.
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
       const u32 t = i * 8 + quad;
@@ -724,7 +728,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
       for (int side = 0; side < 2; ++side) rows[span][side] = load_vector<State, kVec>(from + 2 * side * kDState + span * 4 * kVec);
     };
     if (empties) {
-      u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history as it is at its end
+      u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history, decayed to its end
 #pragma unroll
       for (int i = 0; i < kWindow / 8; ++i) {
         const Pair factor = pair_at(left, h_done * kWindow + i * 8 + 2 * part);
@@ -771,7 +775,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
           store_vector(src[side] + span * 4 * kVec, caught_up[side]);
         }
         if (more) load_span(span);
-        __syncwarp();  // one after the other: ptxas would begin all spans at once, in 148 registers of a ring where 128 do
+        __syncwarp();  // keeps spans in sequence: ptxas would start all of them at once, in 148 registers for a ring instead of 128
       }
     } else if (more) {
 #pragma unroll

@@ -4,12 +4,12 @@
 //   advance=no  two_kernels=no  internal_pdl=yes  after_conv=no  philox_rounds=10  terms=3  state_loads=vector
 //   operand_loads=vector  part=fused  warps=4  helpers=0  group_heads=1  min_blocks=0  prefetch=264
 //   pdl=trigger_loaded  ahead_pdl=off
-// The state S stands where the last step began. With the K entries of its history, which is the last step's tokens, and sums s of dt A:
+// S is the state at the start of the last step. Its history has K entries, the last step's tokens; s are sums of dt A:
 //     S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k
 //     out_t = exp(s_K + s_t) C_t S + sum_k mix[t, k] x_k + sum_{j <= t} mix[t, j] x_j + D x_t
 //     mix[t, k] = exp(s_K + s_t - s_k) dt_k (C_t B_k) of the history, exp(s_t - s_j) dt_j (C_t B_j) of the step
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -25,19 +25,19 @@ using State = i8;
 using X = bf16;
 constexpr int kHeads = 16, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kWindow = 16;  // entries of the history, at most
-constexpr int kTokens = 8;  // of a step, at most
+constexpr int kTokens = 8;  // tokens of a step, at most
 constexpr int kEntries = 24;  // of both
 constexpr int kThreads = 128;
-constexpr int kWorkers = kThreads;  // of them, those that bring what goes to shared memory, and make `mix`
-constexpr int kTile = 64;  // rows per block, 16 to a warp
+constexpr int kWorkers = kThreads;  // threads that load to shared memory and compute `mix`
+constexpr int kTile = 64;  // rows per block, 16 per warp
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
 constexpr int kVec = 8;  // neighbouring elements of the state per lane: 16 bytes
-constexpr int kSpans = kDState / (4 * kVec);  // of a row, each of four lanes
+constexpr int kSpans = kDState / (4 * kVec);  // spans per row, each shared by four lanes
 constexpr int kXTerms = 1;  // bf16 terms that an element of x, B or C consists of
-constexpr int kStateTerms = 1, kTerms = 3;  // the same of the state, and of any f32
-constexpr int kWriteTerms = 2;  // of what is added to the state
+constexpr int kStateTerms = 1, kTerms = 3;  // terms of the state, and of any f32
+constexpr int kWriteTerms = 2;  // terms of an addition to the state
 
-// Pitches in shared memory that spread what a warp reads at once over its banks.
+// Pitches in shared memory that make a warp's accesses free of bank conflicts.
 constexpr int kPitch = 20;
 constexpr int kOldPitch = 17;
 constexpr int kXPitch = 68;
@@ -45,9 +45,9 @@ constexpr int kMixPitch = 24;
 constexpr u32 kPrefetch = 264;  // blocks ahead
 constexpr int kPhiloxRounds = 10;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -91,13 +91,13 @@ DEVICE u32 round_2xbf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// The greater one; NaN if one is.
+// The greater of two numbers; NaN if either is NaN.
 DEVICE float max_nan(float a, float b) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
-// To nearest even; 0 of what is none.
+// Rounds to nearest even; 0 for NaN.
 DEVICE int round_to_int(float v) {
   int r;
   asm("cvt.rni.s32.f32 %0, %1;" : "=r"(r) : "f"(v));
@@ -131,19 +131,19 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Asks L2 for `bytes` (a multiple of 16) from an aligned address; nothing waits for it.
+// Prefetches `bytes` (a multiple of 16) from an aligned address to L2; no instruction waits for it.
 DEVICE void prefetch_l2(const void* p, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 
-// Asks L2 for the line that holds an address; nothing waits for it.
+// Prefetches to L2 the line that contains an address; no instruction waits for it.
 DEVICE void touch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
+// Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
+// may still read or write is accessed only after the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+// The next kernel may start, if it was launched to do so, and run up to its wait. ptxas moves no memory access across this instruction.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
@@ -157,7 +157,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -221,7 +221,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 #pragma unroll
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -243,7 +243,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -261,7 +261,7 @@ DEVICE Pack<T, N> zero_pack() {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -271,10 +271,10 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -282,7 +282,7 @@ DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -292,14 +292,14 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Numbers for the tensor cores: an f32 is a sum of three bf16, an f16 of two; products of terms are exact and summed in f32.
+// Numbers for the tensor cores: an f32 is a sum of three bf16 terms, an f16 of two. Products of terms are exact and are summed in f32.
 
-// N neighbours, as the low and high halves of words.
+// N neighbouring numbers, as the low and high halves of words.
 template <int N>
 struct alignas(2 * N) Term {
   u32 word[N / 2];
 };
-// The leading 8 bits of each number, which keeps the rest.
+// Takes the leading 8 bits of each number; `f` keeps the rest.
 template <int N>
 DEVICE Term<N> take_term(float (&f)[N]) {
   Term<N> r;
@@ -325,7 +325,7 @@ DEVICE void split(float (&f)[N], Term<N> (&terms)[Terms]) {
   for (int a = 0; a + 1 < Terms; ++a) terms[a] = take_term(f);
   terms[Terms - 1] = last_term(f);
 }
-// What memory holds: one term of bf16, two of f16, up to three of f32.
+// Splits numbers as memory stores them: one term for bf16, two for f16, up to three for f32.
 template <class T, int Terms, int N>
 DEVICE void split(const Pack<T, N>& v, Term<N> (&terms)[Terms]) {
   float f[N];
@@ -338,13 +338,15 @@ DEVICE void split(const Pack<bf16, N>& v, Term<N> (&terms)[1]) {
   for (int w = 0; w < N / 2; ++w) terms[0].word[w] = v.word[w];
 }
 
-// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number.
+// Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number
+// itself.
 
-// Philox-4x32 (Salmon et al. 2011): 4 random words of a seed and a counter; those of stream 0 are Triton's randint4x(seed, counter).
+// Philox-4x32 (Salmon et al. 2011): 4 random words from a seed and a counter. Stream 0 gives the words of Triton's randint4x(seed,
+// counter).
 DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);
   r[0] = u32(counter), r[1] = u32(counter >> 32), r[2] = stream, r[3] = 0;
-#pragma unroll 2  // of all rounds, those of several vectors would be interleaved, and take twice the registers
+#pragma unroll 2  // unrolling all rounds would interleave several vectors and take twice the registers
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const u64 a = u64(0xD2511F53u) * r[0], b = u64(0xCD9E8D57u) * r[2];
     r[0] = u32(b >> 32) ^ r[1] ^ k0;
@@ -354,15 +356,16 @@ DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
   }
 }
 
-// States in fewer bits: a number of a row is what is stored times the row's scale, its greatest size over the largest number of the type.
+// States in fewer bits. An element is its stored number times the scale of its row. The scale is the row's largest magnitude over the
+// type's largest number.
 DEVICE constexpr float largest(i8) { return 127.f; }
 template <int N>
 DEVICE void unpack(const Pack<i8, N>& v, float (&f)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i)  // 128 more than the number in the last places of 2^23: exact
+  for (int i = 0; i < N; ++i)  // the float is 2^23 + 128 + the number, so the subtraction is exact
     f[i] = __uint_as_float(__byte_perm(v.word[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7440u | i % 4)) - 8388736.f;
 }
-// The numbers and kExcess, an instruction each.
+// The numbers plus kExcess, in one instruction each.
 constexpr float kExcess = 32896.f;  // 2^15 + 128
 template <int N>
 DEVICE void unpack_with_excess(const Pack<i8, N>& v, float (&f)[N]) {
@@ -370,7 +373,7 @@ DEVICE void unpack_with_excess(const Pack<i8, N>& v, float (&f)[N]) {
   for (int i = 0; i < N; ++i) f[i] = __uint_as_float(__byte_perm(v.word[i / 4] ^ 0x80808080u, 0x47000000u, 0x7404u | i % 4 * 16));
 }
 
-// The greatest of v over the lanes of a team, as sum_over_team sums: row i of the result ends in the lanes with lane % Rows == i.
+// The maximum of v over the lanes of a team, distributed as by sum_over_team: row i of the result ends in the lanes with lane % Rows == i.
 template <int Lanes, int Rows>
 DEVICE float max_over_team(float (&v)[Rows], u32 lane) {
   int rows = Rows;
@@ -391,8 +394,8 @@ DEVICE float max_over_team(float (&v)[Rows], u32 lane) {
   }
   return v[0];
 }
-// The greatest size of a row's numbers; NaN if one is. Of two as floats, then as integers, which are ordered alike, and of
-// which one instruction takes three.
+// The largest magnitude in a row; NaN if an element is NaN. Pairs are compared as floats, then as integers, whose order is the same and of
+// which one instruction compares three.
 template <int Passes, int N>
 DEVICE float size_of(const float (&f)[Passes][N]) {
   int r = 0;
@@ -400,13 +403,14 @@ DEVICE float size_of(const float (&f)[Passes][N]) {
   for (int i = 0; i < Passes * N; i += 2) r = max(r, __float_as_int(max_nan(fabsf(f[i / N][i % N]), fabsf(f[i / N][i % N + 1]))));
   return __int_as_float(r);
 }
-// The scale of a row of that size, which has an inverse. Of a row with a number that is not finite none is, once it is stored.
+// The scale of a row with this largest magnitude, at least 2^-100 / largest so that its inverse is finite. If one element of a row is not
+// finite, no element of it is finite once stored.
 template <class T>
 DEVICE float scale_of(T, float size) {
   return max_nan(size, 7.8886091e-31f) * (1.f / largest(T{}));  // 2^-100
 }
 
-// To nearest even, of numbers times the inverse of their scale. The last places of 1.5 * 2^23 + n are those of n.
+// Rounds numbers times the inverse of their scale to nearest even. The low bits of 1.5 * 2^23 + n are the low bits of n.
 template <int N>
 DEVICE void pack_scaled(const float (&f)[N], Pack<i8, N>& v, float inverse) {
 #pragma unroll
@@ -418,7 +422,7 @@ DEVICE void pack_scaled(const float (&f)[N], Pack<i8, N>& v, float inverse) {
   }
 }
 
-// With noise: integers, up from 2^-16 of one with the probability of what is cut off.
+// Stochastic rounding: up with the probability of the fraction, in steps of 2^-16.
 template <class T>
 DEVICE u32 round_stochastic(T, float v, u32 random) {
   const int parts = round_to_int(fminf(fmaxf(v, -largest(T{})), largest(T{})) * 65536.f);
@@ -426,7 +430,7 @@ DEVICE u32 round_stochastic(T, float v, u32 random) {
 }
 template <class T, int N>
 DEVICE void pack_scaled_stochastic(const float (&f)[N], Pack<T, N>& v, float inverse, u64 seed, u64 index, u32 stream) {
-  constexpr int kEach = 4 / sizeof(T), kBits = 32 / kEach;  // of a word
+  constexpr int kEach = 4 / sizeof(T), kBits = 32 / kEach;  // elements per word, bits per element
 #pragma unroll
   for (int w = 0; w < Pack<T, N>::kWords; ++w) v.word[w] = 0;
 #pragma unroll
@@ -455,12 +459,12 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
     u32 dt_token, u32 dt_head, u32 A_head, u32 B_batch, u32 B_token, u32 B_group, u32 C_batch, u32 C_token, u32 C_group,
     u32 D_head, u32 D_row, u32 dt_bias_head, u32 out_batch, u32 out_token, u32 out_head, u32 state_scale_head,
     u32 state_scale_row) {
-  // Blocks walk the tiles of a head, then the heads of a sequence, then the batch.
+  // Blocks iterate over the tiles of a head, then the heads of a sequence, then the batch.
   const u32 batch = blockIdx.x / (kTiles * kHeads), head = blockIdx.x / kTiles % kHeads, tile = blockIdx.x % kTiles;
   const u32 group = head / kHeadsPerGroup;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32 worker = threadIdx.x;
-  const u32 quad = lane / 4, part = lane % 4;  // of a fragment: its row or column, and which two or four of what is summed over
+  const u32 quad = lane / 4, part = lane % 4;  // in a fragment: its row or column, and its two or four of the elements summed over
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
 
@@ -471,7 +475,7 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
   B += u64(batch) * B_batch + group * B_group;
   C += u64(batch) * C_batch + group * C_group;
   out += u64(batch) * out_batch + head * out_head;
-  // A thread brings chunks of 8 elements.
+  // A thread loads chunks of 8 elements.
   Pack<X, 8> raw_B[(kTokens * kDState / 8 + kWorkers - 1) / kWorkers];
   Pack<X, 8> raw_C[(kTokens * kDState / 8 + kWorkers - 1) / kWorkers];
   Pack<X, 8> raw_x[(kTokens * kTile / 8 + kWorkers - 1) / kWorkers];
@@ -497,15 +501,15 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
   const float raw_bias = to_float(load(dt_bias + head * dt_bias_head));
   const float rate = to_float(load(A + head * A_head));
 
-  // What of the addresses below does not hang on the slot.
-  // The lane's share of the state: of rows quad and quad + 8 of the warp's 16, kVec elements of each span.
+  // Addresses that do not depend on the slot.
+  // The lane's share of the state: kVec elements of each span, in rows quad and quad + 8 of the warp's 16.
   const u32 first_row = tile * kTile + warp * 16 + quad;
   const u32 share[2] = {(head * kHeadDim + first_row) * kDState + part * kVec, (head * kHeadDim + (first_row + 8)) * kDState + part * kVec};
   old_x += head * old_x_head + tile * kTile;
   old_B += group * old_B_group;
   old_dt += head * old_dt_head;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // padding: zero output, nothing else touched
     for (u32 i = threadIdx.x; i < tokens * kTile; i += kThreads) {
       const u32 row = tile * kTile + i % kTile;
@@ -528,7 +532,7 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
 #pragma unroll
   for (int side = 0; side < 2; ++side) scale[side] = load(scale_at[side]);
 
-  // The history, of which lane k has the sizes of entry k.
+  // The history; lane k has the sizes of entry k.
   X* const old_x_here = old_x + slot * old_x_slot;
   X* const old_B_here = old_B + slot * old_B_slot;
   float* const old_dt_here = old_dt + slot * old_dt_slot;
@@ -552,13 +556,13 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
   float skip[2];
 #pragma unroll
   for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + head * D_head + (first_row + 8 * side) * D_row));
-  // The tile of the block 264 blocks ahead goes to L2 now, so that its block finds it there.
+  // Prefetches the tile of the block 264 blocks later to L2.
   if (threadIdx.x == 0 && blockIdx.x + kPrefetch < gridDim.x) {
     const u32 ahead = blockIdx.x + kPrefetch;
     const i64 ahead_slot = load(state_indices + u64(ahead / (kTiles * kHeads)) * state_indices_batch);
     if (u64(ahead_slot) < u64(slots)) prefetch_l2(state + ahead_slot * state_slot + ahead % (kTiles * kHeads) * (kTile * kDState), kTile * kDState * int(sizeof(State)));
   }
-  if (threadIdx.x < kTile && threadIdx.x % 8 == 0 && blockIdx.x + kPrefetch < gridDim.x) {  // and the scales of 8 rows, 32 bytes
+  if (threadIdx.x < kTile && threadIdx.x % 8 == 0 && blockIdx.x + kPrefetch < gridDim.x) {  // a line prefetch per 8 scales, 32 bytes
     const u32 ahead = blockIdx.x + kPrefetch;
     const i64 ahead_slot = load(state_indices + u64(ahead / (kTiles * kHeads)) * state_indices_batch);
     if (u64(ahead_slot) < u64(slots)) touch_l2(state_scale + ahead_slot * state_scale_slot + ahead / kTiles % kHeads * state_scale_head + (ahead % kTiles * kTile + threadIdx.x) * state_scale_row);
@@ -568,9 +572,9 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
   SHARED(Vector, old_B_staged, kXTerms * kWindow * kOldPitch);
   SHARED(Vector, B_staged, kXTerms * kTokens * kPitch);
   SHARED(Vector, C_staged, kXTerms * kTokens * kPitch);
-  SHARED(float, x_staged, kEntries * kXPitch);  // of the history, then of the tokens, where their outputs take its place
+  SHARED(float, x_staged, kEntries * kXPitch);  // x of the history, then of the tokens, which their outputs overwrite
   SHARED(Pair, mix_staged, kTokens * kMixPitch / 2);
-  const auto scan = [&](float v) {  // sums over the lanes up to each
+  const auto scan = [&](float v) {  // inclusive sums over the lanes
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
       const float before = __shfl_up_sync(0xffffffffu, v, by);
@@ -628,9 +632,9 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
   const float new_sum = scan(rate * new_step);
   __syncthreads();
 
-  // mix[t, j] = C_t B_j dt_j, decayed from entry or token j to token t. A warp makes 8 columns at a time.
+  // mix[t, j] = C_t B_j dt_j, decayed from entry or token j to token t. A warp computes 8 columns at a time.
   for (u32 first = worker / 32 * 8; first < kTokens; first += kWorkers / 4) {
-    float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
+    float sums[(kTokens + 15) / 16][2][4] = {};  // two sums, over even and odd spans, so that neither waits for the other
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
       Vector b[kXTerms];
@@ -672,8 +676,8 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
     }
   }
 
-  // What the tokens read from the state, as it was before the history.
-  float read[kTokens / 8][2][4] = {};  // of rows quad and quad + 8, tokens 8 i + 2 part and the one after; even and odd spans apart
+  // C times the state before the history, for each token.
+  float read[kTokens / 8][2][4] = {};  // of rows quad and quad + 8, tokens 8 i + 2 part and the next one; even and odd spans separately
 #pragma unroll
   for (int span = 0; span < kSpans; ++span) {
     Vector from[2][kStateTerms];
@@ -719,11 +723,11 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
   }
   const float old_step = raw_old_dt, old_sum = scan(rate * raw_old_dt);
   const float total = valid ? __shfl_sync(0xffffffffu, old_sum, valid - 1) : 0.f;  // of the history
-  const float old_log = lane < valid ? total - old_sum : 0.f;  // of what is left of entry k when the history ends
+  const float old_log = lane < valid ? total - old_sum : 0.f;  // the log of entry k's decay up to the end of the history
   __syncthreads();
 
   for (u32 first = (kWorkers / 32 - 1 - worker / 32) * 8; first < kWindow; first += kWorkers / 4) {
-    float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
+    float sums[(kTokens + 15) / 16][2][4] = {};  // two sums, over even and odd spans, so that neither waits for the other
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
       Vector b[kXTerms];
@@ -765,8 +769,8 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
     }
   }
 
-  const u32 warp_row = warp * 16 + quad;  // in the tile; and 8 on
-  // Rows quad and quad + 8 of x for entries 8 slice + 2 part and the one after.
+  const u32 warp_row = warp * 16 + quad;  // in the tile; the lane's other row is 8 further
+  // Rows quad and quad + 8 of x for entries 8 slice + 2 part and the next one.
   const auto load_x = [&](int slice, float (&v)[2][2]) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -775,10 +779,10 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
     }
   };
 
-  const bool empties = valid + tokens > window;  // the history; it would outgrow its window
+  const bool empties = valid + tokens > window;  // whether the history is emptied: it would exceed its window
   const u64 seed = u64(load(rand_seed + slot * rand_seed_slot));
   const float kept = exp2_approx(total * kLog2E);
-  u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history as it is at its end
+  u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history, decayed to its end
   {
     const float left = exp2_approx(old_log * kLog2E) * old_step;
 #pragma unroll
@@ -845,7 +849,7 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
       }
       if (part == 0) store(scale_at[side], row_scale);
     }
-    // Only now, because no read of shared memory moves up past a store.
+    // Stores come last, because no load from shared memory moves above a store.
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
 #pragma unroll
@@ -854,7 +858,7 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
     }
   }
 
-  // Into the history: x from every block, the rest from one of each group or head.
+  // The history: every block stores x; one block of each group or head stores the rest.
   const auto new_entry = [&](u32 t) { return entry_of(valid + t); };
 #pragma unroll
   for (int r = 0; r < (kTokens * kTile / 8 + kWorkers - 1) / kWorkers; ++r) {
@@ -877,7 +881,7 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
     }
   }
 
-  __syncthreads();  // `mix` is there
+  __syncthreads();  // `mix` is complete
   {
     u32 value[kEntries / 8][kXTerms][2];  // x of history and step
 #pragma unroll
@@ -917,7 +921,7 @@ replay_h16p64n128g1_i8_ring16_t8_w4_pf264_pdl_8c2afb28(
       mma_bf16(result, value[2][0][0], value[2][0][1], 0, 0, factor[2][2], 0);
       float own[2][2];
       load_x(kWindow / 8 + i, own);
-      __syncwarp();  // the warp has read its columns of x, and no other warp does
+      __syncwarp();  // the warp has read its columns of x, which no other warp reads
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
 #pragma unroll

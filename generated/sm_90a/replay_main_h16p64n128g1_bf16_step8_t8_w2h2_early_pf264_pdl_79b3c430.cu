@@ -4,12 +4,12 @@
 //   advance=no  two_kernels=yes  internal_pdl=yes  after_conv=yes  philox_rounds=0  terms=3  state_loads=vector
 //   operand_loads=vector  part=main  warps=2  helpers=2  group_heads=1  min_blocks=0  prefetch=264
 //   pdl=trigger_loaded  ahead_pdl=trigger_loaded
-// The state S stands where the last step began. With the K entries of its history, which is the last step's tokens, and sums s of dt A:
+// S is the state at the start of the last step. Its history has K entries, the last step's tokens; s are sums of dt A:
 //     S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k
 //     out_t = exp(s_K + s_t) C_t S + sum_k mix[t, k] x_k + sum_{j <= t} mix[t, j] x_j + D x_t
 //     mix[t, k] = exp(s_K + s_t - s_k) dt_k (C_t B_k) of the history, exp(s_t - s_j) dt_j (C_t B_j) of the step
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -24,28 +24,28 @@ using State = bf16;
 using X = bf16;
 constexpr int kHeads = 16, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kWindow = 8;  // entries of the history, at most
-constexpr int kTokens = 8;  // of a step, at most
+constexpr int kTokens = 8;  // tokens of a step, at most
 constexpr int kEntries = 16;  // of both
 constexpr int kThreads = 128;
-constexpr int kWorkers = 32 * 2;  // of them, those that bring what goes to shared memory, and make `mix`
-constexpr int kTile = 32;  // rows per block, 16 to a warp
+constexpr int kWorkers = 32 * 2;  // threads that load to shared memory and compute `mix`
+constexpr int kTile = 32;  // rows per block, 16 per warp
 constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head
 constexpr int kVec = 8;  // neighbouring elements of the state per lane: 16 bytes
-constexpr int kSpans = kDState / (4 * kVec);  // of a row, each of four lanes
+constexpr int kSpans = kDState / (4 * kVec);  // spans per row, each shared by four lanes
 constexpr int kXTerms = 1;  // bf16 terms that an element of x, B or C consists of
-constexpr int kStateTerms = 1, kTerms = 3;  // the same of the state, and of any f32
-constexpr int kWriteTerms = 2;  // of what is added to the state
+constexpr int kStateTerms = 1, kTerms = 3;  // terms of the state, and of any f32
+constexpr int kWriteTerms = 2;  // terms of an addition to the state
 
-// Pitches in shared memory that spread what a warp reads at once over its banks.
+// Pitches in shared memory that make a warp's accesses free of bank conflicts.
 constexpr int kPitch = 20;
 constexpr int kOldPitch = 17;
 constexpr int kXPitch = 36;
 constexpr int kMixPitch = 24;
 constexpr u32 kPrefetch = 264;  // blocks ahead
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -117,16 +117,16 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Asks L2 for `bytes` (a multiple of 16) from an aligned address; nothing waits for it.
+// Prefetches `bytes` (a multiple of 16) from an aligned address to L2; no instruction waits for it.
 DEVICE void prefetch_l2(const void* p, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
+// Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
+// may still read or write is accessed only after the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+// The next kernel may start, if it was launched to do so, and run up to its wait. ptxas moves no memory access across this instruction.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
@@ -140,7 +140,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -204,7 +204,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 #pragma unroll
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -226,7 +226,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -244,7 +244,7 @@ DEVICE Pack<T, N> zero_pack() {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -252,7 +252,7 @@ constexpr float kLog2E = 1.4426950408889634f;
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -262,14 +262,14 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Numbers for the tensor cores: an f32 is a sum of three bf16, an f16 of two; products of terms are exact and summed in f32.
+// Numbers for the tensor cores: an f32 is a sum of three bf16 terms, an f16 of two. Products of terms are exact and are summed in f32.
 
-// N neighbours, as the low and high halves of words.
+// N neighbouring numbers, as the low and high halves of words.
 template <int N>
 struct alignas(2 * N) Term {
   u32 word[N / 2];
 };
-// The leading 8 bits of each number, which keeps the rest.
+// Takes the leading 8 bits of each number; `f` keeps the rest.
 template <int N>
 DEVICE Term<N> take_term(float (&f)[N]) {
   Term<N> r;
@@ -295,7 +295,7 @@ DEVICE void split(float (&f)[N], Term<N> (&terms)[Terms]) {
   for (int a = 0; a + 1 < Terms; ++a) terms[a] = take_term(f);
   terms[Terms - 1] = last_term(f);
 }
-// What memory holds: one term of bf16, two of f16, up to three of f32.
+// Splits numbers as memory stores them: one term for bf16, two for f16, up to three for f32.
 template <class T, int Terms, int N>
 DEVICE void split(const Pack<T, N>& v, Term<N> (&terms)[Terms]) {
   float f[N];
@@ -329,22 +329,22 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
     u32 old_dt_head, u32 old_dt_token, u32 old_dA_cumsum_buffer, u32 old_dA_cumsum_head, u32 old_dA_cumsum_token,
     u32 x_batch, u32 x_token, u32 x_head, u32 C_batch, u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 out_batch,
     u32 out_token, u32 out_head) {
-  // Blocks walk the tiles of a head, then the heads of a sequence, then the batch.
+  // Blocks iterate over the tiles of a head, then the heads of a sequence, then the batch.
   const u32 batch = blockIdx.x / (kTiles * kHeads), head = blockIdx.x / kTiles % kHeads, tile = blockIdx.x % kTiles;
   const u32 group = head / kHeadsPerGroup;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const bool owns = warp < kTile / 16, helps = !owns;  // rows of the state; all else
+  const bool owns = warp < kTile / 16, helps = !owns;  // whether the warp has rows of the state, or does everything else
   const u32 worker = threadIdx.x - 2 * kTile;
-  const u32 quad = lane / 4, part = lane % 4;  // of a fragment: its row or column, and which two or four of what is summed over
+  const u32 quad = lane / 4, part = lane % 4;  // in a fragment: its row or column, and its two or four of the elements summed over
 
-  // The convolution ahead lets this kernel start only after its own wait, and that one ended when everything ahead of it had, the last
-  // step on this slot among it. So all but x, B and C, which the convolution may still be writing, can be read before this kernel's wait.
+  // The previous kernel, the convolution, lets this one start only after its own wait, which ended when all earlier kernels had, including
+  // the last step on this slot. The convolution may still write x, B and C; everything else can be read before this kernel's wait.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
 
   x += u64(batch) * x_batch + head * x_head;
   C += u64(batch) * C_batch + group * C_group;
   out += u64(batch) * out_batch + head * out_head;
-  // A thread brings chunks of 8 elements.
+  // A thread loads chunks of 8 elements.
   Pack<X, 8> raw_C[(kTokens * kDState / 8 + kWorkers - 1) / kWorkers];
   Pack<X, 8> raw_x[(kTokens * kTile / 8 + kWorkers - 1) / kWorkers];
   const auto load_tokens = [&] {
@@ -363,8 +363,8 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
     }
   };
 
-  // What of the addresses below does not hang on the slot.
-  // The lane's share of the state: of rows quad and quad + 8 of the warp's 16, kVec elements of each span.
+  // Addresses that do not depend on the slot.
+  // The lane's share of the state: kVec elements of each span, in rows quad and quad + 8 of the warp's 16.
   const u32 first_row = tile * kTile + warp * 16 + quad;
   const u32 share[2] = {(head * kHeadDim + first_row) * kDState + part * kVec, (head * kHeadDim + (first_row + 8)) * kDState + part * kVec};
   old_x += head * old_x_head + tile * kTile;
@@ -372,7 +372,7 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
   old_dt += head * old_dt_head;
   old_dA_cumsum += head * old_dA_cumsum_head;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // padding: zero output, nothing else touched
     wait_for_upstream();
     for (u32 i = threadIdx.x; i < tokens * kTile; i += kThreads) {
@@ -393,7 +393,7 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
       for (int side = 0; side < 2; ++side) rows[span][side] = load_vector<State, kVec>(src[side] + span * 4 * kVec);
     }
 
-  // The history, of which lane k has the sizes of entry k.
+  // The history; lane k has the sizes of entry k.
   X* const old_x_here = old_x + slot * old_x_slot;
   const X* const old_B_here = old_B + slot * old_B_slot;
   const float* const old_dt_here = old_dt + slot * old_dt_slot;
@@ -422,7 +422,7 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
   if (owns)
 #pragma unroll
     for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + head * D_head + (first_row + 8 * side) * D_row));
-  // The tile of the block 264 blocks ahead goes to L2 now, so that its block finds it there.
+  // Prefetches the tile of the block 264 blocks later to L2.
   if (threadIdx.x == 0 && blockIdx.x + kPrefetch < gridDim.x) {
     const u32 ahead = blockIdx.x + kPrefetch;
     const i64 ahead_slot = load(state_indices + u64(ahead / (kTiles * kHeads)) * state_indices_batch);
@@ -431,7 +431,7 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
   using Vector = Term<kVec>;
   SHARED(Vector, old_B_staged, kXTerms * kWindow * kOldPitch);
   SHARED(Vector, C_staged, kXTerms * kTokens * kPitch);
-  SHARED(float, x_staged, kEntries * kXPitch);  // of the history, then of the tokens, where their outputs take its place
+  SHARED(float, x_staged, kEntries * kXPitch);  // x of the history, then of the tokens, which their outputs overwrite
 
   if (helps) {
 #pragma unroll
@@ -463,11 +463,11 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
   }
   const float old_step = raw_old_dt, old_sum = raw_old_dA_cumsum;
   const float total = valid ? __shfl_sync(0xffffffffu, old_sum, valid - 1) : 0.f;  // of the history
-  const float old_log = lane < valid ? total - old_sum : 0.f;  // of what is left of entry k when the history ends
+  const float old_log = lane < valid ? total - old_sum : 0.f;  // the log of entry k's decay up to the end of the history
   __syncthreads();
 
-  const u32 warp_row = warp * 16 + quad;  // in the tile; and 8 on
-  // Rows quad and quad + 8 of x for entries 8 slice + 2 part and the one after.
+  const u32 warp_row = warp * 16 + quad;  // in the tile; the lane's other row is 8 further
+  // Rows quad and quad + 8 of x for entries 8 slice + 2 part and the next one.
   const auto load_x = [&](int slice, float (&v)[2][2]) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -479,7 +479,7 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
   const bool empties = valid > 0;
   const float kept = exp2_approx(total * kLog2E);
   if (owns) {
-    u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history as it is at its end
+    u32 write[kWindow / 8][kWriteTerms][2];  // dt x of the history, decayed to its end
     {
       const float left = exp2_approx(old_log * kLog2E) * old_step;
 #pragma unroll
@@ -534,7 +534,7 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
           pack(h[side], caught_up[span][side]);
         }
       }
-      // Only now, because no read of shared memory moves up past a store.
+      // Stores come last, because no load from shared memory moves above a store.
 #pragma unroll
       for (int span = 0; span < kSpans; ++span) {
 #pragma unroll
@@ -578,8 +578,8 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
   }
   __syncthreads();
 
-  // What the tokens read from the state, as it was before the history.
-  float read[kTokens / 8][2][4] = {};  // of rows quad and quad + 8, tokens 8 i + 2 part and the one after; even and odd spans apart
+  // C times the state before the history, for each token.
+  float read[kTokens / 8][2][4] = {};  // of rows quad and quad + 8, tokens 8 i + 2 part and the next one; even and odd spans separately
   if (owns)
 #pragma unroll
     for (int span = 0; span < kSpans; ++span) {
@@ -598,7 +598,7 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
       }
     }
 
-  // Into the history: x from every block, the rest from one of each group or head.
+  // The history: every block stores x; one block of each group or head stores the rest.
   const auto new_entry = [&](u32 t) { return t; };
   if (helps)
 #pragma unroll
@@ -644,7 +644,7 @@ replay_main_h16p64n128g1_bf16_step8_t8_w2h2_early_pf264_pdl_79b3c430(
       mma_bf16(result, value[0][0][0], value[0][0][1], value[1][0][0], value[1][0][1], factor[0][2], factor[1][2]);
       float own[2][2];
       load_x(kWindow / 8 + i, own);
-      __syncwarp();  // the warp has read its columns of x, and no other warp does
+      __syncwarp();  // the warp has read its columns of x, which no other warp reads
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
 #pragma unroll

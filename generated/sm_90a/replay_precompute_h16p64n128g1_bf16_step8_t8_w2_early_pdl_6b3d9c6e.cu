@@ -4,12 +4,12 @@
 //   advance=no  two_kernels=yes  internal_pdl=yes  after_conv=yes  philox_rounds=0  terms=3  state_loads=vector
 //   operand_loads=vector  part=precompute  warps=2  helpers=0  group_heads=4  min_blocks=0  prefetch=0
 //   pdl=trigger_loaded  ahead_pdl=off
-// The state S stands where the last step began. With the K entries of its history, which is the last step's tokens, and sums s of dt A:
+// S is the state at the start of the last step. Its history has K entries, the last step's tokens; s are sums of dt A:
 //     S' = exp(s_K) S + sum_k exp(s_K - s_k) dt_k x_k B_k
 //     out_t = exp(s_K + s_t) C_t S + sum_k mix[t, k] x_k + sum_{j <= t} mix[t, j] x_j + D x_t
 //     mix[t, k] = exp(s_K + s_t - s_k) dt_k (C_t B_k) of the history, exp(s_t - s_j) dt_j (C_t B_j) of the step
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -24,22 +24,22 @@ using State = bf16;
 using X = bf16;
 constexpr int kHeads = 16, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kWindow = 8;  // entries of the history, at most
-constexpr int kTokens = 8;  // of a step, at most
+constexpr int kTokens = 8;  // tokens of a step, at most
 constexpr int kEntries = 16;  // of both
 constexpr int kThreads = 64;
-constexpr int kWorkers = kThreads;  // of them, those that bring what goes to shared memory, and make `mix`
+constexpr int kWorkers = kThreads;  // threads that load to shared memory and compute `mix`
 constexpr int kGroupHeads = 4;  // heads per block
 constexpr int kVec = 8;  // neighbouring elements of the state per lane: 16 bytes
-constexpr int kSpans = kDState / (4 * kVec);  // of a row, each of four lanes
+constexpr int kSpans = kDState / (4 * kVec);  // spans per row, each shared by four lanes
 constexpr int kXTerms = 1;  // bf16 terms that an element of x, B or C consists of
 
-// Pitches in shared memory that spread what a warp reads at once over its banks.
+// Pitches in shared memory that make a warp's accesses free of bank conflicts.
 constexpr int kPitch = 20;
 constexpr int kOldPitch = 17;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -111,11 +111,11 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
+// Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
+// may still read or write is accessed only after the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+// The next kernel may start, if it was launched to do so, and run up to its wait. ptxas moves no memory access across this instruction.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
@@ -129,7 +129,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -193,7 +193,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 #pragma unroll
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -215,7 +215,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -233,7 +233,7 @@ DEVICE Pack<T, N> zero_pack() {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -243,10 +243,10 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
@@ -254,7 +254,7 @@ DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -264,14 +264,14 @@ DEVICE void to_array(const Quad& q, float* f) {
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
 
-// Numbers for the tensor cores: an f32 is a sum of three bf16, an f16 of two; products of terms are exact and summed in f32.
+// Numbers for the tensor cores: an f32 is a sum of three bf16 terms, an f16 of two. Products of terms are exact and are summed in f32.
 
-// N neighbours, as the low and high halves of words.
+// N neighbouring numbers, as the low and high halves of words.
 template <int N>
 struct alignas(2 * N) Term {
   u32 word[N / 2];
 };
-// The leading 8 bits of each number, which keeps the rest.
+// Takes the leading 8 bits of each number; `f` keeps the rest.
 template <int N>
 DEVICE Term<N> take_term(float (&f)[N]) {
   Term<N> r;
@@ -297,7 +297,7 @@ DEVICE void split(float (&f)[N], Term<N> (&terms)[Terms]) {
   for (int a = 0; a + 1 < Terms; ++a) terms[a] = take_term(f);
   terms[Terms - 1] = last_term(f);
 }
-// What memory holds: one term of bf16, two of f16, up to three of f32.
+// Splits numbers as memory stores them: one term for bf16, two for f16, up to three for f32.
 template <class T, int Terms, int N>
 DEVICE void split(const Pack<T, N>& v, Term<N> (&terms)[Terms]) {
   float f[N];
@@ -329,21 +329,21 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_early_pdl_6b3d9c6e(
     u32 old_dt_buffer, u32 old_dt_head, u32 old_dt_token, u32 old_dA_cumsum_buffer, u32 old_dA_cumsum_head,
     u32 old_dA_cumsum_token, u32 dt_batch, u32 dt_token, u32 dt_head, u32 A_head, u32 B_batch, u32 B_token, u32 B_group,
     u32 C_batch, u32 C_token, u32 C_group, u32 dt_bias_head) {
-  // Blocks walk the tiles of a head, then the heads of a sequence, then the batch.
+  // Blocks iterate over the tiles of a head, then the heads of a sequence, then the batch.
   const u32 batch = blockIdx.x / (kHeads / kGroupHeads), head = blockIdx.x % (kHeads / kGroupHeads) * kGroupHeads;
   const u32 group = head / kHeadsPerGroup;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32 worker = threadIdx.x;
-  const u32 quad = lane / 4, part = lane % 4;  // of a fragment: its row or column, and which two or four of what is summed over
+  const u32 quad = lane / 4, part = lane % 4;  // in a fragment: its row or column, and its two or four of the elements summed over
 
-  // The convolution ahead lets this kernel start only after its own wait, and that one ended when everything ahead of it had, the last
-  // step on this slot among it. So all but x, B and C, which the convolution may still be writing, can be read before this kernel's wait.
+  // The previous kernel, the convolution, lets this one start only after its own wait, which ended when all earlier kernels had, including
+  // the last step on this slot. The convolution may still write x, B and C; everything else can be read before this kernel's wait.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
 
   dt += u64(batch) * dt_batch + head * dt_head;
   B += u64(batch) * B_batch + group * B_group;
   C += u64(batch) * C_batch + group * C_group;
-  // A thread brings chunks of 8 elements.
+  // A thread loads chunks of 8 elements.
   Pack<X, 8> raw_B[(kTokens * kDState / 8 + kWorkers - 1) / kWorkers];
   Pack<X, 8> raw_C[(kTokens * kDState / 8 + kWorkers - 1) / kWorkers];
   const auto load_tokens = [&] {
@@ -365,12 +365,12 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_early_pdl_6b3d9c6e(
     raw_bias[h] = to_float(load(dt_bias + (head + h) * dt_bias_head));
   }
 
-  // What of the addresses below does not hang on the slot.
+  // Addresses that do not depend on the slot.
   old_B += group * old_B_group;
   old_dt += head * old_dt_head;
   old_dA_cumsum += head * old_dA_cumsum_head;
 
-  __syncwarp();  // no instruction; but without it ptxas moves all of the loads above to below the branch, and they wait for the slot
+  __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // padding: zero output, nothing else touched
     wait_for_upstream();
     return;
@@ -378,7 +378,7 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_early_pdl_6b3d9c6e(
   const int counted = load(prev_num_accepted_tokens + slot);
   const u32 read_buffer = u32(load(cache_buf_idx + slot)) & 1;
 
-  // The history, of which lane k has the sizes of entry k.
+  // The history; lane k has the sizes of entry k.
   X* const old_B_here = old_B + slot * old_B_slot;
   float* const old_dt_here = old_dt + slot * old_dt_slot;
   float* const old_dA_cumsum_here = old_dA_cumsum + slot * old_dA_cumsum_slot;
@@ -406,7 +406,7 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_early_pdl_6b3d9c6e(
   SHARED(Vector, old_B_staged, kXTerms * kWindow * kOldPitch);
   SHARED(Vector, B_staged, kXTerms * kTokens * kPitch);
   SHARED(Vector, C_staged, kXTerms * kTokens * kPitch);
-  const auto scan = [&](float v) {  // sums over the lanes up to each
+  const auto scan = [&](float v) {  // inclusive sums over the lanes
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
       const float before = __shfl_up_sync(0xffffffffu, v, by);
@@ -466,7 +466,7 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_early_pdl_6b3d9c6e(
       }
   }
   float new_step[kGroupHeads], new_sum[kGroupHeads];  // lane t has the size of token t, and the sum of dt A up to it
-  float old_step[kGroupHeads], old_log[kGroupHeads];  // lane k that of entry k, and what is left of it when the history ends
+  float old_step[kGroupHeads], old_log[kGroupHeads];  // lane k has the size of entry k, and the log of its decay up to the end of the history
 #pragma unroll
   for (int h = 0; h < kGroupHeads; ++h) {
     float delta = raw_dt[h] + raw_bias[h];
@@ -481,11 +481,11 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_early_pdl_6b3d9c6e(
   }
   __syncthreads();
 
-  // A warp makes 8 columns at a time, the history's and then the tokens' own, for each head of the block.
+  // A warp computes 8 columns at a time, first the history's and then the tokens', for each head of the block.
   for (u32 column = warp; column < kEntries / 8; column += kThreads / 32) {
     if (column < kWindow / 8) {
       const u32 first = column * 8;
-      float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
+      float sums[(kTokens + 15) / 16][2][4] = {};  // two sums, over even and odd spans, so that neither waits for the other
 #pragma unroll
       for (int span = 0; span < kSpans; ++span) {
         Vector b[kXTerms];
@@ -531,7 +531,7 @@ replay_precompute_h16p64n128g1_bf16_step8_t8_w2_early_pdl_6b3d9c6e(
       }
     } else {
       const u32 first = column * 8 - kWindow;
-      float sums[(kTokens + 15) / 16][2][4] = {};  // two, of even and odd spans, so that neither waits for the other
+      float sums[(kTokens + 15) / 16][2][4] = {};  // two sums, over even and odd spans, so that neither waits for the other
 #pragma unroll
       for (int span = 0; span < kSpans; ++span) {
         Vector b[kXTerms];

@@ -9,7 +9,7 @@
 //     y_i = 2^s_i C_i S^T + sum_j M_ij x_j + D x_i
 //     S <- 2^s_last S + sum_j 2^(s_last - s_j) d_j x_j B_j^T
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -25,24 +25,24 @@ using X = bf16;
 using State = bf16;
 constexpr int kHeadDim = 80;
 constexpr int kState = 128;   // columns of a state
-constexpr int kTile = 64;     // of its rows: a block's
+constexpr int kTile = 64;     // rows per block
 constexpr int kChunk = 64;    // tokens
 constexpr u32 kStages = 4;    // chunks in shared memory
-constexpr u32 kListed = 8;    // items that are known at once
+constexpr u32 kListed = 8;    // items in the list
 constexpr u32 kNone = ~0u;
 
-constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head, and part
-constexpr int kThreads = 512;  // a warpgroup that fetches, two that prepare, one that holds the state
+constexpr int kTiles = (kHeadDim + kTile - 1) / kTile;  // blocks per head and part
+constexpr int kThreads = 512;  // one producer warpgroup, two that prepare, one that holds the state
 
 // Words of shared memory. A block is 64 columns of a chunk's tokens, rows of 128 bytes.
 constexpr u32 kBlock = kChunk * 32;
-constexpr u32 kAtB = kState / 64 * kBlock, kAtX = 2 * kAtB;  // behind C
+constexpr u32 kAtB = kState / 64 * kBlock, kAtX = 2 * kAtB;  // after C
 constexpr u32 kStageWords = kAtX + kBlock;
 constexpr u32 kAtMix = kStages * kStageWords, kAtY = kAtMix + 2 * kBlock, kAtWeighed = kAtY + 2 * kBlock;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u8 load_u8(const void* p) {
   u16 r;
@@ -119,9 +119,9 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 rows and 8 columns, 16-bit, from shared memory; the whole warp takes part. Lane 8 m + r names where row r of matrix m
-// begins, 16 bytes: element i of an array. r[m] is what mma takes: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed, rows
-// 2 t and 2 t + 1 of column g.
+// Loads four 16-bit matrices of 8 rows and 8 columns from shared memory; the whole warp takes part. Lane 8 m + r gives the address of row r
+// of matrix m: 16 bytes at element i of an array. r[m] is an operand of mma: in lane 4 g + t, columns 2 t and 2 t + 1 of row g; transposed,
+// rows 2 t and 2 t + 1 of column g.
 template <class T>
 DEVICE void load_matrices(u32 (&r)[4], T* from, u32 i) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
@@ -137,9 +137,9 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -149,16 +149,16 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Barriers in shared memory (sm_90): elements of an array of u64. A phase is over when `count` threads have arrived and all bytes that they
-// said to expect have been copied; those that wait for its parity, 0 for the first, then see what was stored ahead of the arrivals.
-// One thread prepares them, and __syncthreads stands behind.
+// Barriers in shared memory (sm_90), elements of an array of u64. A phase completes when `count` threads have arrived and all bytes that
+// they announced have been copied. A thread that has waited for the phase's parity (0 for the first) sees the stores before the arrivals.
+// One thread initialises the barriers, followed by a __syncthreads.
 DEVICE u32 barrier_at(u64* barriers, u32 i) { return u32(__cvta_generic_to_shared(barriers + i)); }
 DEVICE void barrier_init(u64* barriers, u32 i, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier_at(barriers, i)), "r"(count) : "memory");
@@ -179,11 +179,11 @@ DEVICE void barrier_wait(u64* barriers, u32 i, u32 parity) {
         : "r"(barrier_at(barriers, i)), "r"(parity)
         : "memory");
 }
-// This thread arrives when all copies have landed that it has asked for until now; nobody waits for them but at the barrier.
+// This thread arrives when all copies that it has issued so far have landed. Only a wait for the barrier's phase waits for them.
 DEVICE void barrier_arrive_with_copies(u64* barriers, u32 i) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_at(barriers, i)) : "memory");
 }
-// Asks for `bytes`, a multiple of 16, from an aligned address to element i of an array; they land with the phase of barrier b.
+// Copies `bytes`, a multiple of 16, from an aligned address to element i of an array. The copy completes with the phase of barrier b.
 template <class T>
 DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, u32 b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(u32(__cvta_generic_to_shared(to + i))),
@@ -191,13 +191,13 @@ DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, 
                : "memory");
 }
 
-// Tensor maps (sm_90a): the host says how a tensor lies in memory. Its axes: columns, 64 at once; tokens; each next 64 columns; heads; rows of a
-// batch. A copy takes 64 columns of so many tokens, and of so many of the third axis, as its box says, to words of shared memory from a multiple
-// of 1024 bytes on: rows of 128 bytes, whose 16 bytes p lie at p ^ (row % 8). Tokens that the tensor lacks are zero.
+// Tensor maps (sm_90a): the host describes a tensor's layout in memory. Its axes are columns, 64 at a time; tokens; blocks of 64 columns;
+// heads; batch rows. A copy brings 64 columns of a box of tokens and of the third axis, to shared memory at a multiple of 1024 bytes: rows
+// of 128 bytes, whose 16-byte piece p lies at p ^ (row % 8). Tokens outside the tensor become zero.
 struct alignas(64) TensorMap {
   u64 words[16];
 };
-// Asked for by one thread; they land with the phase of barrier b, which expects the bytes of the whole box.
+// One thread issues it. The copy completes with the phase of barrier b, which expects the bytes of the whole box.
 template <class T>
 DEVICE void copy_box(T* to, u32 i, const TensorMap& map, u32 token, u32 columns, u32 head, u32 row, u64* barriers, u32 b) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4, %5, %6 }], [%7];" ::"r"(
@@ -205,7 +205,7 @@ DEVICE void copy_box(T* to, u32 i, const TensorMap& map, u32 token, u32 columns,
                "l"(&map), "r"(0), "r"(token), "r"(columns), "r"(head), "r"(row), "r"(barrier_at(barriers, b))
                : "memory");
 }
-// The same of a map whose first axis has all columns: 64 of them from `column` on; those that the tensor lacks are zero.
+// The same for a map whose first axis has all columns: 64 columns from `column` on. Columns outside the tensor become zero.
 template <class T>
 DEVICE void copy_columns(T* to, u32 i, const TensorMap& map, u32 column, u32 token, u32 head, u32 row, u64* barriers, u32 b) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4, %5, %6 }], [%7];" ::"r"(
@@ -214,10 +214,10 @@ DEVICE void copy_columns(T* to, u32 i, const TensorMap& map, u32 column, u32 tok
                : "memory");
 }
 
-// Products of warpgroups (sm_90a): four warps, the first a multiple of four, have 16 rows of a result each. The second operand is read from
-// shared memory while they go on: a Matrix of 16-bit numbers, whose rows of 64 are 128 bytes each, eight of them 1024 bytes, from a multiple
-// of 1024 on; the 16 bytes p of row r lie at p ^ (r % 8). By rows: its columns, of which 16 are summed over, are neighbours; each next 16 are
-// 32 bytes on. By columns: its rows are summed over; each next 16 are 2048 bytes on, each next 64 columns `next` bytes.
+// Products of warpgroups (sm_90a): each of four warps, the first a multiple of four, has 16 rows of a result. The second operand is read
+// from shared memory while they run: a Matrix of 16-bit numbers. Its rows of 64 numbers have 128 bytes, eight rows 1024 bytes, from a
+// multiple of 1024 on; the 16-byte piece p of row r lies at p ^ (r % 8). By rows, columns are neighbours and 16 of them are summed over;
+// the next 16 are 32 bytes further. By columns, rows are summed over; the next 16 are 2048 bytes further, the next 64 columns `next` bytes.
 struct Matrix {
   u64 bits;
 };
@@ -230,12 +230,13 @@ template <class T>
 DEVICE Matrix matrix_by_columns(T* from, u32 i, u32 next) {
   return Matrix{u64((u32(__cvta_generic_to_shared(from + i)) & 0x3ffff) >> 4) | u64(next >> 4) << 16 | 64ull << 32 | 1ull << 62};
 }
-// Ahead of products whose registers other instructions have written. What products sum into, and their first operands, nobody touches until
-// the products are waited for.
+// Fences products whose registers other instructions have written. Until the products are waited for, no instruction may touch their
+// accumulators or first operands.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Products since the last one are a group.
+// A group: all products since the last commit.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// For this warp's groups but the last `Left`; then their sums are to be named, or the compiler moves them across the wait.
+// Waits for all of this warp's groups except the last `Left`. Name their accumulators afterwards (wgmma_landed); otherwise the compiler
+// moves accesses to them across the wait.
 template <u32 Left>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory"); }
 template <u32 Count>
@@ -243,7 +244,8 @@ DEVICE void wgmma_landed(float (&d)[Count]) {
 #pragma unroll
   for (u32 i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-// d = a b, or d += a b: 64 rows, 64 columns, summed over 16. A lane has of its warp's 16 rows what it has of mma's: d[4 i …] of columns 8 i and up.
+// d = a b, or d += a b: 64 rows, 64 columns, summed over 16. Within its warp's 16 rows a lane has the elements of mma's layout: d[4 i …]
+// of columns 8 i and up.
 template <bool kByColumns>
 DEVICE void wgmma_64(float (&d)[32], const u32* a, Matrix b, u32 sum) {
   asm volatile(
@@ -260,7 +262,7 @@ DEVICE void wgmma_64(float (&d)[32], const u32* a, Matrix b, u32 sum) {
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(sum), "n"(int(kByColumns)));
 }
-// The same with the first operand in shared memory too: by columns, it has one block of 64.
+// The same with the first operand in shared memory too; by columns, it is one block of 64.
 template <bool kFirstByColumns, bool kByColumns>
 DEVICE void wgmma_64_shared(float (&d)[32], Matrix a, Matrix b, u32 sum) {
   asm volatile(
@@ -277,7 +279,8 @@ DEVICE void wgmma_64_shared(float (&d)[32], Matrix a, Matrix b, u32 sum) {
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a.bits), "l"(b.bits), "r"(sum), "n"(int(kFirstByColumns)), "n"(int(kByColumns)));
 }
-// d = a b, or d += a b: 64 rows, 128 columns, summed over 16. A lane has of its warp's 16 rows what it has of mma's: d[4 i …] of columns 8 i and up.
+// d = a b, or d += a b: 64 rows, 128 columns, summed over 16. Within its warp's 16 rows a lane has the elements of mma's layout: d[4 i …]
+// of columns 8 i and up.
 template <bool kByColumns>
 DEVICE void wgmma_128(float (&d)[64], const u32* a, Matrix b, u32 sum) {
   asm volatile(
@@ -302,7 +305,7 @@ DEVICE void wgmma_128(float (&d)[64], const u32* a, Matrix b, u32 sum) {
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(sum), "n"(int(kByColumns)));
 }
-// The same with the first operand in shared memory too: by columns, it has one block of 64.
+// The same with the first operand in shared memory too; by columns, it is one block of 64.
 template <bool kFirstByColumns, bool kByColumns>
 DEVICE void wgmma_128_shared(float (&d)[64], Matrix a, Matrix b, u32 sum) {
   asm volatile(
@@ -327,9 +330,10 @@ DEVICE void wgmma_128_shared(float (&d)[64], Matrix a, Matrix b, u32 sum) {
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a.bits), "l"(b.bits), "r"(sum), "n"(int(kFirstByColumns)), "n"(int(kByColumns)));
 }
-// What this thread has stored to, or copied into, shared memory is there for products and bulk copies of those that it meets after this.
+// Makes this thread's stores and copies to shared memory visible to products and bulk copies of the threads that it synchronises with
+// afterwards.
 DEVICE void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// A warpgroup asks for, or gives back, registers, until each of its threads has so many; a multiple of 8.
+// A warpgroup raises or lowers the registers of each of its threads to this number, a multiple of 8.
 template <u32 Registers>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers)); }
 template <u32 Registers>
@@ -346,7 +350,7 @@ template <class T>
 DEVICE void store_4_shared(T* to, u32 i, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-// Four matrices of 8 rows and 8 columns to shared memory, each with rows and columns exchanged: the counterpart of load_matrices_transposed.
+// Stores four transposed matrices of 8 rows and 8 columns to shared memory: the counterpart of load_matrices_transposed.
 template <class T>
 DEVICE void store_matrices_transposed(T* to, u32 i, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(r0),
@@ -354,11 +358,11 @@ DEVICE void store_matrices_transposed(T* to, u32 i, u32 r0, u32 r1, u32 r2, u32 
                : "memory");
 }
 
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
+// Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
+// may still read or write is accessed only after the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+// The next kernel may start, if it was launched to do so, and run up to its wait. ptxas moves no memory access across this instruction.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
@@ -372,7 +376,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -439,7 +443,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -449,28 +453,28 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// Dynamic shared memory from a multiple of 1024 on, which matrices ask for.
+// Dynamic shared memory aligned to 1024 bytes, as matrix descriptors require.
 #ifndef SSMGEN_EMULATOR
 #define SWIZZLED_SHARED(type, name)                                 \
   extern __shared__ __align__(1024) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -479,7 +483,7 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
-// Two floats that travel together.
+// Two floats that are loaded and stored together.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -489,17 +493,18 @@ DEVICE Pair widen_pair(bf16, u32 word) {
   unpack(Pack<bf16, 2>{{word}}, f);
   return Pair{f[0], f[1]};
 }
-// Tiles of shared memory as warpgroups read them: 64 tokens, rows of 64 16-bit numbers in 32 words; pieces of 4 words of row r lie at piece ^ (r % 8).
+// Tiles in shared memory, in the layout of warpgroup products: 64 tokens, rows of 64 16-bit numbers in 32 words; the 4-word piece p of
+// row r lies at p ^ (r % 8).
 
-// Asks for the first Columns 16-bit numbers of each of 64 tokens, by one warp; those from `rows` on become zero.
+// One warp copies the first Columns 16-bit numbers of each of 64 tokens; tokens from `rows` on become zero.
 template <u32 Columns, bool kWhole, class Array, class T>
 DEVICE void copy_rows_of_tile(Array& tiles, u32 at, const T* from, u32 stride, u32 rows, u32 lane) {
-  constexpr u32 kPieces = Columns / 8, kAtOnce = 32 / kPieces;  // of a row; rows
+  constexpr u32 kPieces = Columns / 8, kAtOnce = 32 / kPieces;  // pieces per row; rows per step
   const u32 piece = lane % kPieces, first = lane / kPieces;
   const u32 to = at + piece / 8 * (64 * 32) + first * 32, turned = piece % 8 ^ first;
   const T* source = from + u64(first) * stride + piece * 8;
 #pragma unroll 8
-  for (u32 i = 0; i < 64; i += kAtOnce) {  // a power of two above `first`: (first + i) % 8 is first ^ i % 8
+  for (u32 i = 0; i < 64; i += kAtOnce) {  // i is a multiple of a power of two above `first`, so (first + i) % 8 is first ^ i % 8
     const bool there = kWhole || first + i < rows;
     copy_async(tiles, to + i * 32 + (turned ^ i % 8) * 4, there ? source : from, there ? 16 : 0);
     source += u64(kAtOnce) * stride;
@@ -512,7 +517,7 @@ DEVICE void copy_tile(Array& tiles, u32 at, const T* from, u32 stride, u32 rows,
   else
     copy_rows_of_tile<Columns, false>(tiles, at, from, stride, rows, lane);
 }
-// The same where the tensor has only the first `columns` of them, at least 8: the others become zero.
+// The same if the tensor has only the first `columns` columns, at least 8: the others become zero.
 template <u32 Columns, class Array, class T>
 DEVICE void copy_columns_of_tile(Array& tiles, u32 at, const T* from, u32 stride, u32 rows, u32 columns, u32 lane) {
   constexpr u32 kPieces = Columns / 8, kAtOnce = 32 / kPieces;
@@ -526,20 +531,22 @@ DEVICE void copy_columns_of_tile(Array& tiles, u32 at, const T* from, u32 stride
   }
 }
 
-// Where a lane finds its row of four matrices, two beside each other and then the two below: 16 rows from `row` on, 16 columns from 16 `column` on.
+// The offset of the row that a lane addresses for four matrices, two side by side and then the two below: 16 rows from `row` on, 16 columns
+// from 16 `column` on.
 DEVICE u32 tile_by_columns(u32 row, u32 column, u32 lane) {
   return column / 4 * (64 * 32) + (row + lane / 16 * 8 + lane % 8) * 32 + ((2 * (column % 4) + lane / 8 % 2) ^ lane % 8) * 4;
 }
 
-// A warp arrives, all of its lanes done.
+// A warp arrives at a barrier after all its lanes are done.
 template <class Barriers>
 DEVICE void arrive_together(Barriers& barriers, u32 i, u32 lane) {
   __syncwarp();
   if (lane == 0) barrier_arrive(barriers, i);
 }
 
-// 16 rows of M, those of tokens 16 kRow and up, from C B^T: each product with its decay and its step, and D on the diagonal. Blocks ahead of the
-// diagonal's take two factors, of which neither is above 1; only that asks for differences of its own. What lies behind is zero before, and stays so.
+// 16 rows of M, for tokens 16 kRow and up, from C B^T: each product times its decay and its step, and D on the diagonal. Blocks before the
+// diagonal take two factors, neither above 1; only the block on the diagonal needs its own differences. Blocks after it are zero and stay
+// zero.
 template <int kRow, class Words, class Steps, class Rows, class Columns>
 DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Steps& steps, Rows& row_factors, Columns& column_factors, u32 stage, float skip, u32 lane) {
   const u32 quad = lane / 4, part = lane % 4, first = stage * kChunk + 16 * kRow;
@@ -576,10 +583,10 @@ DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Ste
     for (int side = 0; side < 2; ++side) tiles[to + (16 * kRow + quad + 8 * side) * 32 + (u32(b) ^ quad) * 4 + part] = word[2 * b + side];
 }
 
-// A head of a sequence, and 64 of its rows: what a block works on, one behind the other.
+// 64 rows of a head of a sequence. A block processes items one after the other.
 struct Item {
-  u32 sequence, head, tile, length;  // in tokens; kNone behind the last one
-  u64 first;  // token
+  u32 sequence, head, tile, length;  // in tokens; kNone after the last item
+  u64 first;  // the first token
   i64 slot;
   u32 has_state;
   float rate;
@@ -598,26 +605,27 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
     u32 group_heads, u32 items, u32 x_token, u32 x_head, u32 dt_token, u32 dt_head, u32 A_head, u32 B_token,
     u32 B_group, u32 C_token, u32 C_group, u32 D_head, u32 D_row, u32 dt_bias_head, u32 cu_seqlens_sequence,
     u32 state_head, u32 state_indices_sequence, u32 has_initial_state_sequence, u32 out_token, u32 out_head) {
-  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // as a number that all lanes are known to share
+  const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // the compiler knows that all lanes share the shuffle's result
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
 
-  SWIZZLED_SHARED(u32, tiles);                     // C, B, x of chunks, kStages of them; then M, y and weighed x of two
+  SWIZZLED_SHARED(u32, tiles);                     // C, B, x of chunks, kStages of them; then M, y and weighted x of two
   SHARED(Pair, steps, kStages * kChunk);           // s and d of each token
   SHARED(Pair, readings, kStages * kChunk / 2);    // 2^s of two tokens
   SHARED(float, additions, kStages * kChunk);      // 2^(s_last - s) d
-  // 2^(s_i - s_j) of i and j in different blocks of 16 tokens is 2^(s_i - s_b) 2^(s_b - s_j), b the first of the later one: neither is above 1.
+  // 2^(s_i - s_j) across blocks of 16 tokens is 2^(s_i - s_b) 2^(s_b - s_j), with b the first token of the later block. Neither factor is
+  // above 1.
   SHARED(float, row_factors, kStages * kChunk);            // 2^(s_i - s_b)
   SHARED(Pair, column_factors, kStages * 4 * kChunk / 2);  // 2^(s_b - s_j) d_j of two tokens, for each block b; zero from its first token on
-  // What is filled, and what is free again: chunks, by the fetchers for all others; M and weighed x, for the walkers; and y, by these, which is
-  // there when they have done with M and x.
+  // Barriers of filled and freed memory. `full`, `empty`: chunks, filled by the producer for all others. `prepared`, `walked`: M and
+  // weighted x, for the consumers; y is complete at `walked` too. `written`: y has been stored.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
   SHARED(u64, prepared, 2);
   SHARED(u64, walked, 2);
   SHARED(u64, written, 2);
-  // Items, listed by a warp that has nothing else to do, and taken by all others: they go on to the next while others are behind.
+  // Items are listed by a warp that is otherwise idle, and taken by all others. A role may go on to the next item before the other roles.
   SHARED(Item, list, kListed);
   SHARED(u64, listed, kListed);
   SHARED(u64, taken, kListed);
@@ -628,7 +636,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
   }
   __syncthreads();
   const auto wait_full = [&](u32 i) { barrier_wait(full, i % kStages, i / kStages % 2); };
-  const auto wait_empty = [&](u32 i) {  // for what step i will use
+  const auto wait_empty = [&](u32 i) {  // for the stage that step i will use
     if (i >= kStages) barrier_wait(empty, i % kStages, (i / kStages - 1) % 2);
   };
   const auto item_of = [&](u32 turn) {
@@ -640,7 +648,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
   if (warp < 4) {
     give_registers<64>();
     if (warp == 0) {
-      u32 done = 0;  // steps of the items before
+      u32 done = 0;  // steps of earlier items
       for (u32 turn = 0;; ++turn) {
         const Item item = item_of(turn);
         if (item.length == kNone) break;
@@ -655,7 +663,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         for (u32 i = done; i < steps_end; ++i) {
           const u32 n = chunk_of(i), stage = i % kStages, at = stage * kStageWords, token = u32(first) + n * kChunk;
           wait_empty(i);
-          if (const u32 rows = length - n * kChunk; rows < kChunk) {  // what follows is another sequence's
+          if (const u32 rows = length - n * kChunk; rows < kChunk) {  // the tokens that follow belong to another sequence
             const u64 from = u64(n) * kChunk;
             copy_tile<kState>(tiles, at, own_C + from * C_token, C_token, rows, lane);
             copy_tile<kState>(tiles, at + kAtB, own_B + from * B_token, B_token, rows, lane);
@@ -676,7 +684,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         done = steps_end;
       }
     } else if (warp < 3) {
-      u32 done = 0;  // steps of the items before
+      u32 done = 0;  // steps of earlier items
       for (u32 turn = 0;; ++turn) {
         const Item item = item_of(turn);
         if (item.length == kNone) break;
@@ -685,8 +693,9 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         const float rate = item.rate;
         const float bias = item.bias;
         const auto* const own_dt = dt + item.first * dt_token + u64(item.head) * dt_head;
-        // Lane l has tokens 2 l and 2 l + 1 of a chunk. Their dt is asked for when those of the warp's chunk before are in use.
-        // What a warp does for a chunk is a chain; one alone would be what all others wait for. They are two, so that each has stages of its own.
+        // Lane l has tokens 2 l and 2 l + 1 of a chunk. Their dt is loaded while the warp's previous chunk is in use.
+        // A warp's work for a chunk is one dependent chain, for which all other warps would wait. Two warps take alternate chunks, each with
+        // its own stages.
         bf16 raw_dt[2];
         const auto ask_for_steps = [&](u32 n) {
 #pragma unroll
@@ -704,7 +713,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
           for (int e = 0; e < 2; ++e) {
             float v = to_float(raw_dt[e]) + bias;
             v = softplus(v);
-            d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // past the last token nothing decays, and nothing is added
+            d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // no decay and no addition past the last token
           }
           if (i + 2 < steps_end) ask_for_steps(chunk_of(i + 2));
           const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
@@ -747,13 +756,13 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         __syncwarp();
         ++turn;
       };
-      u32 window = kNone;  // 32 sequences, of which each lane knows one
+      u32 window = kNone;  // 32 sequences, one per lane
       i64 own_begin = 0;
       u32 own_length = 0, own_place = 0;
       i64 own_slot = 0;
       u32 own_start = 0;
       for (u32 round = 0; round * gridDim.x < items; ++round) {
-        // There and back again: who had the longest of a round has the shortest of the next.
+        // Back and forth: the block with the longest item of a round has the shortest of the next.
         const u32 at = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
         if (at >= items) continue;
         Item item{};
@@ -770,7 +779,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
           own_begin = own_length ? begin : 0;
           own_slot = load(state_indices + u64(own) * state_indices_sequence);
           own_start = load_u8(has_initial_state + u64(own) * has_initial_state_sequence);
-          // The longest first: what is left at the end is short.
+          // The longest first, so that the last items are short.
           const u32 there = min(items / kTiles / heads - window * 32, 32u);
           own_place = 0;
 #pragma unroll
@@ -801,9 +810,9 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
     }
   } else if (warp < 12) {
     give_registers<120>();
-    const u32 buffer = (warp - 4) / 4, row_block = warp % 4;  // of steps of its own parity, and so all of its waits are for one phase after another
+    const u32 buffer = (warp - 4) / 4, row_block = warp % 4;  // steps of one parity, so that this warpgroup's waits take each phase in turn
     const u32 first_token = row_block * 16 + lane / 8, piece = lane % 8;  // of a warp's 16 tokens, four at once
-    const u32 even = first_token * 32 + (piece ^ first_token % 8) * 4, odd = (even ^ 16) + 4 * 32;  // where a lane's 16 bytes are, of these four and of the next
+    const u32 even = first_token * 32 + (piece ^ first_token % 8) * 4, odd = (even ^ 16) + 4 * 32;  // a lane's 16 bytes in these four tokens and in the next four
     const auto place_of = [&](u32 j) { return (j % 2 ? odd : even) + j / 2 * (8 * 32); };
     const auto weigh = [&](u32 i) {
       const u32 stage = i % kStages;
@@ -824,7 +833,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         store_4_shared(tiles, kAtWeighed + buffer * kBlock + place_of(j), words[j]);
       }
     };
-    // y of the step before, which may be of the item before.
+    // y of the previous step, which may belong to the previous item.
     X* to_rows = out;
     u32 rows = 0;
     const auto write = [&] {
@@ -838,10 +847,10 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         to += u64(4) * out_token;
       }
     };
-    u32 uses = 0, made = 0;  // of this warpgroup's buffers: of weighed x, and of M and y
-    for (u32 i = lane; i < 16 * 32; i += 32) tiles[kAtMix + buffer * kBlock + row_block * 512 + i] = 0;  // above the diagonal it stays so
+    u32 uses = 0, made = 0;  // uses of this warpgroup's buffers: of weighted x, and of M and y
+    for (u32 i = lane; i < 16 * 32; i += 32) tiles[kAtMix + buffer * kBlock + row_block * 512 + i] = 0;  // above the diagonal it stays zero
     __syncwarp();
-    u32 done = 0;  // steps of the items before
+    u32 done = 0;  // steps of earlier items
     for (u32 turn = 0;; ++turn) {
       const Item item = item_of(turn);
       if (item.length == kNone) break;
@@ -864,8 +873,8 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_landed(product);
-        barrier_wait(walked, buffer, (uses + 1) % 2);  // with M and weighed x of this warpgroup's chunk before, whose y is there
-        switch (row_block) {  // each its own text: how much there is to do below the diagonal is known
+        barrier_wait(walked, buffer, (uses + 1) % 2);  // the consumers are done with M and weighted x of this warpgroup's previous chunk, and its y is complete
+        switch (row_block) {  // one instance for each: the work below the diagonal is known at compile time
           case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
           case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
           case 2: make_rows_of_M<2>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
@@ -894,7 +903,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
   } else {
     take_registers<208>();
     const u32 own_warp = warp - 12;
-    u32 done = 0;  // steps of the items before
+    u32 done = 0;  // steps of earlier items
     for (u32 turn = 0;; ++turn) {
       const Item item = item_of(turn);
       if (item.length == kNone) break;
@@ -904,7 +913,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
       const u32 sequence = item.sequence;
       const i64 slot = item.slot;
       const u32 has_state = item.has_state;
-      // A warp has 16 rows of the state. Its lane has rows quad and quad + 8, of every 8 columns two: S[4 i + 2 side + e] is of column 8 i + 2 part + e.
+      // A warp has 16 rows of the state, a lane rows quad and quad + 8: S[4 i + 2 side + e] is in column 8 i + 2 part + e.
       float S[kState / 2] = {};
       const bool held = item.tile * kTile + own_warp * 16 < kHeadDim;  // whether a warp's rows are of the head
       const u32 state_at = (item.tile * kTile + own_warp * 16 + quad) * kState + 2 * part;
@@ -913,7 +922,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
 #pragma unroll
         for (u32 e = 0; e < kState / 2; ++e) S[e] = S[e] * by;
       };
-      const auto add = [&](u32 i) {  // issues what a chunk adds to the state
+      const auto add = [&](u32 i) {  // issues the products that add a chunk to the state
         const Matrix x_weighed = matrix_by_columns(tiles, kAtWeighed + i % 2 * kBlock, 0), columns_of_B = matrix_by_columns(tiles, i % kStages * kStageWords + kAtB, 4 * kBlock);
 #pragma unroll
         for (u32 k = 0; k < 4; ++k) wgmma_128_shared<true, true>(S, x_weighed + k * 2048, columns_of_B + k * 2048, 1);
@@ -932,10 +941,10 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
           }
         }
       }
-      wgmma_landed(S);  // where it comes from hangs on a branch: ptxas puts moves between the products otherwise
+      wgmma_landed(S);  // S comes from different branches; without this, ptxas puts moves between the products
 
-      // y is made as y^T, rows of x's columns: then the state, as it is summed, is the first operand of its product with C, and x that of both others.
-      // Nothing of the state goes through shared memory.
+      // y is computed as y^T, with rows for x's columns. The state's accumulators are then the first operand of its product with C, and x of
+      // both others. The state never goes through shared memory.
       u32 rounded[kState / 4];  // the state before a chunk
       const auto round_state = [&] {
 #pragma unroll
@@ -979,7 +988,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
           const u32 token = 8 * b + lane / 16 * 8 + lane % 8, piece = 2 * own_warp + lane / 8 % 2;
           store_matrices_transposed(tiles, kAtY + buffer * kBlock + token * 32 + (piece ^ token % 8) * 4, rows_of_y[0], rows_of_y[1], rows_of_y[2], rows_of_y[3]);
         }
-        wait_full(next);  // of the last chunk, again: products in flight stand no branches
+        wait_full(next);  // the last chunk waits for itself again: products in flight allow no branch
         const float by = decay_of(next);
         wgmma_wait<0>();
         wgmma_landed(S);

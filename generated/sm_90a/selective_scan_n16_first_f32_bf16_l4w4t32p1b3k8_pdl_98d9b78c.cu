@@ -7,7 +7,7 @@
 // Per token and channel, with d = softplus(delta + bias):
 //     h_n <- 2^(d A_n log2(e)) h_n + d u B_n        y = sum_n C_n h_n + D u, times silu(z)
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -20,32 +20,34 @@ struct bf16 { u16 bits; };
 
 using X = bf16;
 using State = f32;
-constexpr int kState = 16;    // of a channel
+constexpr int kState = 16;    // states per channel
 constexpr int kLanes = 4;     // per channel
-constexpr int kQuads = 1;     // of states, per lane
+constexpr int kQuads = 1;     // quads of states per lane
 constexpr int kThreads = 128;
-constexpr int kOfWarp = 32 / kLanes;  // channels
-constexpr int kChannels = kThreads / kLanes;  // of a block
+constexpr int kOfWarp = 32 / kLanes;  // channels per warp
+constexpr int kChannels = kThreads / kLanes;  // channels per block
 constexpr int kTile = 32;    // tokens
 
 constexpr int kAll = kLanes * kQuads;  // quads of states; those beyond kState are 0
-// Words of a stage of shared memory, of which there are two: u, delta, z as they are; and behind them two of B and C; rows of tokens.
+// Words of shared memory. Two stages of u, delta, z, unconverted; after them two of B and C. Rows are of tokens.
 constexpr int kRows = kChannels, kInner = kTile, kRowWords = 24;
 constexpr int kKeys = 4 * kAll, kKeyInner = kTile, kKeyWords = 20;
 constexpr int kAtDelta = kRows * kRowWords, kAtZ = 2 * kAtDelta, kStageWords = 3 * kAtDelta, kAtKeys = 2 * kStageWords;
-// Of those a warp has its own channels': rows, and runs of 4 neighbours in each; runs that neighbouring lanes have.
+// A warp's own channels in a stage: rows, runs of 4 neighbours per row, and runs that neighbouring lanes take.
 constexpr int kOwnRows = kOfWarp, kRuns = kTile / 4, kBeside = kRuns < 4 ? kRuns : 4;
-// Pairs of d and d u from one token's to the next one's, and sums of lanes from 4 tokens' to the next ones'. Eight channels and four runs meet all banks.
+// Pitches of d, d u from token to token, and of lanes' sums from 4 tokens to the next 4.
+// Eight channels and four runs cover all banks.
 constexpr int kPitch = 33, kSumPitch = 516;
-// Of 4 tokens x 4 states, those whose exponentials come from the FMA pipe, 1 of 16: bit 4 token + state.
+// The exponentials that the FMA pipe computes, 1 of 16 for 4 tokens x 4 states: bit 4 token + state.
 constexpr u32 kPolynomial = 32768;
-// Parts of a sequence, at most, and tokens of each, at least; where it may be cut, and how long it then is.
+// Most parts of a sequence, and fewest tokens of a part; the multiple of tokens at which it may be cut, and the shortest length that is
+// cut.
 constexpr u32 kParts = 8, kPartTokens = 256, kCut = 128, kCutFrom = 1024;
-constexpr int kLeft = 4 * kQuads + 1;  // what a thread leaves of a part for the later ones: its states, and the sum of d
+constexpr int kLeft = 4 * kQuads + 1;  // values that a thread passes on from a part: its states, and the sum of d
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -109,14 +111,14 @@ DEVICE float rcp_approx(float v) {
   return r;
 }
 
-// Two neighbours, the first at an even place, from an array of words in shared memory.
+// Two neighbouring words, the first at an even index, of an array in shared memory.
 DEVICE void load_shared_2xu32(u32* from, u32 i, u32* r) {
   asm volatile("ld.shared.v2.u32 { %0, %1 }, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(u32(__cvta_generic_to_shared(from + i))) : "memory");
 }
 
-// Copies to shared memory that nothing waits for: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array, of
-// which only the first `bytes` are read and the rest becomes zero. They land for the thread that asked for them when it waits for their
-// group, or for all, and for the others behind a barrier after that; until then nobody may touch where they go.
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
 template <u32 Size = 16, class T>
 DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
@@ -126,15 +128,15 @@ DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
 }
-// Those that this thread has asked for since it last did this are a group.
+// A group: all copies that this thread has issued since its last commit.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For this thread's groups but the last `Left`.
+// Waits for all of this thread's groups except the last `Left`.
 template <u32 Left>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
 DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// A thread-block cluster: its barrier, in two halves (what a thread stores before it arrives is there for those that have waited; threads
-// that have ended are not waited for); a float to where the block of that rank has the same shared array.
+// The barrier of a thread-block cluster, in two halves: threads that have waited see the stores before the arrivals; threads that have
+// ended are not waited for. store_to_peer stores a float to the same shared array in the block of that rank.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void store_to_peer(float* own, u32 i, u32 rank, float v) {
@@ -143,11 +145,11 @@ DEVICE void store_to_peer(float* own, u32 i, u32 rank, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
 }
 
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
+// Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
+// may still read or write is accessed only after the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+// The next kernel may start, if it was launched to do so, and run up to its wait. ptxas moves no memory access across this instruction.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
@@ -161,7 +163,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -228,7 +230,7 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// log(1 + u) for 0 <= u <= 1, within 3 * 2^-24 of it: a minimax polynomial, half as long as log1pf and without its branch.
+// log(1 + u) for 0 <= u <= 1, with an error below 3 * 2^-24: a minimax polynomial, half as long as log1pf and without its branch.
 DEVICE float log1p_unit(float u) {
   constexpr float kCoefficients[] = {0.0052326913f, -0.0295052268f, 0.078225933f, -0.136632442f, 0.191060066f,
                                      -0.24842982f,  0.333190978f,   -0.499994934f, 0.99999994f};
@@ -238,24 +240,24 @@ DEVICE float log1p_unit(float u) {
   return p * u;
 }
 
-// log(1 + e^v) without overflow, and accurate where v is very negative.
+// log(1 + e^v), without overflow and accurate for very negative v.
 DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-fabsf(v) * kLog2E)); }
 
 DEVICE float silu(float v) { return v * rcp_approx(1.f + exp2_approx(-v * kLog2E)); }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
@@ -264,7 +266,7 @@ DEVICE void to_array(const Quad& q, float* f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[i] = q.f[i];
 }
-// Single elements, as bits: for what is copied and not computed with, and for what no vector can reach.
+// Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.
 template <class T>
 DEVICE u32 load_bits(const T* p) {
   if constexpr (sizeof(T) == 4)
@@ -286,7 +288,7 @@ DEVICE u32 element(const Pack<T, N>& v, int i) {
   else
     return i % 2 ? v.word[i / 2] >> 16 : v.word[i / 2] & 0xffffu;
 }
-// In ascending order: an even element clears the odd one beside it.
+// Call in ascending order of i: storing an even element clears the odd element of the same word.
 template <class T, int N>
 DEVICE void set_element(Pack<T, N>& v, int i, u32 bits) {
   if constexpr (sizeof(T) == 4)
@@ -302,13 +304,13 @@ DEVICE Pack<T, N> zero_pack() {
   return r;
 }
 
-// Two floats that travel together.
+// Two floats that are loaded and stored together.
 struct alignas(8) Pair {
   float low, high;
 };
 
-// 2^(d a) where that is 2^-126 and up, for the FMA pipe, to 1.5 * 2^-23: d a is split in one rounding into a whole number, in the low bits of
-// a sum, and what is left of it, -0.5 … 0.5. 1 comes from 0 exactly.
+// 2^(d a) on the FMA pipe, for results from 2^-126 up, accurate to 1.5 * 2^-23. One rounding splits d a into an integer, in the low bits of
+// a sum, and a rest of -0.5 … 0.5. An exponent of 0 gives exactly 1.
 DEVICE float exp2_polynomial(float d, float a) {
   constexpr float kMagic = 12582912.f;  // 1.5 * 2^23
   const float shifted = fmaf(d, a, kMagic), whole = shifted - kMagic;
@@ -323,8 +325,8 @@ DEVICE float exp2_polynomial(float d, float a) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));
 }
 
-// Asks for a tile of an operand, Rows of Inner neighbours each; of it there are `rows` of `inner`, and what is
-// not there becomes zero. Whole: all of it is. A thread has the same piece of every so many rows.
+// Copies a tile of an operand: Rows rows of Inner neighbouring elements. Only `rows` rows of `inner` elements exist; the rest becomes zero.
+// Whole: all of them exist. A thread copies the same piece of every kStep-th row.
 template <int Rows, int Inner, int Pitch, int Copy, bool Whole, class Array>
 DEVICE void copy_tile(Array& tiles, int at, const X* operand, u32 stride, u32 rows, u32 inner) {
   constexpr int kAtOnce = Copy / int(sizeof(X)), kPieces = (Inner + kAtOnce - 1) / kAtOnce;
@@ -354,20 +356,21 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
     i64 z_batch, i64 final_states_slot, i64 out_batch, u32 tokens, u32 groups, u32 group_channels, u32 blocks,
     u32 u_channel, u32 delta_channel, u32 A_channel, u32 A_n, u32 B_group, u32 B_n, u32 C_group, u32 C_n, u32 D_channel,
     u32 z_channel, u32 delta_bias_channel, u32 final_states_channel, u32 out_channel) {
-  // Blocks walk the channels of a group, then the groups, then the sequences.
-  // Those of a cluster have the same channels, and a part of the sequence each.
+  // Blocks iterate over the channels of a group, then the groups, then the sequences.
+  // The blocks of a cluster have the same channels and one part of the sequence each.
   const u32 rank = blockIdx.x % kParts, number = blockIdx.x / kParts;
   const u32 block = number % blocks, group = number / blocks % groups, sequence = number / blocks / groups;
   const u32 base = group * group_channels + block * kChannels, width = min(group_channels - block * kChannels, u32(kChannels));
+
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int part = lane % kLanes, place = threadIdx.x / kLanes;  // which of a channel's lanes, and which of the channels' places
-  const int own = place;  // and the channel
+  const int part = lane % kLanes, place = threadIdx.x / kLanes;  // the lane's index in its channel, and the channel's place in the block
+  const int own = place;  // the channel at this place
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
 
   const i64 slot = sequence;
   const u32 whole = tokens;
-  // The sequence's parts: multiples of kCut tokens, but for the last one.
+  // The sequence's parts: multiples of kCut tokens, except the last one.
   const u32 wanted = whole < kCutFrom ? 1 : min(kParts, whole / kPartTokens);
   const u32 each = max((whole + wanted * kCut - 1) / (wanted * kCut), 1u) * kCut, parts = max((whole + each - 1) / each, 1u);
   if (rank >= parts) return;
@@ -382,12 +385,12 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
 
   DYNAMIC_SHARED(u32, stages);
   SHARED(Pair, steps, kTile * kPitch);     // d and d u
-  ALIGNED_SHARED(float, sums, 4480);  // y of 4 tokens, as each lane has it; ahead of that, what earlier parts have left
+  ALIGNED_SHARED(float, sums, 4480);  // y of 4 tokens, per lane; before that, values that earlier parts passed on
   SHARED(Quad, keys, 2 * 2 * kTile * kAll);  // of two tiles: B, then C
   SHARED(float, biases, kChannels);
   SHARED(float, skips, kChannels);
-  // Tiles are asked for in order: operands' pointers are those of the next one.
-  const auto ask_for = [&](u32 n) {  // what a tile's channels have
+  // Tiles are copied in order; the operands' pointers point at the next tile.
+  const auto ask_for = [&](u32 n) {  // a tile's u, delta and z
     if (n >= tiles) return;
     const int at = int(n % 2 * kStageWords);
     const u32 rows = min(length - n * kTile, u32(kTile));
@@ -431,7 +434,7 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
   for (u32 i = threadIdx.x; i < kChannels; i += kThreads) skips[i] = i < width ? to_float(load(D + u64(base + i) * D_channel)) : 0.f;
   const bool there = u32(own) < width;
   float a[4 * kQuads], h[4 * kQuads];  // A log2(e), and the states
-  float most[4 * kQuads];  // of d, for the polynomial
+  float most[4 * kQuads];  // largest d for the polynomial
 #pragma unroll
   for (int i = 0; i < 4 * kQuads; ++i) {
     const int n = part * (4 * kQuads) + i;
@@ -440,10 +443,10 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
     h[i] = 0.f;
   }
   cluster_arrive();
-  float total = 0.f;  // of d, of a part
+  float total = 0.f;  // sum of d over a part
 
-  // What the lanes of a warp share of its channels: runs of 4 neighbours. Each has the same runs of every tile.
-  constexpr int kBands = kRuns / kBeside, kStep = 32 / kBeside;  // of a row, which lanes take at once; rows that they take at once
+  // The lanes of a warp share its channels in runs of 4 neighbours. A lane has the same runs of every tile.
+  constexpr int kBands = kRuns / kBeside, kStep = 32 / kBeside;  // bands of a row, each taken by lanes at once; rows taken at once
   constexpr int kItems = kOwnRows * kRuns / 32;
   static_assert(kItems * 32 == kOwnRows * kRuns, "of each lane");
   const int beside = lane % kBeside, start = lane / kBeside;
@@ -457,9 +460,9 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
   const auto sum_at = [&](int i, int j) { return run_of(i) * kSumPitch + row_of(i) * (4 * kLanes) + j; };
   const auto words_at = [&](int i) { return row_of(i) * kRowWords + run_of(i) * Pack<X, 4>::kWords; };
   const auto load_run = [&](int at, Pack<X, 4>& raw) { load_shared_2xu32(stages, at, raw.word); };
-  constexpr int kAtOnce = kItems < 4 ? kItems : 4;  // runs whose loads stand ahead of what is made of them and stored: they keep their order
+  constexpr int kAtOnce = kItems < 4 ? kItems : 4;  // runs loaded before any of them is processed and stored: accesses keep their order
 
-  // What a run's output takes of its inputs.
+  // Inputs that a run's output needs.
   struct Inputs {
     Pack<X, 4> u, z;
   };
@@ -551,7 +554,7 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
         }
       }
     }
-    if (rows < kTile) {  // tokens that are not there leave the states as they are
+    if (rows < kTile) {  // missing tokens leave the states unchanged
       for (int i = 0; i < kItems; ++i) {
         for (int j = 0; j < 4; ++j)
           if (4 * run_of(i) + j >= rows) steps[step_at(i, j)] = Pair{0.f, 0.f};
@@ -581,7 +584,7 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
     }
   };
 
-  // A lane's states pass a tile in groups of 4 tokens; what is behind the last one has d = 0.
+  // A lane scans a tile in groups of 4 tokens; tokens after the last one have d = 0.
   const auto walk = [&](u32 n) {
     const int rows = int(min(length - n * kTile, u32(kTile))), stage = int(n % 2 * (2 * kTile * kAll));
 #pragma unroll 2
@@ -610,13 +613,13 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
         }
         y[i] = of_quads[0];
       }
-      // What its lanes have is added up where the output is made.
+      // The sums of a channel's lanes are added where the output is computed.
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[t / 4 * kSumPitch + (place * kLanes + part) * 4 + i] = y[i];
     }
   };
 
-  // The same of states alone.
+  // The same for the states alone.
   const auto add = [&](u32 n) {
     const int rows = int(min(length - n * kTile, u32(kTile))), stage = int(n % 2 * (2 * kTile * kAll));
 #pragma unroll 2
@@ -641,8 +644,9 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
     }
   };
 
-  // The first part is walked at once. Others, but the last, first add up what they leave of states of zeros; when all ahead have, each has what
-  // it begins with, and is walked. Exact: over a part, with d in all, states become 2^(d a) times what they were, and what it leaves of zeros.
+  // The first part is scanned at once. Each other part except the last first computes its final states from zeros. When all earlier parts
+  // have done so, a part knows its initial states and is scanned. This is exact: over a part whose d sum to d, states become 2^(d a) times
+  // their initial values plus the final states from zeros.
   for (bool known = rank == 0;; known = true) {
     if (known || rank + 1 < parts) {
       wait_copies<1>();
@@ -650,12 +654,12 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
       if (tiles > 0) widen(0);
       for (u32 n = 0; n < tiles; ++n) {
         wait_copies<0>();
-        __syncthreads();  // tile n is there for all, and the next one's keys as they are; what was of tile n - 1 is free
+        __syncthreads();  // all threads see tile n, and the unconverted keys of tile n + 1; the memory of tile n - 1 is free
         ask_for(n + 1), ask_for_keys(n + 2);
         commit_copies();
         if (n + 1 < tiles) widen(n + 1);
         prepare(n);
-        __syncwarp();  // a warp's channels are its own
+        __syncwarp();  // a warp uses only its own channels
         if (!known) {
           add(n);
           continue;

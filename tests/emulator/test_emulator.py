@@ -344,13 +344,13 @@ EDITS = {
     "no padding": (POOL, "if (u64(slot) >= u64(slots) || slot == pad_slot_id)", "if (false)", "outside of every operand"),
     "state past the tail": (
         SPLIT_TAIL,
-        "min(row_of(step, i), u32(kHeadDim - 1))",
-        "row_of(step, i) + 100000",
+        "int(existing(row_of(step, i)))",
+        "int(row_of(step, i) + 100000)",
         "load outside of every operand",
     ),
-    "stores past the tail": (SPLIT_TAIL, "row_of(step, i) < kHeadDim", "true", "no barrier between"),
-    "output past the tail": (SPLIT_TAIL, "lane % kLanes < kIlp && row < kHeadDim", "lane % kLanes < kIlp", "store"),
-    "every lane stores the output": (POOL, "if (lane % kLanes < kIlp) store", "store", "no barrier between"),
+    "stores past the tail": (SPLIT_TAIL, "exists(row_of(step, i))", "true", "no barrier between"),
+    "output past the tail": (SPLIT_TAIL, "lane % kLanes < kIlp && exists(row)", "lane % kLanes < kIlp", "store"),
+    "every lane stores the output": (POOL, "if (lane % kLanes < kIlp && exists(row)) store", "store", "no barrier between"),
     "padded destination written": (SPLIT_TAIL, "u64(dst_slot) < u64(slots) && dst_slot != pad_slot_id", "true", "outside of every operand"),
     "wrong team offset": (POOL, "lane % kLanes * kVec;", "lane % kLanes * kVec + 1;", "not a multiple of 16"),
     "a lane skips the sum": (
@@ -361,7 +361,7 @@ EDITS = {
     ),
     "unrounded decay": (POOL, "h[j] * decay", "h[j]", "off by"),
     "wrong group": (POOL, "group = head / kHeadsPerGroup", "group = head % 2", "off by"),
-    "x of another row": (CHANNELS, "dt_x, i, kLanes)", "dt_x, 0, kLanes)", "off by"),
+    "x of another row": (CHANNELS, "of_owner(dt_x, i)", "of_owner(dt_x, 0)", "off by"),
     "output from the rounded state": (
         Case("r", heads=4, state=BF16, out=F32),
         "y[i][p] = dot(h, c[p]);",

@@ -284,14 +284,14 @@ def test_every_card_has_the_shared_memory(rule, head_k):
 MISTAKES = {
     "copies are not waited for": ("    wait_all_copies();\n", "", "copy"),
     "nor by all": ("    wait_all_copies();\n    __syncwarp();\n", "    wait_all_copies();\n", "shared memory"),
-    "decays are overwritten early": ("    __syncthreads();  // sums of all", "    // sums of all", "shared memory"),
+    "decays are overwritten early": ("    __syncthreads();  // the sums of all", "    // the sums of all", "shared memory"),
     "blocks are multiplied early": (
         "    __syncthreads();\n\n    {\n      const u32 which",
         "    {\n      const u32 which",
         "shared memory",
     ),
-    "sums take the place of what is read": ("  __syncthreads();  // the place of q is free\n", "", "shared memory"),
-    "sums are read early": ("  __syncthreads();\n\n  // Each warp a column", "\n  // Each warp a column", "shared memory"),
+    "sums take the place of what is read": ("  __syncthreads();  // the memory of q is free\n", "", "shared memory"),
+    "sums are read early": ("  __syncthreads();\n\n  // Each warp computes a column", "\n  // Each warp computes a column", "shared memory"),
     "upstream is not waited for": ("\n  wait_for_upstream();", "\n", "wait"),
     "rows behind the end": ("first + row < rows && ", "true && ", "beyond|outside|operand"),
     "gates behind the end": ("min(first_token + row + n, rows - 1)", "first_token + row + n", "beyond|outside|operand"),

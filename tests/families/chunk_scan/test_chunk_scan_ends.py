@@ -153,8 +153,8 @@ EDITS = {
         "has read, with no barrier",
     ),
     "preparers that wait for what is not fetched": (
-        "&& !met) meet_parts(), met = true;  // ahead",
-        "&& !met) met = false;  // ahead",
+        "&& !met) meet_parts(), met = true;  // before",
+        "&& !met) met = false;  // before",
         "nobody ends",
     ),
     "the last part, from the first's end": ("store_4_to_peer(tiles, exchange_of[0] + at, 0, start);", "", "off"),

@@ -218,7 +218,7 @@ EDITS = {
     "y: sums taken too early": ("n256", 1, "meet(2 + own_warp, 64);", "", "which nothing has written"),
     "y: in one place for all chunks": ("n256", 1, "kAtShared + buffer * 4096", "kAtShared", "with no barrier"),
     "y: where others of the warp still read": (
-        "n256", 1, "__syncwarp();  // what a warp has taken is where it puts y", "", "with no barrier",
+        "n256", 1, "__syncwarp();  // a warp stores y over the sums that it has taken", "", "with no barrier",
     ),
     "C: free too early": ("n256", 1, "barrier_init(empty_C, i, 12)", "barrier_init(empty_C, i, 4)", "while a product reads it"),
     "C: no wait for room": ("n256", 1, "        wait_empty_C(i);\n", "", "copies to"),

@@ -27,7 +27,7 @@ EDITS = {
     "M: the phase before": (1, "barrier_wait(prepared, i % 2, i / 2 % 2)", "barrier_wait(prepared, i % 2, 0)", "tiles["),
     "M: zeros in other lanes' places": (
         1,
-        "= 0;  // above the diagonal it stays so\n    __syncwarp();\n",
+        "= 0;  // above the diagonal it stays zero\n    __syncwarp();\n",
         "= 0;\n",
         "also writes, with no barrier",
     ),

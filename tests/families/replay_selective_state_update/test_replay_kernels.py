@@ -186,7 +186,7 @@ EDITS = {
     "a later token seen": (SMALL, "j <= t", "j <= t + 1", "out"),
     "mix read too early": (
         replace(SMALL, headdim=32, warps=2),
-        "  __syncthreads();  // `mix` is there",
+        "  __syncthreads();  // `mix` is complete",
         "",
         "in shared memory, which nothing has written",
     ),

@@ -110,7 +110,7 @@ def test_bits_of_segments_are_those_without_roles(how):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("__syncthreads();  // d and d u", "// d and d u"),
+        ("__syncthreads();  // complete: d and d u", "// complete: d and d u"),
         ("wait_copies<kAhead - 3>();\n    }", "}"),
         ("n % 3 * kStepWords", "n % 2 * kStepWords"),
         ("if (4 * cell.run + token < rows && 2 * cell.pair + channel < int(width)) store", "store"),

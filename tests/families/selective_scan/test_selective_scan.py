@@ -187,7 +187,7 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("__syncthreads();  // tile n is there", "// tile n is there"),
+        ("__syncthreads();  // all threads see tile n", "// all threads see tile n"),
         ("if (token < rows && channel < int(width)) store", "store"),
         ("there && n < kState ? kLog2E", "n < kState ? kLog2E"),
     ],
