@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -261,6 +262,8 @@ def test_a_linear_layer_leaves_other_calls_to_pytorch(rows):
         assert len(rows) == 4, "16 rows of f32, too"
         layer(given[4].float())
         assert rows[-1] == 1
+        compiled = torch.compile(layer.bfloat16(), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(given[0]), got[0]) and torch.equal(copy.deepcopy(layer)(given[0]), got[0])
     made.undo()
     assert all(torch.allclose(a, b, rtol=2**-6, atol=1e-3) for a, b in zip(got, want, strict=True))
 
