@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...calls.checks import padding_objections
 from ...calls.operator import operator, run
-from ...calls.scalars import NOT_NEGATIVE, POSITIVE, one_of
+from ...calls.scalars import NOT_NEGATIVE, one_of
 from .operands import OPERANDS
 from .planning import CALLER
 from .problem import Rate, Rotary
@@ -16,7 +16,7 @@ from .views import Options
 FORMS = {
     "A_form": one_of("'heavy', 'softplus', 'ready' or 'log_decay'", *[rate.value for rate in Rate]),
     "rotary": one_of("'pairs' or 'halves'", *[rotary.value for rotary in Rotary]),
-    "eps": POSITIVE,
+    "eps": NOT_NEGATIVE,
     "A_floor": NOT_NEGATIVE,
 }
 
@@ -33,13 +33,13 @@ def mamba3_state_update(
     dt: Tensor,
     A: Tensor,
     trap: Tensor,
-    angle: Tensor | None = None,
+    angle: Tensor | None,
+    A_form: str,
+    rotary: str,
     D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     *,
-    A_form: str,
-    rotary: str,
     dt_softplus: bool = True,
     trap_sigmoid: bool = True,
     A_floor: float = 1e-4,

@@ -13,7 +13,7 @@ from .spec import OPERATOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba3(Model):
-    """A model that this family decodes. It has no short convolution; its norms of B and C, and its gate, are the kernel's."""
+    """A model that this family decodes. Its layers lack a short convolution; the kernel norms B and C, and gates."""
 
     operator: ClassVar[str] = OPERATOR
     conv_bias: ClassVar[bool] = False
@@ -24,7 +24,7 @@ class Mamba3(Model):
     rank: int = 1
     angles: int
     rate: Rate  # no config says it
-    norm: bool = False  # of the output, ahead of the gate
+    norm: bool = False  # of the output, before the gate
 
     @staticmethod
     def read(row: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from .reference import reference
 from .spec import OPERATOR, Mamba3Spec
 from .views import Options, views_of
 
-_ROWS = ("B", "C", "k_state", "B_norm", "C_norm", "B_bias", "C_bias")
-# The first axis from which on an operand of one token must be dense for a kernel that takes no strides of it.
-_INNER = dict.fromkeys(("k_state", "v_state", "angle_state", "x", "B", "C", "dt", "A", "trap", "z", "out"), 1) | {"angle": 2}
-_INNER |= dict.fromkeys(("D", "dt_bias", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "norm_weight"), 0)
+_ROWS = tuple([row.name for row in OPERANDS if row.forms[0][-1] == "n" and row.name != "state"])
+# {operand: its first axis whose stride only some kernels take}: for the others it is dense from there on.
+_INNER = {row.name: loose[0] for row in OPERANDS if (loose := [each.partition("?")[0] for each in row.strides.split() if "loose" in each])}
 _TYPED = {"row_norm": "B_norm", "row_bias": "B_bias", "mimo": "mimo_x"}
 
 
@@ -48,9 +47,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
 
     vector = min(16 // state.element_size(), N & -N)
     aligned = all(checks.aligned(views[n], pointers[n], together) for n in _ROWS if n in views)
-    dense = all(
-        _dense(views[n], 2 if n in OPERANDS.tokenwise and views["x"].dim() == 4 else first) for n, first in _INNER.items() if n in views
-    )
+    dense = all(_dense(views[n], OPERANDS.axis_of(n, axis, views[n].dim())) for n, axis in _INNER.items() if n in views)
 
     return Mamba3Problem(
         d_state=N,

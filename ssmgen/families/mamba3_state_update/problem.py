@@ -1,4 +1,4 @@
-"""The problem of a Mamba-3 decode step: shapes and dtypes, and what the call has finished itself."""
+"""The problem of a Mamba-3 decode step: shapes, dtypes, and the activations that the kernel applies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_RANK = 8
 
 
 class Rate(Enum):
-    """How A is given: what its softplus, or 1 + a (a >= 0) and 1 / (1 - a) (a < 0), is minus A of; A itself; or A dt."""
+    """The form of A: a number a for A = -(1 + a) if a >= 0, else -1 / (1 - a); a for A = -softplus(a); A itself; or A dt."""
 
     HEAVY = "heavy"
     SOFTPLUS = "softplus"
@@ -110,7 +110,7 @@ class Mamba3Problem(RowProblem):
 
     @property
     def loose(self) -> bool:
-        """Whether operands have strides of their own, and rows of B and C are loaded element by element."""
+        """Whether kernels take all strides of operands, and load rows of B and C element by element."""
         return self.operand_loads is Loads.ELEMENT
 
     def faults(self) -> list[str]:

@@ -28,7 +28,7 @@ def mamba3_state_update(spec: Mamba3Spec, batch: int, seed: int) -> Trial:
         return torch.randn(*shape, generator=g)
 
     def laid(values: Tensor, dtype: DType, inner: int, step: int = 1) -> Tensor:
-        """The last `inner` axes are dense, behind a gap; or if operands have strides, rows lie at odd places, `step` apart."""
+        """The last `inner` axes are dense, with gaps between; or if kernels take all strides, rows begin at odd places, with this step."""
         if odd:
             return wide(values, dtype, True, step)
         lead = values.shape[: values.dim() - inner]

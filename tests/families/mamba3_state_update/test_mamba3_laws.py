@@ -203,7 +203,9 @@ def test_rows_out_of_the_pool_are_zero_and_touch_nothing():
 def test_everything_wrong_is_in_one_message():
     call = small(angle=None, C=torch.zeros(3, 1, 2, 16).half(), dst_state_indices=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ArgumentError) as e:
-        ssmgen.mamba3_state_update(**call | {"k_state": call["k_state"].transpose(2, 3).contiguous().transpose(2, 3), "A_form": "tail"})
+        ssmgen.mamba3_state_update(
+            **call | {"angle": None, "k_state": call["k_state"].transpose(2, 3).contiguous().transpose(2, 3), "A_form": "tail"}
+        )
     assert [p.split(" is ")[0].split(" has ")[0] for p in e.value.problems] == [
         "A_form",
         "angle_state",
