@@ -9,6 +9,7 @@ import griffe
 
 ENTRY = re.compile(r"\w+(, \w+)*: .+")
 COLUMNS = re.compile(r"\s{3,}")  # between two entries on one line
+HEADING = re.compile(r"[A-Z][^.:]*:")  # a paragraph alone, before rare arguments
 OPENERS = ("Returns ", "Raises ", "Source: ", "Notation: ")  # that begin a paragraph of their own
 
 
@@ -41,6 +42,8 @@ def _text(kind: str, text: str) -> str:
     if kind == "entry":
         names, _, rest = text.partition(": ")
         return f"- `{names}`: {_escaped(rest)}"
+    if HEADING.fullmatch(text):
+        return f"**{_escaped(text[:-1])}**"
     return f"- {_escaped(text)}" if kind == "item" else _escaped(text)
 
 

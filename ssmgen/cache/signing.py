@@ -131,5 +131,5 @@ def _cryptography() -> tuple[Any, Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as e:
-        raise RemoteError("cryptography", f"is not installed; signatures of a shared store need it. Install it with: {INSTALL}.") from e
+        raise RemoteError("cryptography", f"is not installed; signatures of a shared store need it. Install it with: {INSTALL}") from e
     return InvalidSignature, ed25519, serialization

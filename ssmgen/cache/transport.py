@@ -145,7 +145,7 @@ class Fsspec:
                     system, root = fsspec.core.url_to_fs(self.url, **options)
                 except ImportError as e:
                     raise RemoteError(
-                        self.url, f"needs a package that is not installed ({_first_line(e)}). Install it with: {INSTALL}."
+                        self.url, f"needs a package that is not installed ({_first_line(e)}). Install it with: {INSTALL}"
                     ) from e
                 except Exception as e:  # of any library: unknown protocols, credentials, regions
                     raise RemoteError(self.url, f"cannot be opened: {type(e).__name__}: {_first_line(e)}") from e

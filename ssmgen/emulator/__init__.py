@@ -48,7 +48,7 @@ class EmulatorMissingError(SsmgenError):
     """No C++ compiler was found."""
 
     def __init__(self) -> None:
-        super().__init__("g++ was not found; the emulator needs a C++17 compiler. Install one, for example: apt-get install g++.")
+        super().__init__("g++ was not found; the emulator needs a C++17 compiler. Install one, for example: apt-get install g++")
 
 
 class EmulatorError(SsmgenError):

@@ -106,7 +106,7 @@ def test_a_layers_window_holds_its_history(layer, form):
     channels = FORMS[f"{layer}-{form}"].arguments["conv_weight"].shape[0]
     for width in (0, 1, 9):
         refused(f"{layer}-{form}", "conv_weight is .*; expected .channels, width., width 2 … 8", conv_weight=rand(channels, width))
-    refused(f"{layer}-{form}", "conv_state is .* not .slots, channels, width - 1 or width", conv_state=rand(4, channels, 2))
+    refused(f"{layer}-{form}", "conv_state is .*; expected .slots, channels, width - 1 or width", conv_state=rand(4, channels, 2))
 
 
 # --- drop-in functions

@@ -32,7 +32,7 @@ def version() -> str:
     try:
         import transformers
     except ImportError as e:
-        raise PatchError("transformers is not installed: pip install 'ssmgen[hf]'") from e
+        raise PatchError("transformers is not installed. Install it with: pip install 'ssmgen[hf]'") from e
     found = str(transformers.__version__)
     release = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
     if release < OLDEST:

@@ -45,25 +45,31 @@ def causal_conv1d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out[:, d, t] = act(bias[d] + sum_j weight[d, j] x[:, d, t - (width - 1) + j]), over whole sequences.
 
-    Tensors may have any strides, and nothing is copied: x is fastest if its length or its channels are contiguous ("channel-first",
-    "channel-last"). Arithmetic is f32 and adds the oldest tap first. x, states and out have one dtype, f32, f16 or bf16; weight and bias
-    each have their own.
-
     x, out: [batch, dim, length]; with query_start_loc [dim, tokens] or [1, dim, tokens]   weight: [dim, width], width 1 … 8; bias: [dim]
     activation: None, "silu" or its other name "swish"
-    seq_idx: [batch, length] int32, the sequence of each token in its row: taps reach only tokens of the same sequence; negative: padding,
-        output 0. Inputs before the row belong to its first token's sequence
     initial_states: [batch, dim, width - 1], the inputs before the first; zeros if None
     return_final_states: also return the last width - 1 inputs, [batch, dim, width - 1] (with seq_idx, inputs of the last token's
         sequence, zeros before them), in final_states_out if that is given
+    out: of x's dtype, any strides, not x itself; None for a new one laid out like x
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Packed sequences:
     query_start_loc: [sequences + 1] int32 or int64, start of each packed sequence; tokens after the last sequence get no output. States are
         then per sequence. A sequence without tokens leaves conv_states unchanged; its final state is its initial one
+    seq_idx: [batch, length] int32, the sequence of each token in its row: taps reach only tokens of the same sequence; negative: padding,
+        output 0. Inputs before the row belong to its first token's sequence
+
+    States in a pool:
     conv_states: [slots, dim, width - 1], instead of the two states above: receives the last inputs of each sequence, and holds the inputs
         before its first token if has_initial_state, [sequences] bool, is true
     conv_state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
     pad_slot_id: a sequence whose slot is negative, equals this or is not in conv_states gets a zero output and touches no state
-    out: of x's dtype, any strides, not x itself; None for a new one laid out like x
-    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Types and precision:
+
+    x, states and out have one dtype, f32, f16 or bf16; weight and bias each have their own. Tensors may have any strides, and nothing is
+    copied: x is fastest if its length or its channels are contiguous ("channel-first", "channel-last"). Arithmetic is f32 and adds the
+    oldest tap first.
 
     Returns out, or (out, final states). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a

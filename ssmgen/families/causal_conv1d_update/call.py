@@ -47,34 +47,44 @@ def causal_conv1d_update(
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """One or several tokens through the convolution (see causal_conv1d), after the inputs that a slot of conv_state holds.
+    """Decode steps of causal_conv1d, per token: out = act(bias + sum_j weight[:, j] window[:, j]).
+
+    The window of a token is the last width - 1 inputs, which a slot of conv_state holds, and the token itself.
 
     x, out: [batch, dim] or [batch, dim, T]; with query_start_loc [tokens, dim], packed
     weight: [dim, width], width 2 … 8; bias: [dim]
     conv_state: [slots, dim, state_len] of x's dtype, any strides (the window or the channels may be contiguous), updated in place;
         state_len >= width - 1, and the last width - 1 entries are the history: new inputs push the oldest out. (If the history
         comes first, as in vLLM without accepted tokens, pass conv_state[..., :width - 1].)
-    cache_seqlens: [batch] int32 or int64: alternatively, the entries are a ring: input i is entry i modulo state_len, and cache_seqlens is
-        the number of inputs so far
-    num_accepted_tokens: [batch] int32 or int64: alternatively, for speculative decoding: the number of the last call's tokens that were
-        accepted. The history begins at entry num_accepted_tokens - 1; state_len >= width - 2 + T. The step moves the history to the front
-        and stores the new inputs after it. A count out of 1 … state_len - width + 2 is padding
+    activation: None, "silu" or its other name "swish"
     conv_state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else rows race
+    pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+    out: x itself for in place, but not with a draft tree; None for a new one laid out like x
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Gates:
+    input_gate, output_gate: like x, of its dtype: the inputs are x input_gate, rounded to x's dtype, and out is the rounded output times
+        output_gate (LFM2). Either or both, but not with a draft tree
+
+    Packed sequences and rings:
     query_start_loc: [batch + 1] int32 or int64, start of each packed sequence; a sequence without tokens is unchanged, and tokens after the
         last sequence get no output
+    cache_seqlens: [batch] int32 or int64: the entries of conv_state are a ring: input i is entry i modulo state_len, and cache_seqlens is
+        the number of inputs so far
+
+    Speculative decoding and draft trees:
+    num_accepted_tokens: [batch] int32 or int64: the number of the last call's tokens that were accepted. The history begins at entry
+        num_accepted_tokens - 1; state_len >= width - 2 + T. The step moves the history to the front and stores the new inputs after it. A
+        count out of 1 … state_len - width + 2 is padding
+    intermediate_conv_window: [batch, T or more, dim, width - 1] of x's dtype: receives the history after each token, in the row of the
+        sequence or of intermediate_state_indices, [batch] int32 or int64; a row out of range is not written
     parents: [batch, T] int32 or int64, a draft tree: token t continues from token parents[t], an earlier token of the sequence. Its window
         is the history, then its ancestors' inputs. Any other number means the token before it. Packed sequences may have any number of
         columns. conv_state receives the inputs in the order of the tokens, tree or not: to continue from a token of a tree, take its
         intermediate_conv_window
-    first_children, next_siblings, parents_out: [batch, T], all int32 or all int64: alternatively, for trees of up to 128 tokens a sequence.
-        Each token's first child and next sibling, which are later tokens, or -1; parents_out receives the parents, 0 if there is none
-    intermediate_conv_window: [batch, T or more, dim, width - 1] of x's dtype: receives the history after each token, in the row of the
-        sequence or of intermediate_state_indices, [batch] int32 or int64; a row out of range is not written
-    input_gate, output_gate: like x, of its dtype: the inputs are x input_gate, rounded to x's dtype, and out is the rounded output times
-        output_gate (LFM2). Either or both, but not with a draft tree
-    pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
-    out: x itself for in place, but not with a draft tree; None for a new one laid out like x
-    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+    first_children, next_siblings, parents_out: [batch, T], all int32 or all int64: instead of parents, for trees of up to 128 tokens a
+        sequence. Each token's first child and next sibling, which are later tokens, or -1; parents_out receives the parents, 0 if there is
+        none
 
     Returns out. CPU tensors run the reference implementation. Raises the same errors as causal_conv1d.
     Source: causal-conv1d, vLLM and SGLang define these conventions.

@@ -49,18 +49,12 @@ def chunk_gated_delta_rule(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Whole sequences of Gated DeltaNet, per token: S <- a S + beta (v - a S k) k^T, with a = e^g;  out = scale S q.
 
-    HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, each for HV / HK heads of v. […] is
-    [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. `gated_delta_rule` continues from these states.
-    Products are of v's 16-bit dtype, summed in f32; decays, the inverse within a chunk of 64 tokens and the state between chunks are f32.
-    The bits do not depend on the batch or on packing. With segments=1 and f32 states, a sequence cut at multiples of 64 tokens gives the
-    same bits as the whole sequence. With v of f16, the state and the additions to it must stay within f16's range.
+    HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, each for HV / HK heads of v. […] is [batch, T],
+    or for packed sequences with cu_seqlens [tokens] or [1, tokens]. `gated_delta_rule` continues from these states.
 
-    q, k: […, HK, K], v, out: […, HV, V], bf16 or f16, all of one dtype
-    g: […, HV], log decay, at most 0; with A_log [HV] the raw gate, whose log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV] or
-        None; with linear_gate the decay a itself, 0 … 1
-    beta: […, HV]; beta_sigmoid: beta is a logit; allow_neg_eigval: uses twice its sigmoid
-        g, beta, A_log and dt_bias are f32, bf16 or f16, each with its own dtype. Tokens and heads may have any stride; rows of q, k, v and
-        out are contiguous, and begin at multiples of 4 bytes (fastest: of 16)
+    q, k: […, HK, K]          v, out: […, HV, V]; bf16 or f16, all of one dtype
+    g: […, HV] f32, bf16 or f16, log decay, at most 0
+    beta: […, HV] f32, bf16 or f16
     use_qk_l2norm: q and k are first divided by sqrt(|x|^2 + 1e-6)
     scale: factor of the output; None for K^-0.5
     state_layout: "vk" for states [·, HV, V, K], "kv" for [·, HV, K, V]; never inferred
@@ -69,23 +63,41 @@ def chunk_gated_delta_rule(
     initial_states: [sequences, HV, V, K] f32, f16 or bf16, states before the first token; zeros if None
     return_final_states: also return the states after the last token, in final_states_out if that is given (which may be initial_states),
         else new ones of initial_states' dtype or f32
+    out: None for a new one, dense
+
+    Raw gates:
+    A_log, dt_bias: [HV] f32, bf16 or f16: g is then the raw gate, whose log decay is -e^A_log softplus(g + dt_bias); dt_bias may be None
+    linear_gate: g is the decay a itself, 0 … 1
+    beta_sigmoid: beta is a logit; allow_neg_eigval: uses twice its sigmoid
+
+    States in a pool:
     state: [slots, HV, V, K], a pool instead of final states: receives the state after each sequence. Without initial_states it also
         holds the state before it, if has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot unchanged
     state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
     pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+
+    States at positions, for prefix caches:
     checkpoint_positions: [count] int32 or int64 on the device, ascending: token counts after which the state is also wanted, 1 … tokens of
         the packed axis or of the flattened batch (b T + t). Each is a multiple of 64 tokens after its sequence's start, or its end
     checkpoints_out: [count, HV, V, K], receives these states, of the dtype of the other states. Any other position, or a position outside
         all sequences or in a sequence without a valid slot, leaves its row unchanged
     return_checkpoints: also return these states, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
+
+    Launch, memory and segments:
     segments: most parts of a sequence after its first one, of whole chunks of 64 tokens, that are computed in parallel, 1 … 1024; 1 leaves
         the sequence whole. None: the sequence's length, the heads of v and V decide, whole if there are many heads or the sequence is
         short. Three or more parts change bits compared to one
     workspace: [bytes] uint8, data from one kernel to the next: chunk_delta_rule_workspace returns its size. It may be used again as soon
         as the call is enqueued on the same stream; None for a new one
-    out: None for a new one, dense
     pdl: whether the first of its kernels may start while the previous one in the stream ends; None = if the device can (sm_90 and
         later)
+
+    Types and precision:
+
+    Tokens and heads may have any stride; rows of q, k, v and out are contiguous, and begin at multiples of 4 bytes (fastest: of 16).
+    Products are of v's 16-bit dtype, summed in f32; decays, the inverse within a chunk of 64 tokens and the state between chunks are f32.
+    The bits do not depend on the batch or on packing. With segments=1 and f32 states, a sequence cut at multiples of 64 tokens gives the
+    same bits as the whole sequence. With v of f16, the state and the additions to it must stay within f16's range.
 
     Returns out, or out and the requested states: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
     token by token.

@@ -100,9 +100,15 @@ class ImageProblem(Problem, Chunked):
                 "the tokens or heads of q, k, v or out begin at an odd element; expected multiples of 4 bytes. Pass contiguous tensors.",
             ),
             *must(not (self.g and self.gk), "g and gk are both set; expected one of them"),
-            *must(self.gate is Gate.LOG or self.decay is not None, "a gate needs g or gk"),
-            *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "the softplus gate needs A_log"),
-            *must(raw or not (self.A_log or self.dt_bias), "A_log and dt_bias belong to a gate"),
+            *must(
+                self.gate is Gate.LOG or self.decay is not None,
+                f"gate is {self.gate.value} and neither g nor gk is set; expected one of them",
+            ),
+            *must(self.gate is not Gate.SOFTPLUS or self.A_log is not None, "gate is softplus and A_log is none; expected A_log"),
+            *must(
+                raw or not (self.A_log or self.dt_bias),
+                f"A_log or dt_bias is set with gate={self.gate.value}; expected gate=softplus or bounded",
+            ),
             *must(
                 self.rule.reads or not (self.beta or self.read or self.erase),
                 "beta, read or erase is set with rule=plain; expected a delta rule",
@@ -112,9 +118,9 @@ class ImageProblem(Problem, Chunked):
                 f"rule is {self.rule.value}; expected write or alpha if and only if it is low_rank",
             ),
             *must(not low_rank or self.read, "rule is low_rank and read is no; expected yes"),
-            *must(not (self.write and self.alpha), "write and alpha exclude each other"),
+            *must(not (self.write and self.alpha), "write and alpha are both set; expected one of them"),
             *must(not low_rank or not (self.beta or self.erase), "rule is low_rank with beta or erase; expected neither"),
-            *must(not (low_rank and self.l2norm), "the low-rank form takes normalised keys"),
+            *must(not (low_rank and self.l2norm), "rule is low_rank with l2norm=yes; expected no: its keys come normalised"),
         ]
 
 

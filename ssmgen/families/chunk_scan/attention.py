@@ -41,7 +41,7 @@ def chunk_simple_gla(
     [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. States are [·, HV, V, K]; `simple_gla` continues from
     them, in its layout "vk". Numerics are as in chunk_scan; the scale multiplies the output before it is rounded.
 
-    q, k: […, HK, K], v, out: […, HV, V], bf16, f16 or f32, all of one dtype
+    q, k: […, HK, K]          v, out: […, HV, V]; bf16, f16 or f32, all of one dtype
     g: […, HV] or [HV], f32, bf16 or f16, log decay of each token or of all, at most 0; None for none
     scale: factor of the output; None for K^-0.5
     cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, pad_slot_id, segments, out,

@@ -70,40 +70,50 @@ def chunk_scan(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Whole sequences, per token: S <- exp(dt A) S + dt x B;  out = C S + D x, times silu(z).
 
-    H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; P and N are multiples of 16 up to 256. […] is
-    [batch, T], or for packed sequences with cu_seqlens [tokens] or [1, tokens].
-    Products are of x's 16-bit dtype, or of three bf16 terms per f32, summed in f32; decays and the state between chunks of 64 tokens are
-    f32. The bits do not depend on the batch or on packing. A sequence cut at multiples of 64 tokens, with f32 states, gives the same bits
-    as the whole sequence. On sm_90a with H P / 64 up to 36 (up to 66 with N = 256, or P not a multiple of 64), blocks divide a sequence by
-    its length; this then holds only with segments=1.
-    With x of f16, the state, and dt x and C B with their decays, must stay within f16's range.
+    H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; P and N are multiples of 16 up to 256. […] is [batch,
+    T], or for packed sequences with cu_seqlens [tokens] or [1, tokens]. `selective_state_update` continues from these states.
 
     x, z, out: […, H, P] bf16, f16 or f32, one dtype with B and C          dt: […, H]
     A: [H], negative          B, C: […, G, N]          D: [H] or [H, P], dt_bias: [H]; None for none
-    Tokens, heads and groups may have any stride; rows are contiguous, and begin at multiples of 4 bytes (fastest: of 16)
     dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: dt is then clamped to (low, high)
     cu_seqlens: [sequences + 1] int32 or int64 on the device, start of each packed sequence. A sequence may have no tokens; tokens outside
         all sequences get no output. States are then per sequence
-    seq_idx: [batch, T] int32 (or [T], for a batch of one), instead of cu_seqlens: the sequence of each token. If it differs from the
-        previous token's, the state restarts from zero. A row's first token continues from the row's state, and its last one returns it.
-        NaN and infinities reach other sequences of their chunk
     initial_states: [sequences, H, P, N] f32, f16 or bf16, states before the first token; zeros if None
     return_final_states: also return the states after the last token, [sequences, H, P, N], in final_states_out if that is given (which may
         be initial_states), else new ones of initial_states' dtype or f32
+    out: None for a new one, dense
+
+    Several sequences in a row:
+    seq_idx: [batch, T] int32 (or [T], for a batch of one), instead of cu_seqlens: the sequence of each token. If it differs from the
+        previous token's, the state restarts from zero. A row's first token continues from the row's state, and its last one returns it.
+        NaN and infinities reach other sequences of their chunk
+
+    States in a pool:
     state: [slots, H, P, N], a pool instead of final states: receives the state after each sequence. Without initial_states it also
         holds the state before it, if has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot unchanged
     state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
     pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+
+    States at positions, for prefix caches:
     checkpoint_positions: [count] int32 or int64 on the device, ascending: token counts after which the state is also wanted, 1 … tokens of
         the packed axis or of the flattened batch (b T + t). Any count is allowed. The states equal the final states of a call that ends
         there, bit for bit if a sequence cut there would keep its bits
     checkpoints_out: [count, H, P, N], receives these states, of the dtype of the other states. A position outside all sequences, or in a
         sequence without a valid slot, leaves its row unchanged
     return_checkpoints: also return these states, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
+
+    Launch and segments:
     segments: most parts of a sequence that blocks of a cluster compute in parallel, on sm_90a, 1 … 1024 (the kernel uses at most 8); 1
         leaves the sequence whole. None: the sequence's length and H P decide. On other devices parts change no bit, and this is ignored
-    out: None for a new one, dense
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Types and precision:
+
+    Tokens, heads and groups may have any stride; rows are contiguous, and begin at multiples of 4 bytes (fastest: of 16). Products are of
+    x's 16-bit dtype, or of three bf16 terms per f32, summed in f32; decays and the state between chunks of 64 tokens are f32. The bits do
+    not depend on the batch or on packing. A sequence cut at multiples of 64 tokens, with f32 states, gives the same bits as the whole
+    sequence. On sm_90a with H P / 64 up to 36 (up to 66 with N = 256, or P not a multiple of 64), blocks divide a sequence by its length;
+    this then holds only with segments=1. With x of f16, the state, and dt x and C B with their decays, must stay within f16's range.
 
     Returns out, or out and the requested states: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
     token by token.

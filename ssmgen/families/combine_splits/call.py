@@ -61,26 +61,30 @@ def combine_splits(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = sum_s exp(lse[s]) o[s] / (sum_s exp(lse[s]) + exp(attn_sink)); lse_out = log(sum_s exp(lse[s])), without the sink.
 
-    Splits come first, and rows have any axes: pass a view of the engine's layout (`v.transpose(0, 1)` of [n, splits, heads, d_v],
-    `lse.t()` of [heads, n]). Strides are arbitrary, except that d_v is contiguous. Arithmetic is f32, in one order of summation; neither
-    the variant nor the batch size changes a bit. Weights are relative to the largest weight of their row.
-
     o: [splits, *rows, d_v] f32, f16 or bf16, normalised; d_v 1 … 1024, element by element if not a multiple of 4; any number of splits
     lse: [splits, *rows] f32. A split whose LSE is +inf, -inf or NaN is empty. A split that is empty, or weighs less than 2^-126 of the
         largest, is not in the sum: it may hold any values
     o, lse as pairs of tensors, [*rows, d_v] and [*rows]: the two splits, at any addresses
+    out: [*rows, d_v] f32, f16 or bf16, or [batch, *rows, d_v]; may be one of a pair of o; None for a new one of o's dtype
+    return_lse: also return lse_out, a new one if none is given
+    lse_out: f32, out's shape without d_v; may be one of a pair of lse
+    lse_base, lse_base_out: 2 or "e", the logarithms' base; None for the same
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Numbers of splits by entry, sinks and masks:
     num_splits: [batch + 1] int32 or int64, ascending: entry b of the batch has splits num_splits[b] … num_splits[b + 1] - 1, where
         out is [batch, *rows, d_v]. Read on the device, never beyond the existing splits. None: every row has all splits
-    lse_base, lse_base_out: 2 or "e", the logarithms' base; None for the same
+    skip_single: also leaves the rows of an entry with a single split unchanged: the attention kernel has written them
     empty_lse: lse_out of rows whose splits are all left out of the sum, inf or -inf; their output is 0
     attn_sink: f32, f16 or bf16, natural logarithms, expandable to out's shape without d_v ([heads] if heads are the last of these axes);
         -inf for none
     mask: bool, expandable likewise: where it is false, out and lse_out are unchanged
-    skip_single: also leaves the rows of an entry with a single split unchanged: the attention kernel has written them
-    out: [*rows, d_v] f32, f16 or bf16, or [batch, *rows, d_v]; may be one of a pair of o; None for a new one of o's dtype
-    return_lse: also return lse_out, a new one if none is given
-    lse_out: f32, out's shape without d_v; may be one of a pair of lse
-    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Layout and precision:
+
+    Splits come first, and rows have any axes: pass a view of the engine's layout (`v.transpose(0, 1)` of [n, splits, heads, d_v], `lse.t()`
+    of [heads, n]). Strides are arbitrary, except that d_v is contiguous. Arithmetic is f32, in one order of summation; neither the variant
+    nor the batch size changes a bit. Weights are relative to the largest weight of their row.
 
     Returns out, or (out, lse_out). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a

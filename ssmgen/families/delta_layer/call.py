@@ -49,15 +49,11 @@ def gdn_layer(
 ) -> Tensor:
     """Decode steps of a gated delta rule layer (Qwen3-Next, Qwen3.5), from its in-projections' outputs to its out-projection's input.
 
-    q, k, v <- silu(convolution of mixed_qkv); y, state <- gated_delta_rule(state, q, k, v, a, b) with a raw gate and a logit for beta;
-    out = the gated RMS norm of y and z, of each head. HK key heads (of q and k) and HV heads of v and the state, a multiple of HK; K key
-    channels and V value channels per head; channels = 2 HK K + HV V, in the order q, k, v. One kernel does
-    everything, or a second kernel norms. The result is bitwise equal to causal_conv1d_update with SiLU, gated_delta_rule and
-    gated_rms_norm, one after the other, with y of out's dtype. Floating tensors may be f32, f16 or bf16, each with its own dtype;
-    mixed_qkv and conv_state have the same dtype. Arithmetic is f32.
+    q, k, v <- silu(convolution of mixed_qkv); y, state <- gated_delta_rule(state, q, k, v, a, b) with a raw gate and a logit for beta; out
+    = the gated RMS norm of y and z, of each head.
 
-    […] is [batch] for one token per sequence, or [batch, T] for several, T up to 8, in one launch, bitwise equal to the three
-    operators for T tokens (gated_delta_rule with intermediate states). Only these operators take packed sequences.
+    HK key heads (of q and k) and HV heads of v and the state, a multiple of HK; K key channels and V value channels per head; channels = 2
+    HK K + HV V, in the order q, k, v. […] is [batch] for one token per sequence, or [batch, T] for several, T up to 8.
 
     mixed_qkv: […, channels]; a, b: […, HV]; views of the in-projections' outputs, with any strides
     z, out: […, HV V] or […, HV, V]; the channels of a head are dense
@@ -70,16 +66,28 @@ def gdn_layer(
     norm_before_gate: z gates after the norm; norm_activation: "silu" or its other name "swish"; "sigmoid"
     allow_neg_eigval: beta is twice the sigmoid of b; use_qk_l2norm: q and k are first divided by sqrt(|x|^2 + 1e-6)
     scale, state_layout, state_indices, pad_slot_id: as in gated_delta_rule, of both states. A padded row gets a zero output
+    pdl: whether each kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Several tokens:
+
+    Only the three separate operators take packed sequences.
+
     update_state: False leaves window and state unchanged
-    intermediate_states: [rows, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token, and
-    intermediate_conv_window: [rows, T or more, channels, width - 1] of mixed_qkv's dtype: the window after each token, in row
+    intermediate_states: [rows, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token, in row
         intermediate_state_indices[b], [batch] int32 or int64, or b; a row out of range is not written
+    intermediate_conv_window: [rows, T or more, channels, width - 1] of mixed_qkv's dtype: receives the window after each token, in the same
+        rows
     num_accepted_tokens: [batch] int32 or int64, with state_indices [batch, columns] and dst_state_indices [batch, T]: number of
         the last call's tokens that were accepted. The slot in column num_accepted_tokens - 1 holds the state. The state after token t goes
         to slot dst_state_indices[b, t], if there is one. The slot in the first column holds the window, of length width - 2 + T or more.
         Its history begins at entry num_accepted_tokens - 1; the step moves the history to the front and stores the new inputs after it. A
         sequence is padding if its count names no column, if the history is not in the window, or if either slot is missing
-    pdl: whether each kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Types and precision:
+
+    One kernel does everything, or a second kernel norms. For one token or several, the result is bitwise equal to causal_conv1d_update with
+    SiLU, gated_delta_rule (with intermediate states) and gated_rms_norm, one after the other, with y of out's dtype. Floating tensors may
+    be f32, f16 or bf16, each with its own dtype; mixed_qkv and conv_state have the same dtype. Arithmetic is f32.
 
     Returns out (new, of mixed_qkv's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a kernel

@@ -19,10 +19,12 @@ def rwkv6(
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """RWKV-6 (Finch): out = (S + v (u k)^T) r, S before the token, then S <- S D + v k^T, D = diag(e^w); scale is 1 unless given.
+    """RWKV-6 (Finch): out = (S + v (u k)^T) r, then S <- S D + v k^T, with D = diag(e^w). The output reads S before the token.
 
-    r, k: […, HK, K]; w: […, HV, K], log decay; v: […, HV, V]; u: [HV, K], the bonus of the token itself, or […, HV, K].
-    Otherwise as gated_delta_rule. Source: Peng et al. 2024 (arXiv 2404.05892).
+    r, k: […, HK, K]         v: […, HV, V]         w: […, HV, K], log decay
+    u: [HV, K] or […, HV, K], the bonus of the token itself
+
+    The scale is 1 unless given. Otherwise as gated_delta_rule. Source: Peng et al. 2024 (arXiv 2404.05892).
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,

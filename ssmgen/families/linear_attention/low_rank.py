@@ -19,9 +19,11 @@ def rwkv7(
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """RWKV-7: S <- S D - (S kk) (kk a)^T + v k^T, D = diag(e^w); out = S r, with scale 1 unless given.
+    """RWKV-7: S <- S D - (S kk) (kk a)^T + v k^T, with D = diag(e^w);  out = S r, with scale 1 unless given.
 
-    r, w, k, kk, a: […, H, K]; w: log decay; v: […, H, V]. Otherwise as gated_delta_rule. Source: Peng et al. 2025 (arXiv 2503.14456).
+    r, w, k, kk, a: […, H, K]; w: log decay         v: […, H, V]
+
+    Otherwise as gated_delta_rule. Source: Peng et al. 2025 (arXiv 2503.14456).
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
@@ -38,10 +40,11 @@ def dplr_delta_rule(
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Diagonal plus low rank: S <- S D + (S a) b^T + v k^T, D = diag(e^gk) or none.
+    """Diagonal plus low rank: S <- S D + (S a) b^T + v k^T, with D = diag(e^gk);  out = scale S q.
 
-    q, k, a, b: […, HK, K]; gk: […, HV, K], log decay; v: […, HV, V]. Otherwise as gated_delta_rule.
-    Source: flash-linear-attention, fla.ops.generalized_delta_rule.
+    q, k, a, b: […, HK, K]         v: […, HV, V]         gk: […, HV, K], log decay; None for D = 1
+
+    Otherwise as gated_delta_rule. Source: flash-linear-attention, fla.ops.generalized_delta_rule.
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,

@@ -21,28 +21,35 @@ class PoolOptions(NamedTuple):
 
     scale: factor of the output; None for K^-0.5
     state_layout: "vk" for a state [slots, HV, V, K], "kv" for [slots, HV, K, V]; never inferred. Its last three axes are dense
-    state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. With num_accepted_tokens: [batch, columns]
-    dst_state_indices: [batch], the slot of the state after the last token, None for in place; or [batch, T], a slot for the state after
-        each token. A slot that is not valid is not written. Slots must be distinct, else sequences race
-    num_accepted_tokens: [batch] int32 or int64, from 1: the sequence starts from the slot in that column of state_indices
-    pad_slot_id: a sequence is padding if its slot is negative, equals this or is not in the pool, or if its count of accepted tokens is out
-        of range. It gets a zero output and touches no state
+    state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence
+    pad_slot_id: a sequence is padding if its slot is negative, equals this or is not in the pool. It gets a zero output and touches no
+        state
     zero_padding: False leaves the output of padding unchanged; pass `out`
-    cu_seqlens: [batch + 1] int32 or int64, start of each sequence's tokens; ends with the number of tokens. A sequence may have none
-    intermediate_states: [batch, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token
-    intermediate_state_indices: only gated_delta_rule, delta_rule and kda: [batch] int32 or int64, the row of each sequence in
-        intermediate_states, which may have any number of rows; a row out of range is not written
-    parents: the same functions only: [batch, T] int32 or int64, a draft tree; needs intermediate_states. Token t continues from the state
-        after token parents[t], an earlier token of the sequence, as stored in intermediate_states. Any other number means the state after
-        token t - 1, unrounded. Packed sequences may have any number of columns. A sequence whose row is out of range is padding
-    update_state: False leaves the pool unchanged
-    state_scale: [slots, HV, V] f32, for a state of int16, int8 or float8_e4m3fn in layout "vk": the state is its elements times the scale
-        of their row, which is the K elements of a value channel. Written with the state, see selective_state_update. Not with
-        intermediate_states or a ring
-    ring: only gated_delta_rule, delta_rule and kda: receives the tokens' raw k, v, g and beta in the sequence's slot
     out: of v's shape; None for a new one
     pdl: whether the kernel may start while the previous one in the stream ends (it waits before it reads anything); None = if the
         device can (sm_90 and later)
+
+    Several tokens:
+    cu_seqlens: [batch + 1] int32 or int64, start of each sequence's tokens; ends with the number of tokens. A sequence may have none
+    update_state: False leaves the pool unchanged
+    dst_state_indices: [batch], the slot of the state after the last token, None for in place; or [batch, T], a slot for the state after
+        each token. A slot that is not valid is not written. Slots must be distinct, else sequences race
+    intermediate_states: [batch, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token
+    intermediate_state_indices: only gated_delta_rule, delta_rule and kda: [batch] int32 or int64, the row of each sequence in
+        intermediate_states, which may have any number of rows; a row out of range is not written
+    num_accepted_tokens: [batch] int32 or int64, from 1, with state_indices [batch, columns]: the sequence starts from the slot in that
+        column of state_indices. A count out of range makes the sequence padding
+
+    Draft trees and rings, for gated_delta_rule, delta_rule and kda:
+    parents: [batch, T] int32 or int64, a draft tree; needs intermediate_states. Token t continues from the state
+        after token parents[t], an earlier token of the sequence, as stored in intermediate_states. Any other number means the state after
+        token t - 1, unrounded. Packed sequences may have any number of columns. A sequence whose row is out of range is padding
+    ring: receives the tokens' raw k, v, g and beta in the sequence's slot
+
+    States in fewer bits:
+    state_scale: [slots, HV, V] f32, for a state of int16, int8 or float8_e4m3fn in layout "vk": the state is its elements times the scale
+        of their row, which is the K elements of a value channel. Written with the state, see selective_state_update. Not with
+        intermediate_states or a ring
     """
 
     scale: float | None

@@ -19,7 +19,9 @@ def gla(
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Gated linear attention: S <- S D + v k^T, with a log decay gk […, HV, K] per key channel, gv […, HV, V] per value channel, or both.
+    """Gated linear attention: S <- diag(e^gv) S diag(e^gk) + v k^T;  out = scale S q.
+
+    gk: […, HV, K], log decay of each key channel         gv: […, HV, V], log decay of each value channel; either may be None
 
     Otherwise as gated_delta_rule. Source: Yang et al. 2023 (arXiv 2312.06635).
     """
@@ -38,9 +40,11 @@ def simple_gla(
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Linear attention with a log decay g […, HV] or [HV] per head, or none: S <- e^g S + v k^T.
+    """Linear attention with a decay per head: S <- e^g S + v k^T;  out = scale S q.
 
-    Otherwise as gated_delta_rule.
+    g: […, HV] or [HV], log decay of each token or of all; None for none
+
+    Otherwise as gated_delta_rule. Source: Yang et al. 2023 (arXiv 2312.06635), with a gate per head.
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
@@ -57,7 +61,9 @@ def lightning_attn(
     state_scale: Tensor | None = None,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Lightning attention (MiniMax): S <- e^-slope S + v k^T, with a slope [HV] per head that no token changes.
+    """Lightning attention (MiniMax): S <- e^-slope S + v k^T;  out = scale S q.
+
+    slope: [HV], at least 0: no token changes it
 
     Otherwise as gated_delta_rule; some models want scale=1. Source: Qin et al. 2024 (arXiv 2401.04658).
     """

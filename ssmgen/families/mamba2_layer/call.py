@@ -48,13 +48,9 @@ def mamba2_layer(
     """Decode steps of a Mamba-2 layer, from its in-projection's output to its out-projection's input.
 
     x, B, C <- silu(convolution of xBC); state <- exp(dt A) state + dt x B; y = C state + D x; out = the gated RMS norm of y and z.
-    H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; channels = H P + 2 G N, in the order x, B, C. One
-    kernel convolves and updates the states, and a second one norms. The result is bitwise equal to causal_conv1d_update with SiLU,
-    selective_state_update and gated_rms_norm, one after the other. Floating tensors may be f32, f16 or bf16, each with its own dtype; xBC
-    and conv_state have the same dtype. Arithmetic is f32.
 
-    […] is [batch] for one token per sequence, or [batch, T] for several, T up to 8, in one launch, bitwise equal to the three
-    operators for T tokens. Only these operators take packed sequences and draft trees.
+    H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; channels = H P + 2 G N, in the order x, B, C. […] is
+    [batch] for one token per sequence, or [batch, T] for several, T up to 8.
 
     xBC: […, channels]; dt: […, H]; z, out: […, H P]: views of the in-projection's output, with any strides
     conv_state: [slots, channels, width - 1 or width], updated in place, the newest input last; any strides
@@ -64,18 +60,31 @@ def mamba2_layer(
     A: [H], negative, or with A_is_log the logarithm log(-A) that checkpoints hold; D: [H] or [H, P]; dt_bias: [H]
     norm_weight: [H P], or [norm_group_size] for all groups; None: no norm, and y is multiplied by silu(z), if there is a z
     norm_group_size: channels that are normed together, None for all of a row; norm_before_gate: z gates after the norm
-    dt_softplus, dt_limit, state_indices, rand_seed, philox_rounds, pad_slot_id: as in selective_state_update, of both states. A padded row
-        gets a zero output
+    dt_softplus, dt_limit, state_indices, pad_slot_id: as in selective_state_update, of both states. A padded row gets a zero output
+    pdl: whether each kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Stochastic rounding:
+    rand_seed, philox_rounds: as in selective_state_update
+
+    Several tokens:
+
+    Only the three separate operators take packed sequences and draft trees.
+
     update_state: False leaves window and state unchanged
-    intermediate_states: [rows, T or more, H, P, N], of f32, f16 or bf16: receives the state after each token, and
-    intermediate_conv_window: [rows, T or more, channels, width - 1] of xBC's dtype: the window after each token, in row
+    intermediate_states: [rows, T or more, H, P, N], of f32, f16 or bf16: receives the state after each token, in row
         intermediate_state_indices[b], [batch] int32 or int64, or b; a row out of range is not written
+    intermediate_conv_window: [rows, T or more, channels, width - 1] of xBC's dtype: receives the window after each token, in the same rows
     num_accepted_tokens: [batch] int32 or int64, with state_indices [batch, columns] and dst_state_indices [batch, T]: number of
         the last call's tokens that were accepted. The slot in column num_accepted_tokens - 1 holds the state. The state after token t goes
         to slot dst_state_indices[b, t], if there is one. The slot in the first column holds the window, of length width - 2 + T or more.
         Its history begins at entry num_accepted_tokens - 1; the step moves the history to the front and stores the new inputs after it. A
         sequence is padding if its count names no column, if the history is not in the window, or if either slot is missing
-    pdl: whether each kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Types and precision:
+
+    One kernel convolves and updates the states, and a second one norms. For one token or several, the result is bitwise equal to
+    causal_conv1d_update with SiLU, selective_state_update and gated_rms_norm, one after the other. Floating tensors may be f32, f16 or
+    bf16, each with its own dtype; xBC and conv_state have the same dtype. Arithmetic is f32.
 
     Returns out (new, of xBC's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError, UnsupportedError, CaptureError, NotBuiltError, CompileError, LoadError, LaunchError as selective_state_update.

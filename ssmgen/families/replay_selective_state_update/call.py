@@ -50,35 +50,45 @@ def replay_selective_state_update(
 ) -> Tensor:
     """T draft tokens of Mamba-2 on a state from before the last step.
 
-    First the state is advanced over the accepted tokens of the last step, whose inputs the history holds, and written. Then the outputs of
-    the new tokens are computed without their states, and their inputs become the history.
-    H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; T and W up to 32. x, B, C and their history are of one
-    dtype, f32, f16 or bf16; each other floating tensor may have its own. Arithmetic is f32, in `precision`. A block keeps a step in 48 KiB
-    of shared memory: with f16 or f32 operands, or N = 256, T and W are at most 16 or 24 (beyond, an UnsupportedError is raised).
+    First the state is advanced over the accepted tokens of the last step, whose inputs the history holds, and written: state <- exp(dt A)
+    state + dt x B for each. Then the outputs of the new tokens, out = C state + D x times silu(z), are computed without their states, and
+    their inputs become the history.
+
+    H heads of P rows (headdim), N = d_state, G groups of heads that share B and C; T and W up to 32.
 
     state: [slots, H, P, N], updated in place                      old_x: [slots, W, H, P], W >= T
-    old_B: [slots, 2, W, G, N]                                     old_dt, old_dA_cumsum: [slots, 2, H, W] f32
-    cache_buf_idx: [slots] int32, the buffer of the last step, 0 or 1; the other buffer receives this step's inputs
-    prev_num_accepted_tokens: [slots] int32, how many entries of the history count; a number out of 0 … W counts as 0
     x, z, out: [batch, T, H, P]; dt: [batch, T, H] or [batch, T, H, P] with equal P; B, C: [batch, T, G, N]
     A, dt_bias: [H] or expanded from it; D: [H] or [H, P]          cu_seqlens: [batch + 1]; then x is [tokens, H, P], and so on
+    old_x: [slots, W, H, P], W >= T          old_B: [slots, 2, W, G, N]          old_dt, old_dA_cumsum: [slots, 2, H, W] f32
+    cache_buf_idx: [slots] int32, the buffer of the last step, 0 or 1; the other buffer receives this step's inputs
+    prev_num_accepted_tokens: [slots] int32, how many entries of the history count; a number out of 0 … W counts as 0
     state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else they race
-    state_scale: [slots, H, P] f32, for a state of int16, int8 or float8_e4m3fn: the state is its elements times the scale of their row;
-        written with the state. See selective_state_update
-    rand_seed: [1] or [slots] int64: states, except f32 ones, are rounded stochastically (Philox-4x32, `philox_rounds`), by the seed and the
-        element's place in the pool; None for rounding to nearest. Finite numbers stay finite
+    pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no other tensor
+    zero_padding: False leaves the output of such a sequence unchanged; pass `out`
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Bookkeeping in the kernel:
     arrivals: [slots] int32 of zeros, kept by the caller: the kernel then does the bookkeeping of the slots it serves. It flips
         cache_buf_idx, sets prev_num_accepted_tokens to 0, and adds 1 to each per-slot seed that it has used; the caller then adds the
         number of accepted tokens. Without `arrivals` the caller does all this between the steps
-    pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no other tensor
-    zero_padding: False leaves the output of such a sequence unchanged; pass `out`
+
+    Rounding and states in fewer bits:
+    rand_seed: [1] or [slots] int64: states, except f32 ones, are rounded stochastically (Philox-4x32, `philox_rounds`), by the seed and the
+        element's place in the pool; None for rounding to nearest. Finite numbers stay finite
+    state_scale: [slots, H, P] f32, for a state of int16, int8 or float8_e4m3fn: the state is its elements times the scale of their row;
+        written with the state. See selective_state_update
+
+    Kernels and precision:
     precision: of products: "f32" (exact to 2^-24), "bf16x2" (2^-16) or "bf16" (2^-8, as in other packages)
-    after_conv: the previous kernel in the stream is this package's causal_conv1d_update, of x, B and C: all other inputs are read before it
-        ends
     two_kernels: the first kernel prepares the products of the tokens with each other and with the history, for several heads of a group at
         a time; the second one updates the states and computes the outputs
     internal_pdl: with two kernels, whether the second may start while the first one ends
-    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+    after_conv: the previous kernel in the stream is this package's causal_conv1d_update, of x, B and C: all other inputs are read before it
+        ends
+
+    x, B, C and their history are of one dtype, f32, f16 or bf16; each other floating tensor may have its own. Arithmetic is f32, in
+    `precision`. A block keeps a step in 48 KiB of shared memory: with f16 or f32 operands, or N = 256, T and W are at most 16 or 24
+    (beyond, an UnsupportedError is raised).
 
     Returns out (new, of x's dtype, if not given). CPU tensors run the reference implementation.
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
@@ -172,13 +182,17 @@ def materialize_selective_state(
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """The states of slots as they are after the accepted tokens of their histories, for a prefix cache or a move to another pool.
+    """The states of slots after the accepted tokens of their histories: out = state, then out <- exp(dt A) out + dt x B per token.
+
+    For a prefix cache, or a move to another pool.
 
     state, old_x, old_B, old_dt, prev_num_accepted_tokens: of replay_selective_state_update, with its old_dA_cumsum and cache_buf_idx; or of
         checkpoint_selective_state_update, with its ring_start, A and max_tokens. None of them is changed
     state_indices: [batch] int32 or int64; None for all slots. An index that is not in the pool, or equals pad_slot_id, gives zeros
-    state_scale: for a state in fewer bits; out is then f32, f16 or bf16
     out: [batch, H, P, N] of the state's dtype; each state is dense, with any stride between states
+
+    States in fewer bits:
+    state_scale: [slots, H, P] f32, the scales of the state's rows; out is then f32, f16 or bf16
 
     Returns out (new, if not given). Raises the same errors as replay_selective_state_update.
     """

@@ -138,7 +138,7 @@ def _table(path: Path, own: bool = False) -> tuple[str, dict[tuple[str, str, boo
     if wrong := _unlike_a_table(content):
         raise TableError(f"{path} is not a table of tuned variants: {wrong}. Remove it, or tune again.")
     if own and path.name != file_name(content["gpu"]):
-        raise TableError(f"{path} is for another GPU, {reprlib.repr(content['gpu'])}")
+        raise TableError(f"{path} is for another GPU, {reprlib.repr(content['gpu'])}. Tune again on this one.")
     rows: dict[tuple[str, str, bool, int], Row] = {}
     faults: list[str] = []
     for number, given in enumerate(content["rows"], 1):

@@ -69,7 +69,7 @@ class MambaModel(Model):
         mamba1 = self.kind == "mamba1"
         several = tokens > 1 or intermediates or not update_state
         if several and mamba1:
-            raise ModelError(f"{self.name} is a Mamba-1 model, which takes one token at a time")
+            raise ModelError(f"{self.name} is a Mamba-1 model; expected --tokens 1, since it takes one token at a time")
         if several:
             more |= {"update": Update.FINAL if update_state else Update.NONE, "intermediate_states": state if intermediates else None}
         return SsuProblem(
