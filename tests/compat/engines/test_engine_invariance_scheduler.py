@@ -42,8 +42,10 @@ def scheduler_of(
     folder, kind: str = "MAMBA2", budget: int = 256, caching: bool = False, blocks: int = 1000, seqs: int = 8, dtype=torch.float32,
     block: int = BLOCK, ahead: bool = False, **more,
 ):  # fmt: skip
-    """vLLM's scheduler of a hybrid model of one attention and one recurrent layer. ahead: it schedules a step before it knows the last one's
-    tokens, as vLLM does by default."""
+    """vLLM's scheduler of a hybrid model of one attention and one recurrent layer.
+
+    ahead: it schedules a step before it knows the last one's tokens, as vLLM does by default
+    """
     folder.joinpath("config.json").write_text(json.dumps(CONFIG))
     config, interface = import_module("vllm.config"), import_module("vllm.v1.kv_cache_interface")
     kinds = import_module("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
@@ -92,9 +94,11 @@ def requests_of(prompts, outputs: int = 20, first: int = 0):
 
 
 def served(scheduler, requests, rng: random.Random, steps: int = 3000) -> SimpleNamespace:
-    """Adds the requests over time and lets the scheduler work until all are done. {id: [(start, end) of each piece]}, the ids of each step
-    with prompts and with decode steps, the number of preemptions, {id: tokens found in the cache}. A cached state must be one that was made:
-    a piece of the same tokens ended there."""
+    """Adds the requests over time and lets the scheduler work until all are done.
+
+    pieces: {id: [(start, end)]}   mixed: steps with prompts and decode steps   cached: {id: tokens found in the cache, at each start}
+    A cached state must be one that was made: a piece of the same tokens ended there.
+    """
     output = import_module("vllm.v1.outputs").ModelRunnerOutput
     late, live, waiting = list(requests), {}, deque()
     made = scheduler.__dict__.setdefault("made_in_tests", {})  # the requests of which a piece ended after so many tokens
@@ -136,7 +140,9 @@ def faults(pieces, prompt: int, grid: int) -> list[str]:
     words = []
     for start, end in pieces:
         if start < prompt:
-            words += [f"{start} to {end} of {prompt}"] * (end > prompt or (end < prompt and end % grid != 0) or (end - start == 1 and start > 0))
+            words += [f"{start} to {end} of {prompt}"] * (
+                end > prompt or (end < prompt and end % grid != 0) or (end - start == 1 and start > 0)
+            )
         elif end - start != 1:
             words.append(f"{start} to {end} after {prompt}")
     return words
