@@ -114,7 +114,7 @@ def test_no_promise_with_a_function_that_has_drifted(tmp_path, monkeypatch, plac
 
 
 def test_a_broken_promise_is_an_error_at_the_import(tmp_path, monkeypatch):
-    """A module that is imported after the promise, as those of a model's parts are."""
+    """A module may be imported after the promise."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     place = ("vllm.model_executor.layers.mamba.ops.ssd_combined", "mamba_chunk_scan_combined_varlen")

@@ -30,7 +30,7 @@ from ssmgen.compat.vllm import delta as vllm_delta
 pytestmark = needs_emulator
 BF16, F32 = torch.bfloat16, torch.float32
 H, P, N, K, V = 2, 16, 32, 32, 16
-STEPS = 3  # decode steps behind each prompt
+STEPS = 3  # decode steps after each prompt
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -159,7 +159,7 @@ def tokens_of(kind: Kind, lengths: list[int]) -> list[dict[str, Tensor]]:
 
 
 def run(engine: Any, kind: Kind, tokens: list[dict[str, Tensor]], steps: list[list[tuple[int, int, int]]], dtype: torch.dtype = F32):
-    """(outputs of each sequence, states). steps: [[(sequence, start, end) of each piece]]; those behind a prompt are one token long."""
+    """(outputs of each sequence, states). steps: [[(sequence, start, end) of each piece]]; after the prompt, pieces are one token long."""
     pool = torch.zeros(len(tokens) + 1, *kind.state, dtype=dtype)  # slot 0 is padding
     outputs: list[list[Tensor]] = [[] for _ in tokens]
     for pieces in steps:
@@ -204,7 +204,7 @@ def alone(lengths: list[int], i: int, steps: int) -> list[list[tuple[int, int, i
 def differences(
     engine: Any, name: str, seed: int, lengths: tuple[int, ...], dtype: torch.dtype = F32, cut: int = 0, segments: int = 1
 ) -> list[str]:
-    """Where the batch and the sequences alone differ in a bit."""
+    """The sequences whose outputs or states have other bits alone than in the batch."""
     kind, rng = KINDS[name], random.Random(seed)
     steps = 0 if kind.step is None else STEPS
     tokens = tokens_of(kind, list(lengths))
