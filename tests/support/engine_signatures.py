@@ -201,7 +201,7 @@ SIGNATURES = {
     (f"{_LAYERS}.merge_state", "merge_state"): "prefix_output, prefix_lse, suffix_output, suffix_lse, output=None, output_lse=None",
 }
 
-# Methods that the plugins wrap for the engines' batch-invariant modes. MULTIMODAL_REGISTRY, a default, is written as None.
+# Methods that the plugins wrap for the engines' batch-invariant modes. A default ... is any.
 _BACKENDS, _SCHEDULER = "vllm.v1.attention.backends", "vllm.v1.core.sched.scheduler"
 _MANAGERS = "sglang.srt.managers"
 BACKENDS = {
@@ -215,7 +215,7 @@ BACKENDS = {
 WRAPPED = {(m, f"{owner}.supports_batch_invariance"): "cls" for m, owners in BACKENDS.items() for owner in owners}
 WRAPPED |= {
     (_SCHEDULER, "Scheduler.__init__"): (
-        "self, vllm_config, kv_cache_config, structured_output_manager, block_size, hash_block_size=None, mm_registry=None, "
+        "self, vllm_config, kv_cache_config, structured_output_manager, block_size, hash_block_size=None, mm_registry=..., "
         "include_finished_set=False, log_stats=False"
     ),
     (_SCHEDULER, "Scheduler.schedule"): "self, throttle_prefills=False",

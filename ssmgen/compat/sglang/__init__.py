@@ -342,7 +342,7 @@ def merge_state(
 
 _MAMBA, _ATTENTION = "sglang.kernels.ops.mamba", "sglang.kernels.ops.attention"
 _LAYERS = "sglang.srt.layers.attention"
-_ENGINE = replacing.Engine(
+_ENGINE: replacing.Engine = replacing.Engine(
     "sglang", "0.5.23",
     [
         replacing.Replacement(f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update),

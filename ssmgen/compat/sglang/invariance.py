@@ -26,7 +26,7 @@ ADVICE = "Nothing was served. Change these, or leave the mode."
 
 
 class _Served:
-    """Of this process's scheduler, if it serves a recurrent model in the mode: prompts are cut at multiples of `grid` tokens; else 0."""
+    """Prompts are cut at multiples of `grid` tokens if this process's scheduler serves a recurrent model in the mode; otherwise it is 0."""
 
     grid = 0
 
@@ -113,8 +113,7 @@ def add_one_req_ignore_eos(original: Callable[..., Any], self: Any, req: Any) ->
 def retract_decode(original: Callable[..., Any], self: Any) -> tuple[list[Any], float, list[Any]]:
     """ScheduleBatch.retract_decode: (requests to compute again later, a ratio, requests to abort).
 
-    In the mode, requests of a recurrent model end with an error of status 503 instead of being computed again: the states of their outputs
-    came from decode steps.
+    Requests of a recurrent model end with status 503 in the mode and are not computed again: decode steps computed their outputs' states.
     """
     retracted, ratio, aborted = original(self)
     if not _Served.grid:

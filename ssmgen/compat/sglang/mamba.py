@@ -39,7 +39,7 @@ def selective_scan(*, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0
 
     x, dt: [T, D]   A: [D, N]   B, C: [T, N]   h0: [D, N], the state before it
     """
-    how = {"initial_states": h0[None], "return_final_states": True} | invariance.whole(_selective_scan)
+    how: dict[str, Any] = {"initial_states": h0[None], "return_final_states": True} | invariance.whole(_selective_scan)
     y, states = _selective_scan(x[None], dt[None], A, B[None], C[None], **how)
     return states[0], y[0]
 

@@ -17,7 +17,7 @@ _MODES: dict[str, Callable[[], bool]] = {}
 
 
 def mode_of(engine: str, is_on: Callable[[], bool]) -> Callable[[], bool]:
-    """Adds an engine's mode to those that `on` asks, and returns it."""
+    """Makes `on` ask for an engine's mode, too; returns it."""
     _MODES[engine] = is_on
     return is_on
 
@@ -45,12 +45,12 @@ def one_function_for_both() -> list[str]:
 
 
 def piece_end(start: int, end: int, limit: int, prompt: int, grid: int) -> int:
-    """Where the piece of a sequence that begins at `start` ends.
+    """The end of a piece of a sequence, in tokens of the sequence.
 
-    start, prompt: tokens before the piece, and of the prompt   end: the scheduler's choice   limit: the largest end that its budget allows
+    start: tokens before the piece   prompt: the prompt's tokens   end: the scheduler's choice   limit: the largest end within its budget
     grid: tokens; a prompt is cut at multiples of it
-    A piece of a prompt ends at such a multiple or at the prompt's end, and leaves no rest of one token: that would run as a decode step,
-    whose bits are others. After the prompt come single tokens: outputs that are computed again ran as decode steps the first time, too.
+    A piece of a prompt ends at such a multiple or at the prompt's end. It leaves no rest of one token, which would run as a decode step and
+    have other bits. Single tokens follow the prompt: outputs that are computed again ran as decode steps the first time, too.
     Returns `start` if the piece has to wait for a larger budget.
     """
     if start >= prompt:

@@ -149,7 +149,7 @@ class Engine:
         """Replaces r in its module, which has been executed, and wherever the engine has imported it to."""
         of_class, _, name = r.name.rpartition(".")
         owner: Any = vars(module).get(of_class) if of_class else module
-        original = None if owner is None else inspect.getattr_static(owner, name, None)  # of a class, inherited ones as well
+        original: Any = None if owner is None else inspect.getattr_static(owner, name, None)  # of a class, inherited ones as well
         kind = next((k for k in (staticmethod, classmethod) if isinstance(original, k)), None)
         plain = original if kind is None else original.__func__
         if plain is None:

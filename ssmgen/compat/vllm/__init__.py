@@ -299,7 +299,7 @@ def _pad(null_block_id: int | None) -> int:
 
 _OPS, _FLA = "vllm.model_executor.layers.mamba.ops", "vllm.third_party.flash_linear_attention.ops"
 _LIGHTNING = "vllm.model_executor.layers.lightning_attn"
-_ENGINE = replacing.Engine(
+_ENGINE: replacing.Engine = replacing.Engine(
     "vllm", "0.33.0",
     [
         replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update),

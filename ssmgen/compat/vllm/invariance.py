@@ -40,8 +40,8 @@ _GATED_DELTA = tuple(
 _ALIGNMENT = f"{_LAYERS}.kda_checkpoint.kda_prefill_checkpoint_alignment"
 _LINEAR = (f"{_LIGHTNING}.lightning_attention", f"{_LIGHTNING}.linear_decode_forward_triton", _NORMS[0])
 
-# The functions of the layers of each backend's class, without those of drafts, which the mode refuses. A class that is not here says what
-# its parent says of itself: nothing of a child's kernels.
+# The functions of the layers of each backend's class, except for drafts, which the mode refuses. A subclass that is not here promises
+# nothing: its kernels are not ours.
 FUNCTIONS: Mapping[str, Sequence[str]] = {
     f"{_BACKENDS}.mamba1_attn.Mamba1AttentionBackend": (*_CONV, _STEP, f"{_LAYERS}.ops.mamba_ssm.selective_scan_fn"),
     f"{_BACKENDS}.mamba2_attn.Mamba2AttentionBackend": (
@@ -61,7 +61,7 @@ FUNCTIONS: Mapping[str, Sequence[str]] = {
     ),
 }  # fmt: skip
 
-# By the kind of a layer's states: tokens between the places where its prompts may be cut. A convolution may be cut anywhere.
+# {kind of states: tokens}: prompts may be cut at multiples of them, a convolution's anywhere. Other kinds: 64.
 GRIDS = {"MAMBA1": invariance.MAMBA1, "SHORT_CONV": 1}
 _BACKEND_FLAGS = {"gdn_prefill_backend": ("triton", "flashinfer"), "kda_prefill_backend": ("triton", "flashkda")}
 _BACKEND_FLAGS |= {"kda_decode_backend": ("triton", "native")}
@@ -129,7 +129,7 @@ def scheduler(
 
 
 def _states(kv_cache_config: Any) -> list[Any]:
-    """What recurrent layers keep: vLLM's MambaSpec of each group and layer that has one."""
+    """The states of recurrent layers: vLLM's MambaSpec of each group, or of each layer in it."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     inner = [each for spec in specs for each in (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()]
     return [spec for spec in inner if hasattr(spec, "mamba_type")]
@@ -180,7 +180,7 @@ def _objections(self: Any, config: Any, states: Sequence[Any], grid: int) -> lis
 def schedule(original: Callable[..., Any], self: Any, throttle_prefills: bool = False) -> Any:
     """Scheduler.schedule: with gated delta rules or KDA, a step of the mode has prompts or decode steps, never both, and they alternate.
 
-    vLLM's layers of this kind (all but Qwen's) run all rows of a step with prompts through the prompts' kernel, whose bits are others.
+    vLLM's layers of this kind (all but Qwen's) run all rows of a step with prompts through the prompts' kernel, which has other bits.
     """
     if getattr(self, "ssmgen_grid", 0) and self.ssmgen_apart:
         prompts = sum(r.num_computed_tokens < r.num_prompt_tokens for r in self.running)
@@ -199,8 +199,11 @@ def split(
     num_new_local_computed_tokens: int = 0,
     num_external_computed_tokens: int = 0,
 ) -> int:
-    """Scheduler._mamba_block_aligned_split: how many tokens of a request come in this step, 0 for none. In the mode, a piece of a prompt
-    ends on the grid; outputs that are computed again after a preemption come one by one, as they did the first time."""
+    """Scheduler._mamba_block_aligned_split: how many tokens of a request come in this step, 0 for none.
+
+    A piece of a prompt ends on the grid in the mode. Outputs that are computed again after a preemption come one by one, as they did the
+    first time.
+    """
     given = (num_new_local_computed_tokens, num_external_computed_tokens)
     if not getattr(self, "ssmgen_grid", 0):
         return original(self, request, num_new_tokens, *given)
@@ -246,8 +249,10 @@ def prefix_hit(original: Callable[..., Any], self: Any, request: Any, max_cache_
 
 
 def cache_blocks(original: Callable[..., None], self: Any, request: Any, num_computed_tokens: int) -> None:
-    """KVCacheCoordinator.cache_blocks: in the mode, blocks of a recurrent model that hold outputs are not kept for other requests. Their
-    states come from decode steps; in another request's prompt these tokens are a prompt's, whose bits are others."""
+    """KVCacheCoordinator.cache_blocks: in the mode, blocks of a recurrent model that hold outputs are not kept for other requests.
+
+    Decode steps computed the states of outputs. In another request's prompt, the prompt's kernel computes them, with other bits.
+    """
     if on() and any(hasattr(manager, "mamba_cache_mode") for manager in self.single_type_managers):
         num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
     original(self, request, num_computed_tokens)

@@ -1,4 +1,4 @@
-"""The batch-invariant mode in vLLM's own scheduler, where vLLM is installed: how it cuts prompts, caches prefixes and repeats preempted
+"""The batch-invariant mode in vLLM's own scheduler and backends, if vLLM is installed: pieces of prompts, cached prefixes and preempted
 requests. No model runs; the answers are made here."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_signatures import BACKENDS
 
 from ssmgen.compat import vllm
 from ssmgen.errors import BatchInvarianceError
@@ -40,10 +41,13 @@ only_on = pytest.mark.parametrize("mode", [True], indirect=True, ids=["on"])
 
 def scheduler_of(
     folder, kind: str = "MAMBA2", budget: int = 256, caching: bool = False, blocks: int = 1000, seqs: int = 8, dtype=torch.float32,
-    block: int = BLOCK, ahead: bool = False, **more,
+    block: int = BLOCK, ahead: bool = False, inner: bool = False, **more,
 ):  # fmt: skip
-    """vLLM's scheduler of a hybrid model of one attention and one recurrent layer. ahead: it schedules a step before it knows the last one's
-    tokens, as vLLM does by default."""
+    """vLLM's scheduler of a hybrid model of one attention and one recurrent layer.
+
+    ahead: it schedules a step before it knows the last one's tokens, as vLLM does by default
+    inner: layers save states inside the last piece of a prompt, too
+    """
     folder.joinpath("config.json").write_text(json.dumps(CONFIG))
     config, interface = import_module("vllm.config"), import_module("vllm.v1.kv_cache_interface")
     kinds = import_module("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
@@ -61,6 +65,7 @@ def scheduler_of(
     state = interface.MambaSpec(
         block_size=block if caching else 2048, shapes=((1, 1), (1, 1)), dtypes=(torch.float16, dtype), mamba_type=kinds[kind],
         mamba_cache_mode=cache.mamba_cache_mode,
+        **({"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if inner else {}),
     )  # fmt: skip
     groups = [interface.KVCacheGroupSpec(["attention"], attention), interface.KVCacheGroupSpec(["recurrent"], state)]
     pools = interface.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -92,12 +97,14 @@ def requests_of(prompts, outputs: int = 20, first: int = 0):
 
 
 def served(scheduler, requests, rng: random.Random, steps: int = 3000) -> SimpleNamespace:
-    """Adds the requests over time and lets the scheduler work until all are done. {id: [(start, end) of each piece]}, the ids of each step
-    with prompts and with decode steps, the number of preemptions, {id: tokens found in the cache}. A cached state must be one that was made:
-    a piece of the same tokens ended there."""
+    """Adds the requests over time and lets the scheduler work until all are done.
+
+    pieces: {id: [(start, end)]}   mixed: steps with prompts and decode steps   cached: {id: tokens found in the cache, at each start}
+    A cached state must be one that was made: a piece of the same tokens ended there.
+    """
     output = import_module("vllm.v1.outputs").ModelRunnerOutput
     late, live, waiting = list(requests), {}, deque()
-    made = scheduler.__dict__.setdefault("made_in_tests", {})  # the requests of which a piece ended after so many tokens
+    made = scheduler.__dict__.setdefault("made_in_tests", {})  # {tokens: requests with a piece that ended there}
     found = SimpleNamespace(pieces={r.request_id: [] for r in requests}, mixed=0, preempted=0, cached={r.request_id: [] for r in requests})
     for _ in range(steps):
         while late and rng.random() < 0.3:
@@ -116,7 +123,12 @@ def served(scheduler, requests, rng: random.Random, steps: int = 3000) -> Simple
             if not found.pieces[i] or found.pieces[i][-1][1] != start:  # it begins, or begins again
                 found.cached[i].append(start)
                 prefix = list(live[i].all_token_ids[:start])
-                assert not start or any(list(r.all_token_ids[:start]) == prefix for r in made.get(start, ())), "a state that nobody made"
+                ended = [
+                    r
+                    for at in (range(start, start + 2049) if scheduler.mamba_has_prefill_checkpoint_blocks else [start])
+                    for r in made.get(at, ())
+                ]
+                assert not start or any(list(r.all_token_ids[:start]) == prefix for r in ended), "a state that nobody made"
             found.pieces[i].append((start, end))
             made.setdefault(end, []).append(live[i])
             kinds.add(start < live[i].num_prompt_tokens)
@@ -132,7 +144,7 @@ def served(scheduler, requests, rng: random.Random, steps: int = 3000) -> Simple
 
 
 def faults(pieces, prompt: int, grid: int) -> list[str]:
-    """What breaks the law among one request's pieces."""
+    """The pieces of one request that break the law."""
     words = []
     for start, end in pieces:
         if start < prompt:
@@ -178,15 +190,15 @@ def test_a_preempted_request_repeats_its_steps_one_by_one(mode, tmp_path, seed, 
     assert bool(broken) != mode, broken
 
 
-@pytest.mark.parametrize("kind", ["MAMBA2", "GDN_ATTN"])
+@pytest.mark.parametrize(("kind", "inner"), [("MAMBA2", False), ("MAMBA2", True), ("GDN_ATTN", True)])
 @pytest.mark.parametrize("ahead", [False, True], ids=["known", "ahead"])
 @pytest.mark.parametrize("seed", range(2))
-def test_cached_prefixes_leave_two_tokens_and_hold_no_outputs(mode, tmp_path, kind, seed, ahead):
+def test_cached_prefixes_leave_two_tokens_and_hold_no_outputs(mode, tmp_path, kind, inner, seed, ahead):
     rng = random.Random(seed)
     shared = [rng.randrange(1000) for _ in range(3 * BLOCK)]
     prompts = [shared[: n * BLOCK] + tail for n, tail in ((3, [1]), (3, [2, 3]), (2, [4]), (1, [5] * 70), (3, [6] * 200), (2, []), (3, []))]
     rng.shuffle(prompts)
-    scheduler = scheduler_of(tmp_path, kind, budget=rng.choice((200, 300, 700)), caching=True, ahead=ahead)
+    scheduler = scheduler_of(tmp_path, kind, budget=rng.choice((200, 300, 700)), caching=True, ahead=ahead, inner=inner)
     requests = requests_of(prompts, outputs=2 * BLOCK)
     found = served(scheduler, requests, rng)
     second = requests_of([list(r.all_token_ids) + [7] * 90 for r in requests], first=100)
@@ -222,3 +234,31 @@ def test_settings_that_change_bits_are_refused(mode, tmp_path, how, words):
 def test_a_short_convolution_alone_needs_no_grid(mode, tmp_path):
     """Its windows are copies of inputs of 16 bits, and it has the same bits in any pieces."""
     assert scheduler_of(tmp_path, "SHORT_CONV", dtype=torch.float16).ssmgen_grid == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(m, n) for m, names in BACKENDS.items() for n in names], ids=lambda text: text.rpartition(".")[2]
+)
+@only_on
+def test_vllm_s_own_backends_promise(mode, module, name):
+    assert getattr(import_module(module), name).supports_batch_invariance()
+    vllm.unregister()
+    assert not getattr(import_module(module), name).supports_batch_invariance()
+
+
+@only_on
+def test_backends_of_other_kernels_promise_nothing(mode):
+    convolution = import_module("vllm.v1.attention.backends.short_conv_attn")
+    assert not convolution.PleShortConvAttentionBackend.supports_batch_invariance()
+    assert convolution.ShortConvAttentionBackend.supports_batch_invariance()
+
+
+@pytest.mark.parametrize("kind", ["MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN"])
+@only_on
+def test_vllm_selects_the_backends(mode, kind):
+    select = import_module("vllm.v1.attention.selector")._cached_get_mamba_attn_backend.__wrapped__
+    kinds = import_module("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
+    assert select(kinds[kind]).supports_batch_invariance()
+    vllm.unregister()
+    with pytest.raises(RuntimeError, match="batch_invariant mode is not supported"):
+        select(kinds[kind])
