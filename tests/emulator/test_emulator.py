@@ -7,39 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_calls import emulate
 from kernel_laws import edited, found_in_words, found_when_planted
 from selection import costly
 from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, small_matrix
 
 from ssmgen import emulator
-from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError, run_source
-from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
-from ssmgen.select import registry
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, KernelSpec, Param
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
-
-
-def problem_of(call):
-    named = call.named
-    return op.problem_of(op.views_of(named, call.options, []), {n: t.data_ptr() for n, t in named.items()}, call.options)
-
-
-def emulate(call, spec, arch=SM90, change=lambda source: source) -> None:
-    """One launch of a variant, through the same argument packing as on a card; `change` edits the text."""
-    named = {n: call.named[n] for n in op.OPERANDS.names if n in call.named}
-    values = op.kernel_values(spec, op.views_of(named, call.options, []), call.options)
-    packed = Arguments(spec, values).at([t.data_ptr() for t in named.values()])
-    grid = call.case.batch * spec.nheads * spec.tiles
-    run_source(change(render(spec, arch)), spec.name, grid, spec.threads, packed, named, ("state", "out"))
-
-
-def select(call, arch=SM90):
-    return registry.select("selective_state_update", problem_of(call), call.case.batch, arch, arch is SM90)
 
 
 # The whole matrix of the GPU tests.
@@ -50,7 +30,7 @@ def select(call, arch=SM90):
 def test_within_rounding_of_float64(case):
     call = make_call(case, "cpu")
     want = expected(call)
-    emulate(call, select(call))
+    emulate(call)
     assert_matches(call, want)
 
 
@@ -59,7 +39,7 @@ def test_within_rounding_of_float64(case):
 def test_without_pdl_for_an_old_architecture(name):
     call = make_call(next(c for c in small_matrix() if c.id == name), "cpu")
     want = expected(call)
-    emulate(call, select(call, SM80), SM80)
+    emulate(call, arch=SM80)
     assert_matches(call, want)
 
 
@@ -74,7 +54,7 @@ def test_without_pdl_for_an_old_architecture(name):
 )
 def test_variants_are_bit_equal(case):
     specs = {}
-    for spec in space(problem_of(make_call(case, "cpu")), SM90):
+    for spec in space(make_call(case, "cpu").built.problem()[0], SM90):
         specs.setdefault((spec.lanes, spec.vec, spec.ilp > 1, spec.prefetch > 0), spec)
     results = []
     for spec in specs.values():
@@ -380,7 +360,7 @@ def test_broken_template(edit):
     call = make_call(case, "cpu")
     want = expected(call)
     with found_in_words(words):
-        emulate(call, select(call), change=edited(old, new, count=1))
+        emulate(call, change=edited(old, new, count=1))
         assert_matches(call, want)
 
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import combine_cases
 import decode_cases
 import la_cases
-import narrow_cases
-import norm_cases
 import odd_sizes
 import pytest
-import ssu_cases
-import ssu_token_cases
 import test_ring as rings
 import torch
 from emulated_calls import emulate
 from selection import costly
-from test_emulator import emulate as emulate_mamba
-from test_emulator import select
+from subjects import is_accurate
 
 import ssmgen
 from ssmgen import emulator
@@ -31,80 +25,24 @@ emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def named(cases):
-    return pytest.mark.parametrize("case", cases, ids=lambda c: c.id)
-
-
-@costly(4)
+@costly(16)
 @emulated
-@named(odd_sizes.linear())
-def test_linear_attention(case):
-    call = la_cases.make_call(case, "cpu")
-    want = la_cases.expected(call)
-    emulate(call)
-    decode_cases.assert_matches(call, want)
-
-
-@costly(4)
-@emulated
-@named(odd_sizes.mamba())
-def test_selective_state_update(case):
-    call = ssu_cases.make_call(case, "cpu")
-    want = ssu_cases.expected(call)
-    emulate_mamba(call, select(call))
-    ssu_cases.assert_matches(call, want)
-
-
-@emulated
-@named(odd_sizes.mamba_tokens())
-def test_selective_state_update_of_several_tokens(case):
-    call = ssu_token_cases.make_call(case, "cpu")
-    want = ssu_token_cases.expected(call)
-    emulate(call)
-    ssu_token_cases.assert_matches(call, want)
-
-
-@emulated
-@named(odd_sizes.narrow())
-def test_states_in_fewer_bits(case):
-    call = narrow_cases.Call(case)
-    emulate(call)
-    narrow_cases.assert_matches(call)
-
-
-@emulated
-@named(odd_sizes.norms())
-def test_gated_rms_norm(case):
-    call = norm_cases.make(case, "cpu")
-    want = norm_cases.expected(call)
-    emulate(call)
-    norm_cases.assert_matches(call, want)
-
-
-@emulated
-@named(odd_sizes.splits())
-def test_combine_splits(case):
-    call = combine_cases.make(case, "cpu")
-    want = combine_cases.expected(call)
-    emulate(call)
-    combine_cases.assert_matches(call, want)
+@pytest.mark.parametrize(("operator", "case"), odd_sizes.CASES, ids=odd_sizes.IDS)
+def test_results_are_within_their_bounds(operator, case):
+    is_accurate(operator, case, "cpu", emulate)
 
 
 @costly(1)
 @emulated
-@named([odd_sizes.LINEAR, next(c for c in odd_sizes.linear() if c.id == "gdn-kv-k66v35")])
+@pytest.mark.parametrize("case", [odd_sizes.LINEAR, next(c for c in odd_sizes.linear() if c.id == "gdn-kv-k66v35")], ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
     """All have one lane map; rows in flight and in a block differ, by the rules and as drawn."""
     case = replace(case, K=35, index=None)
     specs = list(space(la_cases.make_call(case, "cpu").problem, SM90))
     random.Random(1).shuffle(specs)
     assert specs and len({(s.lanes, s.vec) for s in specs}) == 1
-    results = []
-    for spec in [None, *{(s.ilp, s.tile > s.rows_per_step): s for s in specs}.values()][:4]:
-        call = la_cases.make_call(case, "cpu")
-        emulate(call, spec)
-        results.append((narrow_cases.bits(call.kwargs["state"]), narrow_cases.bits(call.kwargs["out"])))
-        assert all(map(torch.equal, results[-1], results[0])), spec
+    specs = [None, *{(s.ilp, s.tile > s.rows_per_step): s for s in specs}.values()][:4]
+    decode_cases.variants_are_equal(la_cases, case, specs)
 
 
 @emulated

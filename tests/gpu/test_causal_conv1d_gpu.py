@@ -11,7 +11,6 @@ import torch
 from card_calls import arch, launch, prepare
 from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHIFT, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_update
 from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, expected, needs_emulator
-from conv_matrices import matrix, update_matrix
 from ssu_cases import BF16, F16, F32
 from varying import named
 
@@ -31,23 +30,6 @@ forward, update = ssmgen.causal_conv1d, ssmgen.causal_conv1d_update
 
 def chosen(call: Call) -> KernelSpec:
     return registry.select(call.op.OPERATOR, call.problem, call.op.FAMILY.size_of(call.views), arch(), arch().number >= 90)
-
-
-@pytest.fixture(scope="module")
-def kernels() -> None:
-    """The kernels of the matrices, loaded."""
-    for family in (matrix(), update_matrix()):
-        calls = [make(case, DEVICE) for case in family]
-        prepare([chosen(call) for call in calls if call.op.FAMILY.size_of(call.views)])
-
-
-@named(*matrix(), *update_matrix())
-def test_within_rounding_of_float64(case, kernels):
-    call = make(case, DEVICE)
-    want = expected(call)
-    call.run()
-    torch.cuda.synchronize()
-    assert_matches(call, want)
 
 
 # The grids of causal-conv1d's own tests, at bounds instead of tolerances.

@@ -26,7 +26,6 @@ from combine_cases import (
     check_special,
     expected,
     make,
-    matrix,
     named,
     needs_emulator,
 )
@@ -58,22 +57,6 @@ LARGE = [
     replace(PAIR, id="cascade", rows=(700, 32), mask=True),
     replace(PAIR, id="cascade-in-place", rows=(700, 32), d_v=512, in_place=True, mask=True),
 ]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> None:
-    """The kernels of the matrix, loaded."""
-    calls = [make(case, DEVICE) for case in (*matrix(), *LARGE)]
-    prepare([chosen(call) for call in calls if op.size_of(call.views)])
-
-
-@named(*matrix(), *LARGE)
-def test_within_rounding_of_float64(case, loaded):
-    call = make(case, DEVICE)
-    want = expected(call)
-    call.run()
-    torch.cuda.synchronize()
-    assert_matches(call, want)
 
 
 @pytest.mark.parametrize("empty_lse", [INF, -INF])

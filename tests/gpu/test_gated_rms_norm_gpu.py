@@ -10,7 +10,7 @@ import torch
 from bits import bits
 from bits import same as equal
 from card_calls import arch, far, launch, needs_pdl, prepare, waits_for_its_producer
-from norm_cases import F16, F32, GDN, KDA, MAMBA, PLAIN, Call, assert_matches, expected, make, matrix, named
+from norm_cases import F16, F32, GDN, KDA, MAMBA, PLAIN, Call, assert_matches, expected, make, named
 
 import ssmgen
 from ssmgen.bench.timing import host_us
@@ -37,22 +37,6 @@ LARGE = [
     replace(PLAIN, id="plain-16384", rows=(200,), size=16384, x=F32, out=F32),
     replace(GDN, id="odd", rows=(777,), groups=3, size=1500, layout="odd", x=F16, gate=F32, out=F16),
 ]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> None:
-    """The kernels of the matrix, loaded."""
-    calls = [make(case, DEVICE) for case in (*matrix(), *LARGE)]
-    prepare([chosen(call) for call in calls if op.size_of(call.views)])
-
-
-@named(*matrix(), *LARGE)
-def test_within_rounding_of_float64(case, loaded):
-    call = make(case, DEVICE)
-    want = expected(call)
-    call.run()
-    torch.cuda.synchronize()
-    assert_matches(call, want)
 
 
 VARIED = [

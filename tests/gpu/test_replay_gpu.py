@@ -21,10 +21,8 @@ from replay_cases import (
     STEP,
     Call,
     assert_matches,
-    at_shapes,
     expected,
     make,
-    matrix,
     same,
     shaped,
 )
@@ -54,22 +52,6 @@ def equal(a: Call, b: Call) -> list[str]:
 
 
 # Against float64. Outputs are f32, so that bits dropped by the tensor cores would show.
-
-
-@pytest.fixture(scope="module")
-def kernels() -> None:
-    """The kernels of the matrices, loaded."""
-    calls = [make(case, DEVICE) for case in (*matrix(), *at_shapes())]
-    prepare([chosen(call) for call in calls if op.FAMILY.size_of(call.views)])
-
-
-@named(*matrix(), *at_shapes())
-def test_within_rounding_of_float64(case, kernels):
-    call = make(case, DEVICE)
-    want = expected(call)
-    call.run()
-    torch.cuda.synchronize()
-    assert_matches(call, want)
 
 
 @pytest.mark.parametrize(("precision", "scale"), [("bf16x2", 2.0**4), ("bf16", 2.0**12)])

@@ -87,3 +87,14 @@ def splits() -> list[combine_cases.Case]:
         *combine_cases.vary(PREFIX, d5={"d_v": 5, "skip_single": True, "mask": True}, d130={"d_v": 130}),
         *combine_cases.vary(PAIR, d7={"d_v": 7}, in_place={"d_v": 515, "in_place": True, "o": F32, "out": F32}),
     ]
+
+
+CASES = [
+    (operator, case)
+    for operator, cases in {
+        "linear_attention": linear(), "selective_state_update": mamba(), "several_tokens": mamba_tokens(), "fewer_bits": narrow(),
+        "gated_rms_norm": norms(), "combine_splits": splits(),
+    }.items()
+    for case in cases
+]  # fmt: skip
+IDS = [f"{operator}-{case.id}" for operator, case in CASES]

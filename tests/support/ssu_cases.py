@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import ssmgen
 from ssmgen.engine.recurrences.mamba.reference import reference
 from ssmgen.engine.recurrences.reference import softplus
 from ssmgen.families.selective_state_update.views import Options, views_of
@@ -151,6 +153,13 @@ class Call:
         names = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
         tensors = dict(zip(names, self.args, strict=False)) | {k: v for k, v in self.kwargs.items() if isinstance(v, Tensor)}
         return {k: v for k, v in tensors.items() if v is not None}
+
+    @property
+    def built(self) -> Any:
+        return ssmgen.selective_state_update.build(*self.args, **self.kwargs)
+
+    def run(self) -> Tensor:
+        return ssmgen.selective_state_update(*self.args, **self.kwargs)
 
     @property
     def options(self) -> Options:
