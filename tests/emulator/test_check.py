@@ -232,7 +232,9 @@ def test_a_trial_without_an_operand_says_which_one_and_where_to_make_it():
     made = dict.fromkeys(spec.operands(), torch.zeros(1))
     assert list(ordered(spec, made)) == list(spec.operands())
     del made["dt"], made["B"]
-    with pytest.raises(TrialError, match=r"the trial of selective_state_update makes no dt, B; expected all operands .* Make it in trial\.py\."):
+    with pytest.raises(
+        TrialError, match=r"the trial of selective_state_update makes no dt, B; expected all operands .* Make it in trial\.py\."
+    ):
         ordered(spec, made)
 
 

@@ -291,8 +291,8 @@ def test_compiled_whole(case):
         ("final", {"tokens": Tokens.RAGGED, "cu_seqlens": Index.I32}, "tokens is ragged; expected one or many"),
         ("final", {"update": Update.EACH, "pool": PoolMode.SPLIT}, "; expected accepted if and only if update is each"),
         ("final", {"intermediate_indices": Index.I32}, " and intermediates is no; expected both or neither"),
-        ("rows", {"conv_rows": Index.NONE}, " and intermediate_indices is "),
-        ("kept", {"ilp": 1}, ", the rows in flight: several tokens keep all rows of a tile in registers"),
+        ("rows", {"conv_rows": Index.NONE}, "conv_rows is none and intermediate_indices is "),
+        ("kept", {"ilp": 1}, "the rows in flight: several tokens keep all rows of a tile in registers"),
         (
             "final",
             {"dim_k": 1024, "lanes": 32, "ilp": 4, "tile": 4, "conv_tokens": 8, "chunk": 8},

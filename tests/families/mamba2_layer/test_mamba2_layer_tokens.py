@@ -262,7 +262,7 @@ def test_problems_say_what_a_call_asks_for():
     assert (final.conv.tokens, final.conv.windows, final.pool, final.intermediates) == (3, Saved.NO, PoolMode.SINGLE, False)
     assert (verify.conv.windows, verify.conv.rows, verify.intermediate_indices) == (Saved.RUNS, Index.I32, Index.I32)
     assert (accepted.accepted, accepted.pool, accepted.conv.len, accepted.conv.layout) == (Index.I32, PoolMode.SPLIT, 5, StateLayout.RUNS)
-    assert posed(ACCEPTED, extra=1).conv.layout is StateLayout.ANY, ", since a kernel rewrites the whole run"
+    assert posed(ACCEPTED, extra=1).conv.layout is StateLayout.ANY, "all of a run is rewritten"
     assert posed(VERIFY, kept=None).intermediate_indices is Index.NONE and posed(VERIFY, saved="").conv.rows is Index.NONE
     assert posed(VERIFY, saved="any").conv.windows is Saved.ANY and posed(VERIFY, slot_gap=1).state_loads is Loads.ELEMENT
 
@@ -312,7 +312,7 @@ def test_compiled_whole():
         ("accepted", {"update": Update.FINAL}, "expected accepted if and only if update is each"),
         ("final", {"update": Update.EACH, "pool": PoolMode.SPLIT}, "expected accepted if and only if update is each"),
         ("final", {"conv_rows": Index.I32}, " and conv_windows is no; expected saved windows"),
-        ("rows", {"conv_rows": Index.I64}, " and intermediate_indices is "),
+        ("rows", {"conv_rows": Index.I64}, "conv_rows is i64 and intermediate_indices is "),
         ("final", {"cu_seqlens": Index.I32}, "cu_seqlens or parents is set; expected none"),
         ("tiles", {"tile": 8}, ", the rows in flight: several tokens keep all rows of a tile in registers"),
         ("final", {"x": DType.F16}, "; expected one dtype: they are one tensor"),
