@@ -1,4 +1,4 @@
-"""What matters for a bug report."""
+"""Facts for a bug report: versions, devices and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling ahead of time: build, generate; and what there is to build for: models, env."""
+"""Commands that compile kernels before their use, build and generate, and that describe models and machines: models, env."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build(
     caller: str | None, max_batch: int, max_spill: int, jobs: int | None, out: Path | None, dry_run: bool, lease: float, as_json: bool,
     **call: Any,
 ) -> None:  # fmt: skip
-    """Compile a model's kernels ahead of time, without a GPU.
+    """Compile a model's kernels before their use, without a GPU.
 
     Ship the directory that --out writes, and name it in SSMGEN_CACHE_PATH. Processes started by torchrun share the work.
     """
@@ -125,7 +125,7 @@ def build(
 
 
 def _built_by_crew(seat: Seat, asked: reporting.Work, cache: Cache, jobs: int | None, max_spill: int, lease: float, as_json: bool) -> int:
-    """This process's share of a build, and, if it is the one that publishes, what the command prints; the exit code of all."""
+    """Builds this process's share. The publishing process also prints the command's output. Returns the exit code of all processes."""
     from ..variants.build import build_share, built_by_all
 
     work = list(asked)
@@ -175,9 +175,9 @@ def prepared(out: Path) -> Path:
 
 
 def _interrupted(kept: int | None, count: int, cache: Cache) -> NoReturn:
-    """Ends the process at once: nobody waits for what NVRTC is at, and joining that may take many seconds.
+    """Ends the process at once: joining a running compilation may take many seconds, and its result is not needed.
 
-    kept: None if others have a part in it.
+    kept: the number of kept variants; None if several processes share the build.
     """
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -59,7 +59,7 @@ def cache_ls(as_json: bool) -> None:
 def cache_verify(remote: bool) -> None:
     """Check every entry's digest, key and permissions.
 
-    Exits with 1 if an entry cannot be used. Such an entry is replaced when it is needed."""
+    Exits with 1 if an entry cannot be used. The next use replaces it."""
     if remote:
         _verify_remote()
     wrong = [item for layer in shared_cache().layers for item in verify(layer)]
@@ -179,5 +179,5 @@ def _remove(max_bytes: float, stale_seconds: float) -> None:
 
 
 def _shown(text: Any) -> str:
-    """Names of files may hold anything; what a terminal would obey, or cannot show, is escaped."""
+    """The text with control characters escaped: file names may contain any."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))

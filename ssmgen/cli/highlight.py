@@ -1,4 +1,4 @@
-"""Colours for what `show` and `diff` print: CUDA, PTX, SASS and differences, by pygments."""
+"""Colours for the output of `show` and `diff`: CUDA, PTX, SASS and differences, by pygments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pygments.lexer import Lexer, RegexLexer
 from pygments.lexers import CudaLexer, DiffLexer, PtxLexer
 from pygments.token import Comment, Error, Generic, Keyword, Name, Number, Operator, Punctuation, String, Text, Token, Whitespace
 
-# Of a terminal's own sixteen, those that can be read on a light and on a dark background.
+# The terminal colours, among its sixteen, that are readable on a light and on a dark background.
 _TERMINAL = {
     Token: "",
     Comment: "brightblack",
@@ -36,7 +36,7 @@ _TERMINAL = {
 
 
 class SassLexer(RegexLexer):
-    """What nvdisasm prints: address, predicate, opcode with modifiers, operands; labels on lines of their own."""
+    """The output of nvdisasm: address, predicate, opcode with modifiers, operands; labels on separate lines."""
 
     name = "SASS of nvdisasm"
     tokens: ClassVar = {
@@ -62,7 +62,7 @@ class SassLexer(RegexLexer):
 
 
 class Plain(Filter):
-    """Leaves what has no colour as plain text: a third of the HTML. So are errors: the PTX lexer does not know predicates."""
+    """Leaves tokens without a colour as plain text, which saves a third of the HTML. Errors too: the PTX lexer does not know predicates."""
 
     KINDS = (Whitespace, Punctuation, Error, Name, Name.Variable, Operator)
 

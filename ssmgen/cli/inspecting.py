@@ -134,7 +134,7 @@ def explain(
 
     Names the rule that chose it, and the reason why each other rule did not apply.
 
-    For an operator over prompts, --tokens is their length: 2048 if it is not given.
+    --tokens is the prompt's length for operators over prompts. Default: 2048.
     """
     from ..launch import runtime
     from ..select import registry

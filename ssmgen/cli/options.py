@@ -149,7 +149,7 @@ def refuse_others(name: str, given: Mapping[str, Any]) -> None:
 
 
 def wanted_of(states: Any, io: str, indices: Any, pools: Any, no_update: bool, **more: Any) -> tuple[Wanted, set[str]]:
-    """What the options of `with_model` say, and the fields among it that somebody gave. Raises click.UsageError."""
+    """(the request of the options of `with_model`, the fields that were given). Raises click.UsageError."""
     if more["window"] and not more["replay"]:
         raise click.UsageError("--window is given without --replay; expected both")
     enums = {name: enum(more[name]) for name, enum in (("layout", Layout), ("ring", Ring)) if more[name]}

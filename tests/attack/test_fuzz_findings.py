@@ -128,7 +128,7 @@ def test_a_layers_window_holds_its_history(layer, form):
         ("sglang.selective_state_update-step", {"disable_state_update": "no"}, "disable_state_update is a str; expected True or False"),
         ("sglang.fused_sigmoid_gating_delta_rule_update-kda", {"a": rand(7)}, r"- g is \[7\]"),
         ("causal_conv1d.causal_conv1d_varlen_states", {"state_len": -1}, "state_len is -1"),
-        ("causal_conv1d.causal_conv1d_varlen_states", {"cu_seqlens": torch.tensor([0.0, 2.0])}, "; expected"),
+        ("causal_conv1d.causal_conv1d_varlen_states", {"cu_seqlens": torch.tensor([0.0, 2.0])}, "cu_seqlens is float32 on cpu; expected"),
     ],
 )  # fmt: skip
 def test_drop_in_functions_check_before_they_look(id, change, words):

@@ -86,7 +86,7 @@ def bad(change: dict, **case) -> str:
             {"state_indices": torch.zeros(5, dtype=torch.int32), "dst_state_indices": torch.zeros(5, dtype=torch.int64)},
             "state_indices is torch.int32 and dst_state_indices is torch.int64",
         ),
-        ({"state": lambda n: n["state"][:3]}, ", one per sequence of the batch"),
+        ({"state": lambda n: n["state"][:3]}, "state has 3 slots; expected 5, one per sequence of the batch"),
         (
             {"state": lambda n: n["state"].transpose(2, 3).contiguous().transpose(2, 3)},
             "state has strides [32768, 8192, 1, 64]; expected dense last three axes, [8192, 128, 1]",

@@ -324,8 +324,8 @@ X, (W, BIAS) = randn(2, DIM, 5), taps(4)
         (ArgumentError, lambda: causal_conv1d_fn(X, W, None, None, None, True, torch.zeros(1, DIM, 3)), "final_states_out is"),
         (ArgumentError, lambda: causal_conv1d_fn(X[0], W), r"x is \[12, 5\]; expected \[batch, dim, length\]"),
         (ArgumentError, lambda: causal_conv1d_fn(X, W, seq_idx=torch.zeros(2, 5, dtype=torch.int64)), "seq_idx is int64"),
-        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(2, DIM, 2), W), ", of state_len 2; expected width - 1 ="),
-        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(1, DIM, 3), W), ", one per sequence of the batch"),
+        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(2, DIM, 2), W), "of state_len 2; expected width - 1 = 3 or more"),
+        (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(1, DIM, 3), W), "conv_state has 1 slots; expected 2, one per sequence"),
         (ArgumentError, lambda: causal_conv1d_update(X, torch.zeros(2, DIM, 3, dtype=BF16), W), "conv_state is bfloat16"),
         (ArgumentError, lambda: causal_conv1d_varlen_states(X, torch.tensor([0, 5]), 3), r"x is \[2, 12, 5\] and cu_seqlens \[2\]; "
             r"expected \[total, dim\] and \[batch \+ 1\]"),

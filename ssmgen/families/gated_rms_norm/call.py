@@ -86,7 +86,7 @@ def _groups_of(x: Tensor, group_size: int | None, problems: list[str]) -> tuple[
         problems.append(f"x is {list(x.shape)}, with groups of {size} elements; expected 1 … {MAX_GROUP}")
         return None
     if x.shape[-1] % size:
-        problems.append(f"x is {list(x.shape)}and group_size {size}; expected a divisor of the last axis")
+        problems.append(f"x is {list(x.shape)} and group_size {size}; expected a divisor of the last axis")
         return None
     if size != x.shape[-1] or group_size is not None:
         return x.shape[-1] // size, size

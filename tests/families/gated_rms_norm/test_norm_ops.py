@@ -31,7 +31,7 @@ def problems(**changes) -> list[str]:
         ({"weight": torch.zeros(64, dtype=torch.int32)}, "weight is torch.int32; expected float32"),
         ({"x": torch.zeros(())}, "x is []; expected [*rows, groups, size]"),
         ({"x": torch.zeros(2, 16388)}, "x is [2, 16388], with groups of 16388 elements; expected 1 … 16384"),
-        ({"group_size": 48}, "x is [2, 4, 64]and group_size 48; expected a divisor of the last axis"),
+        ({"group_size": 48}, "x is [2, 4, 64] and group_size 48; expected a divisor of the last axis"),
         ({"group_size": 0}, ", with groups of 0 elements; expected 1 …"),
         ({"group_size": 32.0}, "group_size is 32.0; expected an integer or None"),
         ({"gate": torch.zeros(2, 256)}, "gate is [2, 256]; expected the shape of x = [2, 4, 64]"),

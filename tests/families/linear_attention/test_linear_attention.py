@@ -149,7 +149,7 @@ WRONG = [
     ({"state": lambda n: n["state"][0]}, "state is [4, 64, 128]; expected [slots, heads, V, K]"),
     ({"state": lambda n: n["state"][:, :3]}, "state has 3 heads; expected a multiple of the 2 of q and k"),
     ({"state": lambda n: n["state"][:1].expand(5, -1, -1, -1)}, "which overlap"),
-    ({"state": lambda n: n["state"].mT.contiguous().mT}, "; expected dense last two axes,"),
+    ({"state": lambda n: n["state"].mT.contiguous().mT}, "expected dense last two axes, ["),
     ({"state_layout": "kv"}, "in layout 'kv', of K = 64; expected"),
     ({"state_layout": "vkv"}, "state_layout is 'vkv'; expected 'vk' or 'kv'"), ({"scale": "one"}, "scale is 'one'; expected a number"),
     ({"state_indices": None}, "dst_state_indices is given without state_indices"), ({"q": None}, "q is a NoneType; expected a tensor"),
@@ -160,7 +160,7 @@ WRONG = [
     ({"num_accepted_tokens": INT}, "state_indices is [5]; expected [batch, columns], of which num_accepted_tokens picks one, = [5, "),
     ({"num_accepted_tokens": INT, "state_indices": INT[:, None].expand(5, 2), "dst_state_indices": None}, "columns of state_indices; "
         "expected a slot to write"),
-    ({"state_indices": None, "dst_state_indices": None, "state": lambda n: n["state"][:4]}, ", one per sequence of the batch"),
+    ({"state_indices": None, "dst_state_indices": None, "state": lambda n: n["state"][:4]}, "state has 4 slots; expected 5"),
     ({"update_state": False}, "dst_state_indices is given with update_state=False, which writes no state"),
     ({"cu_seqlens": INT}, "q is [5, 3, 2, 128] with cu_seqlens"),
     ({"intermediate_states": torch.zeros(5, 2, 4, 64, 128)}, "intermediate_states is [5, 2, 4, 64, 128]; expected [batch, tokens or more,"),

@@ -200,7 +200,7 @@ WRONG = [
     ({"B": lambda n: n["B"][:, :, :1].expand(-1, -1, 3, -1)}, "B is [6, 4, 3, 128] but heads 4 is not a multiple of its groups 3"),
     ({"state": lambda n: n["state"][:, 0]}, "; expected [slots, heads, headdim, d_state]"),
     ({"state": lambda n: n["state"][:1].expand(8, -1, -1, -1)}, "which overlap"),
-    ({"state_indices": None, "state": lambda n: n["state"][:5]}, ", one per sequence of the batch"),
+    ({"state_indices": None, "state": lambda n: n["state"][:5]}, "state has 5 slots; expected 6, one per sequence"),
     ({"dst_state_indices": INT.long()}, "state_indices is torch.int32 and dst_state_indices is torch.int64"),
     ({"dst_state_indices": INT[:, None]}, "dst_state_indices is [6, 1]; expected [batch] = [6] or [batch, tokens] = [6, 4]"),
     ({"dst_state_indices": INT, "update_state": False}, "dst_state_indices is given with update_state=False, which writes no state"),
