@@ -291,7 +291,11 @@ MISTAKES = {
         "shared memory",
     ),
     "sums take the place of what is read": ("  __syncthreads();  // the memory of q is free\n", "", "shared memory"),
-    "sums are read early": ("  __syncthreads();\n\n  // Each warp computes a column", "\n  // Each warp computes a column", "shared memory"),
+    "sums are read early": (
+        "  __syncthreads();\n\n  // Each warp computes a column",
+        "\n  // Each warp computes a column",
+        "shared memory",
+    ),
     "upstream is not waited for": ("\n  wait_for_upstream();", "\n", "wait"),
     "rows behind the end": ("first + row < rows && ", "true && ", "beyond|outside|operand"),
     "gates behind the end": ("min(first_token + row + n, rows - 1)", "first_token + row + n", "beyond|outside|operand"),

@@ -282,7 +282,11 @@ EDITS = {
     "no wait for copies": ("wait_copies<kStages - 3>();", "", "has not waited for the copy"),
     "a barrier too few": ("meet(1, kThreads);  // all threads see chunk n", "__syncwarp();  // all threads see chunk n", "shared memory"),
     "a role meets one time less": ("n < chunks + 1; ++n) {", "n < chunks; ++n) {", "waits at barrier 1, at which 64 of 192 threads are"),
-    "a role waits for fewer": ("meet(1, kThreads);  // all threads see chunk n", "meet(1, 128);  // all threads see chunk n", "than the 128 threads that it is for"),
+    "a role waits for fewer": (
+        "meet(1, kThreads);  // all threads see chunk n",
+        "meet(1, 128);  // all threads see chunk n",
+        "than the 128 threads that it is for",
+    ),
     "each role by itself": (
         "meet(1, kThreads);  // all threads see chunk n",
         "meet(1 + (warp < kWalkers), warp < kWalkers ? 64 : 128);  //",
