@@ -380,9 +380,7 @@ delta_g_h64v128k128g16_bf16_many_l16v8i4t32x128_b0e32a57(
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) {  // offset from `state`
-    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDimK;
-  };
+  const auto element_of = [&](int step, int i) { return (int(existing(row_of(step, i))) - int(first_row)) * kDimK; };  // offset from `state`
   Rows next;
 
   __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot

@@ -425,9 +425,7 @@ gdn_layer_t4_h64v128k128g16_bf16_each_l16v8i4t64x256_1428fab3(
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) {  // offset from `state`
-    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDimK;
-  };
+  const auto element_of = [&](int step, int i) { return (int(existing(row_of(step, i))) - int(first_row)) * kDimK; };  // offset from `state`
   Rows next;
 
   const bool in_range = accepted >= 1 && accepted <= columns;

@@ -412,9 +412,7 @@ mamba2_layer_t4_h128p64n128g8_bf16_each_l16v8i4t64x256_0c888030(
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) {  // offset from `state`
-    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
-  };
+  const auto element_of = [&](int step, int i) { return (int(existing(row_of(step, i))) - int(first_row)) * kDState; };  // offset from `state`
   Rows next;
 
   const bool in_range = accepted >= 1 && accepted <= columns;

@@ -322,9 +322,7 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
     Pack<f32, kVec> A[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) {  // offset from `state`
-    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
-  };
+  const auto element_of = [&](int step, int i) { return (int(existing(row_of(step, i))) - int(first_row)) * kDState; };  // offset from `state`
   const auto load_A = [&](Rows& rows, int step) {
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {

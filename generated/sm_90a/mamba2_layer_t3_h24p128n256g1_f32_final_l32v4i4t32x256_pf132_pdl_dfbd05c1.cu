@@ -435,9 +435,7 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_dfbd05c1(
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) {  // offset from `state`
-    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
-  };
+  const auto element_of = [&](int step, int i) { return (int(existing(row_of(step, i))) - int(first_row)) * kDState; };  // offset from `state`
   Rows next;
 
   const State* src = state + slot * state_slot;
