@@ -65,8 +65,8 @@ def _by_name(rule: Rule, names: Sequence[str], args: Sequence[Any], kwargs: Mapp
     given: dict[str, Any] = dict(zip(names, args, strict=False))
     given.update(kwargs)
     for name, fields in rule.tuples.items():
-        if isinstance(given.get(name), (tuple, list)):
-            given.update({f"{name}.{field}": t for field, t in zip(fields, given.pop(name), strict=True)})
+        if isinstance(given.get(name), (tuple, list)) and len(given[name]) <= len(fields):  # the function reports more items
+            given.update({f"{name}.{field}": t for field, t in zip(fields, given.pop(name), strict=False)})
     return given
 
 
@@ -232,7 +232,7 @@ class Sharding:
         local = {n: self._local(n, v, here) if n in self.wanted else v for n, v in given.items()}
         for name, fields in self.rule.tuples.items():
             if f"{name}.{fields[0]}" in local:
-                local[name] = tuple([local.pop(f"{name}.{field}") for field in fields])
+                local[name] = tuple([local.pop(f"{name}.{field}") for field in fields if f"{name}.{field}" in local])
         return local
 
     def over_tokens(self, function: Callable[..., Any], given: Mapping[str, Any], local: dict[str, Any]) -> Any:
@@ -288,6 +288,8 @@ class Sharding:
         mesh = self._mesh(given)
         returned = local if isinstance(local, tuple) else (local,)
         names = [n for n in self.rule.returns if n not in self.rule.asked or given.get(self.rule.asked[n])]
+        if len(returned) > len(names):  # one name for several outputs
+            names = [f"{n}.{field}" for n in names for field in self.rule.tuples.get(n, ())]
         found = tuple([self._distributed(given.get(n), n, t, mesh) for n, t in zip(names, returned, strict=False)])
         return found if isinstance(local, tuple) else found[0]
 
