@@ -49,6 +49,7 @@ from .families.replay_selective_state_update.call import materialize_selective_s
 from .families.replay_selective_state_update.call import replay_selective_state_update as replay_selective_state_update
 from .families.selective_scan.call import selective_scan as selective_scan
 from .families.selective_state_update.call import selective_state_update as selective_state_update
+from .families.skinny_linear.call import skinny_linear as skinny_linear
 from .select.registry import stats as stats
 
 __version__: str

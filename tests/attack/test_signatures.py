@@ -21,7 +21,12 @@ from ssmgen.families.linear_attention.operands import FUNCTIONS
 KEYWORDS = {name: list(signature(function).parameters) for name, function in BY_NAME.items()}
 RINGED = ("gated_delta_rule", "delta_rule", "kda")
 VERIFYING = {"ring", "parents", "intermediate_state_indices"}  # of these alone
-RESULTS = (Tensor, Tensor | tuple[Tensor, Tensor], Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor])
+RESULTS = (
+    Tensor,
+    Tensor | tuple[Tensor, ...],
+    Tensor | tuple[Tensor, Tensor],
+    Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor],
+)
 POOLED = tuple(name for name, function in FUNCTIONS.items() if not function.commit)
 
 

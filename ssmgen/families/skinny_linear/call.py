@@ -1,0 +1,186 @@
+"""skinny_linear on torch tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...calls import checks
+from ...calls.checks import DTYPES
+from ...calls.dispatch import callers
+from ...calls.operator import operator, run
+from ...calls.planning import Family
+from ...errors import ArgumentError
+from ...spec.kernel import Loads
+from .fma import FmaSpec
+from .operands import BIASES, MOST, OPERANDS, OUTS, WEIGHTS, WORDS
+from .problem import MAX_K, OPERATOR, ROWS, SkinnyProblem
+from .reference import skinny_linear as reference
+from .spec import tiles_of
+
+
+class Options(NamedTuple):
+    """All arguments of a call are tensors."""
+
+
+@operator(like="x")
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    *,
+    out: Tensor | Sequence[Tensor] | None = None,
+    pdl: bool | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """out = x weight^T + bias, for 1 to 16 rows of x: the products of a decode step, at the speed of memory.
+
+    The weights are constant: the kernel loads them before the previous kernel in the stream has ended, if that kernel allows it (`pdl`). A
+    weight must not be an output of that kernel. Sums are f32, in one order: a row of x has the same bits in every batch and in every
+    variant. Tensor cores multiply 16-bit weights from sm_90 on; f32 weights, and older GPUs, have another order of sums.
+
+    x: [*rows, K] f32, f16 or bf16, 1 … 16 rows in all. K is contiguous, and rows have one distance; K is a multiple of 8
+    weight: [N, K] of x's dtype, K contiguous, rows at multiples of 16 bytes; N is a multiple of 8. Or up to four weights of equal K, whose
+        products share a launch: q, k and v of attention, gate and up of an MLP
+    bias: [N] f32, f16 or bf16; one for each weight, of one dtype; None for 0
+    out: [*rows, N] of x's dtype or f32, one for each weight, of one dtype; None for new ones of x's dtype
+    pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Returns out; of several weights, a tuple. CPU tensors run the reference implementation.
+    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
+    kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    """
+    weights, biases, outs = (_listed(given) for given in (weight, bias, out))
+    objections = _objections(weights, biases, outs)
+    if out is None and isinstance(x, Tensor) and x.dim():
+        outs = [x.new_empty((*x.shape[:-1], w.shape[0])) if isinstance(w, Tensor) and w.dim() else None for w in weights]
+    padded = [(*(given[:MOST]), *[None] * (MOST - len(given))) for given in (weights, biases, outs)]
+    tensors = OPERANDS.Tensors(x, *padded[0], *padded[1], *padded[2])
+    returns = (*OUTS[: max(1, min(len(weights), MOST))],)
+    return run(CALLER, tensors, Options(), pdl, returns=returns, objections=objections)
+
+
+def _listed(given: Any) -> list[Any]:
+    return [*given] if isinstance(given, (tuple, list)) else [] if given is None else [given]
+
+
+def _objections(weights: list[Any], biases: list[Any], outs: list[Any]) -> tuple[str, ...]:
+    """Errors in the numbers of tensors."""
+    count, found = len(weights), []
+    if not 1 <= count <= MOST:
+        found.append(f"weight has {count} tensors, not 1 … {MOST}")
+    more = {"bias": biases, "out": outs}
+    found += [f"{n} has {len(given)} tensors for {count} weights" for n, given in more.items() if given and len(given) != count]
+    return tuple(found)
+
+
+def _in_rows(name: str, t: Tensor, problems: list[str]) -> Tensor:
+    """[*rows, K] as [rows, K]."""
+    axes = [(n, s) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n != 1]
+    if t.numel() and any(outer != inner * n for (_, outer), (n, inner) in pairwise(axes)):
+        problems.append(f"{name} has strides {list(t.stride())}: its axes of rows, {list(t.shape[:-1])}, have no common distance")
+        return t
+    return t.as_strided((math.prod(t.shape[:-1]), t.shape[-1]), (axes[-1][1] if axes else t.shape[-1], t.stride(-1)))
+
+
+def _check_weights(named: Mapping[str, Tensor], k: int, problems: list[str]) -> bool:
+    """Whether the shapes of weights, biases and outputs fit x."""
+    fits = True
+    lead = tuple(named["x"].shape[:-1])
+    for weight, bias, out in zip(WEIGHTS, BIASES, OUTS, strict=True):
+        if weight not in named:
+            continue
+        w = named[weight]
+        if w.dim() != 2 or w.shape[1] != k or w.shape[0] % 8 or not w.shape[0]:
+            problems.append(f"{weight} is {list(w.shape)}, not [N, K] with K = {k} and N a positive multiple of 8")
+            fits = False
+            continue
+        n = w.shape[0]
+        if bias in named:
+            fits &= checks.check_shape(bias, named[bias], {"[N]": (n,)}, problems)
+        fits &= checks.check_shape(out, named[out], {"[*rows, N]": (*lead, n)}, problems)
+    return fits
+
+
+def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
+    """x and outputs as [rows, …]. Adds errors to `problems`; the result is usable only if there are none."""
+    if not checks.check_tensors(named, problems):
+        return {}
+    checks.check_types(OPERANDS, named, "x", problems, "this product")
+    x = named["x"]
+    if not x.dim() or x.shape[-1] % 8 or not 8 <= x.shape[-1] <= MAX_K:
+        problems.append(f"x is {list(x.shape)}, not [*rows, K] with K a multiple of 8 up to {MAX_K}")
+        return {}
+    if not _check_weights(named, x.shape[-1], problems):
+        return {}
+    rows = math.prod(x.shape[:-1])
+    if rows > ROWS[-1]:
+        problems.append(f"x is {list(x.shape)}: {rows} rows are more than {ROWS[-1]}. Use torch.nn.functional.linear for them")
+    for names, allowed, words in ((WEIGHTS, (x.dtype,), "x's dtype"), (OUTS, (x.dtype, torch.float32), "x's dtype or float32")):
+        given = [n for n in names if n in named]
+        problems += [f"{n} is {named[n].dtype}, not {words}".replace("torch.", "") for n in given if named[n].dtype not in allowed]
+    for names in (BIASES, OUTS):
+        if len(kinds := {str(named[n].dtype).removeprefix("torch.") for n in names if n in named}) > 1:
+            problems.append(f"{names[0]} has tensors of {' and '.join(sorted(kinds))}; they must have one dtype")
+    for name, t in named.items():
+        if t.stride(-1) != 1 and t.shape[-1] > 1:
+            problems.append(f"{name} has strides {list(t.stride())}; its last axis must be contiguous")
+        if any(s >= 2**32 for s in t.stride()):
+            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+    problems += [
+        f"{n} has rows that are {named[n].stride(0)} elements apart; they must begin at multiples of 16 bytes"
+        for n in WEIGHTS
+        if n in named and named[n].stride(0) * named[n].element_size() % 16
+    ]
+    written = [n for n in OUTS if n in named and checks.overlaps_itself(named[n])]
+    problems += [f"{n} has strides {list(named[n].stride())}: two of its elements share memory" for n in written]
+    return {name: _in_rows(name, t, problems) if name in ("x", *OUTS) else t for name, t in named.items()}
+
+
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> SkinnyProblem:
+    """The problem of checked operands and their addresses. Raises ArgumentError for weights that do not begin at a multiple of 16 bytes."""
+    x = views["x"]
+    if wrong := [name for name in WEIGHTS if name in views and pointers[name] % 16]:
+        names = [WORDS.get(name, name) for name in wrong]
+        raise ArgumentError(OPERATOR, [f"{name} does not begin at a multiple of 16 bytes in memory" for name in names])
+    rows = x.shape[0]
+    return SkinnyProblem(
+        k=x.shape[1],
+        x=DTYPES[x.dtype],
+        out=DTYPES[views["out"].dtype],
+        bias=DTYPES[views["bias"].dtype] if "bias" in views else None,
+        weights=sum(name in views for name in WEIGHTS),
+        rows=next((most for most in ROWS if rows <= most), ROWS[-1]),
+        loads=Loads.VECTOR if checks.aligned(x, pointers["x"], 16 // x.element_size()) else Loads.ELEMENT,
+    )
+
+
+def size_of(views: Mapping[str, Tensor]) -> int:
+    """Rows of all weights; 0 if x has none."""
+    return sum(views[name].shape[0] for name in WEIGHTS if name in views) if views["x"].shape[0] else 0
+
+
+def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
+    counts = [views[name].shape[0] for name in WEIGHTS if name in views]
+    if isinstance(spec, FmaSpec):
+        return -(-sum(-(-n // spec.tile) for n in counts) // spec.warps)
+    return sum(map(tiles_of, counts))
+
+
+def kernel_values(spec: Any, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
+    """Every kernel argument that is not a pointer."""
+    values: dict[str, int | float] = {name.replace("weight", "n"): views[name].shape[0] for name in WEIGHTS if name in views}
+    values |= {"rows": views["x"].shape[0]} | OPERANDS.stride_values(spec, views)
+    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+
+
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+    reference(**views, dtype=dtype)
+
+
+FAMILY = Family(OPERATOR, OPERANDS.written, problem_of, size_of, grid_of, kernel_values, OPERANDS.in_place)
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference, words={OPERATOR: WORDS}).values()

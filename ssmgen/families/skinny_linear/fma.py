@@ -1,0 +1,69 @@
+"""skinny_linear without tensor cores: for weights of f32, and for cards without bulk copies.
+
+A warp has `tile` rows of the weights at once. Its lanes load 16 bytes of each row per step, `depth` steps before they are used; x comes
+from the L1 cache. Each lane sums its elements of all steps in ascending order, one fused multiply-add each; then pairs of lanes
+are added, at distances 16, 8, 4, 2 and 1. All these variants have the same order, which is not the tensor cores'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...spec.kernel import SM90, Arch, Loads, Needs, Pdl, is_pow2, must
+from .spec import SkinnyKernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class FmaSpec(SkinnyKernel):
+    """A problem, and how one variant computes it. No choice here changes a bit of the result of such a kernel."""
+
+    family: ClassVar[str] = "skinny_linear_fma"
+    template: ClassVar[str] = "skinny_linear/fma.cu.j2"
+
+    tile: int  # rows of a weight, of a warp
+    depth: int = 2  # steps that are loaded at once
+    warps: int = 8  # of a block
+    min_blocks: int = 2  # per SM, for which ptxas must leave registers: left to itself, it spills
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        return (self.family,)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(elements=self.loads is Loads.ELEMENT)
+
+    @property
+    def threads_per_block(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def vec(self) -> int:
+        """Elements per lane and step."""
+        return 16 // self.x.size
+
+    @property
+    def steps(self) -> int:
+        return -(-self.k // (32 * self.vec))
+
+    @property
+    def stem(self) -> str:
+        how = f"t{self.tile}d{self.depth}w{self.warps}"
+        return f"skinny_fma_{self.said_problem}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    def violations(self, arch: Arch) -> list[str]:
+        return [
+            *self.faults(),
+            *must(self.tile in (1, 2, 4, 8), f"tile {self.tile} is not 1, 2, 4 or 8"),
+            *must(1 <= self.depth <= 4, f"depth {self.depth} is not 1 … 4"),
+            *must(is_pow2(self.warps) and self.warps <= 16, f"warps {self.warps} are not 1, 2, 4, 8 or 16"),
+            *must(self.tile * self.rows <= 64, f"{self.tile * self.rows} sums of a lane are more than 64"),
+            *must(self.tile * self.depth <= 16, f"{self.tile * self.depth} vectors of a lane are more than 16"),
+            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+        ]
+
+    def constants(self) -> dict[str, Any]:
+        return {"whole": self.k % (32 * self.vec) == 0, "vector": self.loads is Loads.VECTOR, "count": self.weights}

@@ -1,0 +1,163 @@
+"""skinny_linear by tensor cores: products of 1 to 16 rows of x at the speed of memory, for weights of 16 bits.
+
+A block is persistent: it has every gridDim-th tile of 16 rows of the weights, up to `tiles` of them at once, whose sums stay in registers.
+One warp copies pieces of tiles to shared memory with bulk copies, `stages` ahead; eight warps multiply. The same piece of all tiles comes
+before the next piece, so that x is read once for `tiles` tiles. The weights are constant: copies begin before the wait for the upstream
+kernel.
+
+The order of sums is the same in every variant. K is cut into slots of 64. Slots c, c + 8, c + 16, … are chain c, which `mma.sync.m16n8k16`
+sums in ascending order, four products per slot. The eight chains are added pairwise, then the bias. The columns of a product are rows of
+x, which do not depend on each other: a row has the same bits whatever the other rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ...compile.occupancy import LIMITS, SHARED_RESERVED
+from ...spec.kernel import SM90, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, must
+from .operands import OPERANDS
+from .problem import OPERATOR, SkinnyProblem
+
+SLOT, CHAINS, TILE = 64, 8, 16  # elements of a slot; chains; rows of a weight
+PAD = 64  # bytes between rows of a stage: two neighbouring rows use all banks
+REGISTERS, SPARE = 224, 44  # that a thread may have, of 288; those for all but sums and x
+
+
+class SkinnyKernel(KernelSpec, SkinnyProblem):
+    """Common to both kinds of kernels."""
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order."""
+        return OPERANDS.of(self)
+
+    def early_operands(self) -> list[str]:
+        """Weights are constant."""
+        return self.names("weight")
+
+    def parameters(self) -> list[Param]:
+        """Pointers come first."""
+        counts = [Param.u32("rows"), *[Param.u32(name.replace("weight", "n")) for name in self.names("weight")]]
+        return [*OPERANDS.pointers(self), *counts, *OPERANDS.stride_params(self)]
+
+    @property
+    def said_problem(self) -> str:
+        """The part of the name for the problem."""
+        types = self.x.value + ("" if self.out is self.x else f"_{self.out.value}")
+        more = (f"_{self.weights}w" if self.weights > 1 else "") + ("_bias" if self.bias else "")
+        return f"{types}_k{self.k}r{self.rows}{more}{'' if self.loads is Loads.VECTOR else '_any'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkinnySpec(SkinnyKernel):
+    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+
+    family: ClassVar[str] = OPERATOR
+    template: ClassVar[str] = "skinny_linear/skinny_linear.cu.j2"
+
+    tiles: int  # of a block at once
+    stages: int  # pieces of tiles in shared memory
+    slots: int = 1  # of each chain, in a piece
+    held: int = 2  # pieces of x in registers
+    warps: int = 8  # that multiply: each has 8 / warps chains
+    joined: int = 2  # tiles whose sums are in shared memory at once
+    min_blocks: int = 1  # per SM, the next kernel's blocks included: for ptxas
+    pdl: Pdl = Pdl.OFF
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            barriers=True, meetings=True, places=True, elements=self.loads is Loads.ELEMENT, mma=self.x.value
+        )  # fmt: skip
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        return (self.family,)
+
+    @property
+    def stays(self) -> bool:
+        return True
+
+    @property
+    def threads_per_block(self) -> int:
+        return 32 * (self.warps + 1)
+
+    @property
+    def piece(self) -> int:
+        """Elements of a row in a stage."""
+        return SLOT * CHAINS * self.slots
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.k // self.piece)
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words from one row of a stage to the next one."""
+        return (2 * self.piece + PAD) // 4
+
+    @property
+    def sum_words(self) -> int:
+        """Words of the sums of a tile by one warp."""
+        return TILE * (self.rows + 1)
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return 4 * (self.stages * TILE * self.row_words + self.joined * self.warps * self.sum_words)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread for sums and x."""
+        chains, columns = CHAINS // self.warps, self.rows // 8
+        return chains * columns * (4 * self.tiles + 8 * self.held * self.slots)
+
+    @property
+    def stem(self) -> str:
+        how = f"t{self.tiles}s{self.stages}h{self.held}" + (f"x{self.slots}" if self.slots > 1 else "")
+        how += f"w{self.warps}" if self.warps != CHAINS else ""
+        how += f"b{self.min_blocks}" if self.min_blocks > 1 else ""
+        return f"skinny_{self.said_problem}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+
+    def violations(self, arch: Arch) -> list[str]:
+        if problems := [
+            *self.faults(),
+            *must(self.warps in (4, 8), f"warps {self.warps} are not 4 or 8"),
+            *must(self.slots in (1, 2, 4), f"slots {self.slots} are not 1, 2 or 4"),
+        ]:
+            return problems
+        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
+        shared, room = self.dynamic_bytes + 16 * self.stages, REGISTERS // self.min_blocks - SPARE
+        return [
+            *must(self.x is not DType.F32, "tensor cores multiply bf16 and f16, not f32"),
+            *must(arch >= SM90, f"bulk copies need sm_90, not {arch}"),
+            *must(1 <= self.tiles <= 16, f"tiles {self.tiles} are not 1 … 16"),
+            *must(2 <= self.stages <= 32, f"stages {self.stages} are not 2 … 32"),
+            *must(1 <= self.joined <= self.tiles, f"joined {self.joined} is not 1 … {self.tiles}, the tiles"),
+            *must(self.min_blocks in (1, 2), f"min_blocks {self.min_blocks} is not 1 or 2"),
+            *must(1 <= self.held <= self.pieces, f"held {self.held} is not 1 … {self.pieces}, the pieces of a row"),
+            *must(self.registers <= room, f"sums and x take {self.registers} registers, above {room}"),
+            *must(
+                self.min_blocks * (shared + SHARED_RESERVED) <= most + SHARED_RESERVED,
+                f"{self.min_blocks} blocks have no room for {shared} bytes",
+            ),
+            *must(shared <= most, f"{shared} bytes of shared memory exceed the {most} of {arch}"),
+        ]
+
+    def constants(self) -> dict[str, Any]:
+        return {"whole": self.k % self.piece == 0, "vector": self.loads is Loads.VECTOR, "count": self.weights, "columns": self.rows // 8}
+
+
+def of(kind: type[Any], problem: SkinnyProblem, **how: Any) -> Any:
+    """The spec of a class for a problem."""
+    return kind(**{f.name: getattr(problem, f.name) for f in fields(SkinnyProblem)}, **how)
+
+
+def tiles_of(n: int) -> int:
+    """Tiles of a weight of n rows."""
+    return -(-n // TILE)
+
+
+def pdls(arch: Arch) -> Iterator[Pdl]:
+    yield from (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED) if arch >= SM90 else (Pdl.OFF,)

@@ -1,0 +1,28 @@
+"""Trials of skinny_linear: operands from a spec alone, and the call that takes them."""
+
+from __future__ import annotations
+
+import torch
+
+from ...engine.trial import Trial, ordered, trial, wide
+from ...spec.kernel import Loads
+from .call import CALLER, Options
+from .fma import FmaSpec
+from .spec import SkinnyKernel, SkinnySpec
+
+
+def skinny_linear(spec: SkinnyKernel, batch: int, seed: int) -> Trial:
+    """Weights with gaps between their rows, and one more tile than blocks of a few multiprocessors have at once, half of it missing."""
+    g = torch.Generator().manual_seed(seed)
+    rows = min(batch, spec.rows)
+    made = {"x": wide(torch.randn(rows, spec.k, generator=g), spec.x, spec.loads is Loads.ELEMENT)}
+    for i, weight in enumerate(spec.names("weight")):
+        n = 48 * getattr(spec, "tiles", 1) + 8 if i == 0 else 24 * i
+        made[weight] = wide(torch.randn(n, spec.k, generator=g) * spec.k**-0.5, spec.x, False)
+        if spec.bias:
+            made[weight.replace("weight", "bias")] = wide(torch.randn(n, generator=g), spec.bias, True)
+        made[weight.replace("weight", "out")] = wide(torch.full((rows, n), float("nan")), spec.out, True)
+    return trial(CALLER, ordered(spec, made), Options())
+
+
+TRIALS = {SkinnySpec: skinny_linear, FmaSpec: skinny_linear}

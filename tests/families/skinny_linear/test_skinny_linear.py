@@ -1,0 +1,219 @@
+"""skinny_linear: the laws that hold for every variant."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+
+import ssmgen
+from ssmgen import emulator
+from ssmgen.compile.render import render
+from ssmgen.families.skinny_linear import call as op
+from ssmgen.families.skinny_linear.fma import FmaSpec
+from ssmgen.families.skinny_linear.operands import BIASES, OUTS, WEIGHTS
+from ssmgen.families.skinny_linear.problem import SkinnyProblem
+from ssmgen.families.skinny_linear.reference import skinny_linear as reference
+from ssmgen.families.skinny_linear.rules import candidates, space
+from ssmgen.families.skinny_linear.spec import SkinnySpec
+from ssmgen.select import registry
+from ssmgen.spec.arguments import Arguments
+from ssmgen.spec.kernel import Arch, DType, Loads, Pdl, changed
+
+SM90 = Arch.parse("sm_90a")
+NAN = float("nan")
+needs_gxx = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+CASES = [
+    (torch.bfloat16, 1536, (72,), None, 0),
+    (torch.float16, 1000, (24, 8, 40), torch.float32, 1),
+    (torch.float32, 200, (40, 16), torch.float32, 1),
+    (torch.float32, 256, (48,), None, 0),
+]
+IDS = ["bf16", "f16-three-biased-odd", "f32-two-biased-odd", "f32"]
+
+
+def operands(dtype, k, counts, bias, odd, rows, out=None):
+    """Strided x, weights and outputs, with NaN between their rows. odd: elements by which x is shifted in memory."""
+    torch.manual_seed(0)
+
+    def wide(*shape, dtype, shift=0):
+        t = torch.full((*shape[:-1], shape[-1] + 8), NAN, dtype=dtype)[..., shift : shift + shape[-1]]
+        return t.copy_(torch.randn(shape))
+
+    named = {"x": wide(16, k, dtype=dtype, shift=odd)[:rows]}
+    named |= {name: wide(n, k, dtype=dtype) for name, n in zip(WEIGHTS, counts, strict=False)}
+    named |= {name: torch.randn(n).to(bias) for name, n in zip(BIASES, counts, strict=False)} if bias else {}
+    named |= {name: wide(rows, n, dtype=out or dtype).fill_(NAN) for name, n in zip(OUTS, counts, strict=False)}
+    return {name: named[name] for name in op.OPERANDS.names if name in named}
+
+
+def problem_of(named):
+    return op.problem_of(named, {n: t.data_ptr() for n, t in named.items()}, op.Options())
+
+
+def emulate(spec, named):
+    """The outputs of a variant."""
+    fresh = {n: torch.full_like(t, NAN) if n in OUTS else t for n, t in named.items()}
+    packed = Arguments(spec, op.kernel_values(spec, fresh, op.Options())).at([fresh[n].data_ptr() for n in spec.operands()])
+    emulator.run(spec, SM90, op.grid_of(spec, fresh), packed, fresh, tuple(OUTS))
+    return [fresh[n] for n in OUTS if n in fresh]
+
+
+def served(problem, size, arch=SM90):
+    return registry.select("skinny_linear", problem, size, arch, True)
+
+
+def variants(problem):
+    """Variants that differ in every choice, with a wait."""
+    found = [s for s in space(problem, SM90) if s.pdl is Pdl.TRIGGER_LOADED]
+    if isinstance(found[0], FmaSpec):
+        return [s for s in found if (s.tile, s.depth, s.warps) in ((1, 1, 4), (2, 4, 8), (4, 2, 4))]
+    chosen = [s for s in found if (s.tiles, s.stages, s.held, s.slots) in ((1, 4, 1, 1), (2, 4, 2, 1), (3, 6, 1, 2), (1, 4, 2, 2))]
+    return [*chosen, *(changed(s, warps=4) for s in chosen[:1])]
+
+
+@needs_gxx
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_variants_are_bit_equal_and_within_rounding_of_float64(case):
+    dtype, k, *_ = case
+    named = operands(*case, rows=3)
+    exact = {n: t.double() for n, t in named.items()}
+    reference(**exact, dtype=torch.float64)
+    specs = variants(problem_of(named))
+    results = [emulate(spec, named) for spec in specs]
+    assert len(results) >= 3 and len({type(s) for s in specs}) == 1
+    for spec, outs in zip(specs, results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True)), spec
+    # One rounding of the result, and of each f32 sum: of K products of normal numbers.
+    slack = 8 * k**0.5 * torch.finfo(torch.float32).eps * 8
+    for got, name in zip(results[0], OUTS, strict=False):
+        assert torch.allclose(got.double(), exact[name], rtol=torch.finfo(dtype).eps, atol=slack)
+
+
+@needs_gxx
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_row_has_the_same_bits_beside_any_others(case):
+    """The variants that serve 1, 5, 8, 9 and 16 rows agree."""
+    whole = operands(*case, rows=16)
+    n = sum(t.shape[0] for name, t in whole.items() if name in WEIGHTS)
+    all_rows = emulate(served(problem_of(whole), n), whole)
+    for rows in (1, 5, 8, 9):
+        few = {name: t[-rows:] if name in ("x", *OUTS) else t for name, t in whole.items()}
+        problem = problem_of(few)
+        assert problem.rows == (8 if rows <= 8 else 16)
+        for got, want in zip(emulate(served(problem, n), few), all_rows, strict=True):
+            assert torch.equal(got, want[-rows:]), rows
+
+
+@needs_gxx
+@pytest.mark.parametrize("case", CASES[:2], ids=IDS[:2])
+def test_other_rows_do_not_matter_even_if_they_are_nan(case):
+    clean, dirty = operands(*case, rows=9), operands(*case, rows=9)
+    dirty["x"][3].fill_(NAN)
+    dirty["x"][8].fill_(float("inf"))
+    spec = served(problem_of(clean), 72)
+    kept = [0, 1, 2, 4, 5, 6, 7]
+    assert all(torch.equal(a[kept], b[kept]) for a, b in zip(emulate(spec, clean), emulate(spec, dirty), strict=True))
+
+
+@needs_gxx
+def test_several_weights_have_the_bits_of_each_alone():
+    case = CASES[1]
+    together = operands(*case, rows=3)
+    outs = emulate(served(problem_of(together), 72), together)
+    for weight, bias, out, got in zip(WEIGHTS, BIASES, OUTS, outs, strict=False):
+        alone = {"x": together["x"], "weight": together[weight], "bias": together[bias], "out": together[out]}
+        assert torch.equal(emulate(served(problem_of(alone), 24), alone)[0], got), weight
+
+
+@needs_gxx
+def test_more_tiles_than_sums_in_registers():
+    """Blocks take more tiles later: x is loaded again, and the memory of sums is reused."""
+    named = operands(torch.bfloat16, 1536, (200,), None, 0, rows=2)
+    few, many = (SkinnySpec(**_fields(problem_of(named)), tiles=t, stages=4, held=h, joined=1) for t, h in ((1, 1), (6, 3)))
+    assert torch.equal(emulate(few, named)[0], emulate(many, named)[0])
+
+
+def _fields(problem):
+    return {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+
+
+@needs_gxx
+def test_weights_are_read_before_the_wait_and_x_is_not():
+    named = operands(*CASES[0], rows=2)
+    for spec in (served(problem_of(named), 72), served(problem_of(operands(*CASES[3], rows=2)), 48)):
+        text = render(spec, SM90)
+        assert spec.early_operands() == ["weight"]
+        before, after = text[text.index(f"\n{spec.name}(") :].split("wait_for_upstream();")
+        assert "weight" in before and not re.search(r"load_x|read\(x|\(x \+", before) and re.search(r"load_x|read\(x", after)
+    late = served(problem_of(named), 72)
+    with pytest.raises(emulator.EmulatorError, match="wait"):  # the emulator sees a load of x before the wait
+        text = render(late, SM90).replace("  wait_for_upstream();", "  (void)load(x + rows);\n  wait_for_upstream();")
+        packed = Arguments(late, op.kernel_values(late, named, op.Options())).at([named[n].data_ptr() for n in late.operands()])
+        emulator.run_source(
+            text, late.name, 3, late.threads_per_block, packed, named, tuple(OUTS), late.dynamic_bytes, early=late.early_operands()
+        )
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120"])
+def test_tensor_cores_serve_all_sizes_of_both_numbers_of_rows(arch, rows):
+    """Otherwise 8 rows and 9 would have different orders of sums."""
+    for k, n in itertools.product((8, 512, 4096, 28672), (8, 2048, 18560, 262144)):
+        assert isinstance(served(SkinnyProblem(k=k, rows=rows), n, Arch.parse(arch)), SkinnySpec), (k, n)
+
+
+@needs_gxx
+@pytest.mark.parametrize("case", CASES[:2], ids=IDS[:2])
+def test_kernels_of_older_cards_agree_with_float64_and_among_rows(case):
+    whole = operands(*case, rows=9)
+    exact = {n: t.double() for n, t in whole.items()}
+    reference(**exact, dtype=torch.float64)
+    few = {name: t[2:3] if name in ("x", *OUTS) else t for name, t in whole.items()}
+    specs = [
+        FmaSpec(**_fields(problem_of(named)), tile=tile, depth=depth) for named, tile, depth in ((whole, 1, 2), (whole, 2, 4), (few, 4, 1))
+    ]
+    first, second, alone = (emulate(spec, named) for spec, named in zip(specs, (whole, whole, few), strict=True))
+    for one, other, row, name in zip(first, second, alone, OUTS, strict=False):
+        assert torch.equal(one, other) and torch.equal(row[0], one[2])
+        assert torch.allclose(one.double(), exact[name], rtol=torch.finfo(case[0]).eps, atol=1e-3)
+
+
+def test_older_cards_and_f32_use_no_tensor_cores():
+    assert isinstance(registry.select("skinny_linear", SkinnyProblem(k=512), 64, Arch(80), False), FmaSpec)
+    assert isinstance(served(SkinnyProblem(k=512, x=DType.F32, out=DType.F32), 64), FmaSpec)
+    rules = {rule for rule, *_ in candidates(SkinnyProblem(k=512, loads=Loads.ELEMENT), 64, SM90, False)}
+    assert rules == {"tensor-cores", "fma"}
+
+
+def test_the_function_follows_linear():
+    x, w, b = torch.randn(2, 3, 40), [torch.randn(16, 40), torch.randn(8, 40)], [torch.randn(16), torch.randn(8)]
+    linear = torch.nn.functional.linear
+    assert torch.allclose(ssmgen.skinny_linear(x, w[0], b[0]), linear(x, w[0], b[0]), atol=1e-5)
+    outs = ssmgen.skinny_linear(x, w, b)
+    assert isinstance(outs, tuple) and all(torch.allclose(y, linear(x, *p), atol=1e-5) for y, *p in zip(outs, w, b, strict=True))
+    alone = ssmgen.skinny_linear(x[0, 0], w[:1])
+    assert alone.shape == (16,) and torch.allclose(alone, linear(x[0, 0], w[0]), atol=1e-5)
+    half, out = x.bfloat16(), torch.empty(2, 3, 16)
+    assert ssmgen.skinny_linear(half, w[0].bfloat16(), out=out) is out and out.dtype == torch.float32
+    assert ssmgen.skinny_linear(x[:, :0], w[0]).shape == (2, 0, 16)
+
+
+def test_everything_wrong_is_in_one_message():
+    with pytest.raises(ssmgen.errors.ArgumentError) as e:
+        ssmgen.skinny_linear(torch.zeros(17, 40), [torch.zeros(16, 40).half(), torch.zeros(12, 40)], torch.zeros(16))
+    assert len(e.value.problems) == 2 and "bias has 1 tensors for 2 weights" in str(e.value) and "weight[1] is [12, 40]" in str(e.value)
+    with pytest.raises(ssmgen.errors.ArgumentError) as e:
+        ssmgen.skinny_linear(torch.zeros(17, 40), torch.zeros(16, 40).half())
+    assert "17 rows are more than 16" in str(e.value) and "weight is float16, not x's dtype" in str(e.value)
+    with pytest.raises(ssmgen.errors.ArgumentError, match="does not begin at a multiple of 16 bytes"):
+        shifted = torch.zeros(16 * 40 + 1)[1:].view(16, 40)
+        ssmgen.explain(ssmgen.skinny_linear, torch.zeros(2, 40), shifted, arch="sm_90a")
+
+
+def test_what_serves_a_call_is_explained():
+    named = operands(torch.bfloat16, 1536, (72,), None, 0, rows=2)
+    found = ssmgen.explain(ssmgen.skinny_linear, named["x"], named["weight"], out=named["out"], arch="sm_90a")
+    assert found.chosen.rule == "tensor-cores" and found.size == 72

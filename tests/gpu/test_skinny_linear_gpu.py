@@ -1,0 +1,117 @@
+"""skinny_linear on a card: float64, bits over rows and variants, late producers, graphs, torch.compile."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_selective_state_update import after_a_producer, needs_pdl
+
+import ssmgen
+from ssmgen.calls.operator import call_of
+from ssmgen.families.skinny_linear.rules import space
+from ssmgen.launch import runtime
+
+pytestmark = pytest.mark.gpu
+
+DEVICE, BF16, F16, F32 = "cuda", torch.bfloat16, torch.float16, torch.float32
+SHAPES = [(2048, 4096), (4096, 8192), (136, 1000), (18560, 512), (8, 8), (24, 14336)]
+# Norm errors: one rounding, and sums in f32.
+LIMITS = {BF16: 3e-3, F16: 4e-4, F32: 2e-6}
+
+
+def operands(rows, n, k, dtype, spare=8):
+    """x and the weight with NaN between their rows."""
+    torch.manual_seed(0)
+    x, w = (torch.full((m, k + spare), float("nan"), device=DEVICE, dtype=dtype)[:, :k] for m in (rows, n))
+    return x.copy_(torch.randn(rows, k)), w.copy_(torch.randn(n, k) * k**-0.5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_within_rounding_of_float64_and_the_same_bits_beside_any_rows(dtype, shape):
+    x, w = operands(16, *shape, dtype)
+    bias = torch.randn(shape[0], device=DEVICE)
+    want = x.double() @ w.double().t() + bias.double()
+    for out in dict.fromkeys((dtype, F32)):
+
+        def poisoned(rows, out=out):
+            return torch.full((rows, shape[0] + 3), float("nan"), device=DEVICE, dtype=out)[:, : shape[0]]
+
+        whole = ssmgen.skinny_linear(x, w, bias, out=poisoned(16))
+        assert ((whole.double() - want).norm() / want.norm()).item() < LIMITS[out if dtype is not F32 else F32]
+        for start, end, pdl in ((0, 1, None), (3, 4, False), (2, 10, None), (5, 14, False), (15, 16, None), (0, 8, False)):
+            assert torch.equal(ssmgen.skinny_linear(x[start:end], w, bias, out=poisoned(end - start), pdl=pdl), whole[start:end])
+
+
+@pytest.mark.parametrize(("n", "k", "dtype"), [(18560, 4096, BF16), (4096, 8192, BF16), (1000, 1000, F16), (512, 2048, F32)])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_variants_are_bit_equal_over_many_runs(n, k, dtype, rows):
+    """Weights are read from memory: they rotate over more than the L2 cache has."""
+    x, w = operands(rows, n, k, dtype)
+    weights = [w.roll(i, 0) for i in range(max(2, min(6, 2**28 // (n * k))))]
+    outs = [torch.empty(rows, n, device=DEVICE, dtype=dtype) for _ in weights]
+    calls = [call_of(ssmgen.skinny_linear, x, weight, out=out) for weight, out in zip(weights, outs, strict=True)]
+    problem, *_ = calls[0].problem()
+    specs = list(space(problem, runtime.device_arch(torch.cuda.current_device())))
+    want = None
+    for spec in random.Random(0).sample(specs, min(12, len(specs))):
+        launch = calls[0].launch_with(spec)
+        plans = [launch.at(call.pointers) for call in calls]
+        for _ in range(10):
+            for out, plan in zip(outs, plans, strict=True):
+                out.fill_(float("nan"))
+                plan()
+            want = want or [out.clone() for out in outs]
+            assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True)), spec
+
+
+@needs_pdl
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_producer_that_writes_x_late(dtype, rows):
+    x, w = operands(rows, 4096, 2048, dtype, spare=0)
+    out = torch.empty(rows, 4096, device=DEVICE, dtype=dtype)
+    call = SimpleNamespace(args=(out,), kwargs={"out": out}, memory=SimpleNamespace(buffers={"conv": (x,)}))
+    early, late = (
+        [y for y, _ in after_a_producer(call, out.clone(), lambda pdl=pdl: ssmgen.skinny_linear(x, w, out=out, pdl=pdl))]
+        for pdl in (True, False)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(early, late, strict=True)) and not torch.isnan(out).any()
+
+
+def test_a_chain_in_a_graph_has_the_bits_of_single_calls():
+    """Each product reads the last one's output, and may start while that one ends."""
+    x, w = operands(5, 2048, 2048, BF16)
+    weights = [w.roll(i, 0) for i in range(12)]
+    want = x
+    for weight in weights:
+        want = ssmgen.skinny_linear(want, weight, pdl=False)
+        torch.cuda.synchronize()
+    buffers = [torch.empty(5, 2048, device=DEVICE, dtype=BF16) for _ in weights]
+    ssmgen.warm(ssmgen.skinny_linear, x, w, out=buffers[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x
+        for weight, out in zip(weights, buffers, strict=True):
+            y = ssmgen.skinny_linear(y, weight, out=out)
+    for _ in range(20):
+        y.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, want)
+
+
+def test_compiled_and_bound_calls():
+    x, w = operands(3, 256, 512, BF16)
+    want = ssmgen.skinny_linear(x, [w, w[:8]])
+
+    def two(x):
+        return ssmgen.skinny_linear(x, [w, w[:8]])
+
+    assert all(torch.equal(a, b) for a, b in zip(torch.compile(two, fullgraph=True)(x), want, strict=True))
+    out = torch.empty_like(want[0])
+    ssmgen.bind(ssmgen.skinny_linear, x, w, out=out)()
+    assert torch.equal(out, want[0])
