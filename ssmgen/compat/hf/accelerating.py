@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_length: int = 8, strict: bool = False) -> Accelerated:
     """Makes a model of transformers fast: patches it, fuses its layers, loads its kernels; a `generate` replays a CUDA graph per token.
 
+    The model's linear layers multiply up to 16 rows by skinny_linear; weights are not copied, and larger calls stay PyTorch's.
+
     model: of a kind that ssmgen.compat.hf knows, where it will stay. Functions are its modeling file's: other models of its kind are
         patched, too
     batches: sizes whose kernels are loaded now; others are when they come first   prompt_length: tokens of the prompt that this takes

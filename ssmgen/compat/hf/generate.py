@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, PatchError, bullets
+from ...launch import runtime
 from .. import hf
 from . import roles
+from .linears import Linears
 
 ROOM = 256  # tokens of a cache, at least: a longer one means another capture
 GREEDY = {"do_sample": False, "num_beams": 1, "use_cache": True, "num_return_sequences": 1, "return_dict_in_generate": False}
@@ -27,8 +29,8 @@ class Accelerated:
     generate() decodes greedily, with one CUDA graph per token where steps can be captured; `model.generate` is patched and fused.
     """
 
-    def __init__(self, model: Any, patch: hf.Patch, done: list[str], left: list[str], steps: bool):
-        self.model, self.patch = model, patch
+    def __init__(self, model: Any, patch: hf.Patch, linears: Linears, done: list[str], left: list[str], steps: bool):
+        self.model, self.patch, self._linears = model, patch, linears
         self.done, self.left = done, left
         self._steps_are_known = steps
         self._steps: dict[int, Steps] = {}  # by batch size
@@ -93,9 +95,11 @@ class Accelerated:
         return found
 
     def undo(self) -> None:
-        """Puts transformers' own functions back, and frees caches and graphs. A second time: nothing. Raises what Patch.undo does."""
+        """Puts transformers' and PyTorch's own functions back, and frees caches and graphs. A second time: nothing. Raises what Patch.undo
+        does."""
         self._steps.clear()
         self._undone = True
+        self._linears.undo()
         self.patch.undo()
 
     def __enter__(self) -> Accelerated:
@@ -124,18 +128,23 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
     if problems := _wrong(model, sizes, batches, prompt_length):
         raise ArgumentError("accelerate", problems)
     patch = hf.patch(model, fuse=True)
+    linears = Linears(model)
     try:
         if strict and patch.lost:
             lines = bullets([f"{label}: {words}" for label, words in patch.lost.items()])
             raise PatchError(f"accelerate(strict=True) cannot replace all that ssmgen knows of {type(model).__name__}:\n{lines}")
         done, left = _replaced(model, patch)
+        done.append(linears.words)
         device = _device(model)
         if device == "several devices":
             left.append("kernels are not loaded ahead, and steps are not captured: the model is on several devices")
         elif not device.startswith("cuda"):
             left.append(f"kernels are not loaded, and steps are not captured: the model is on {device}, where the reference computes")
         else:
-            count = hf.warm(model, sizes or (), prompt_length, fuse=True)
+            loaded = runtime.loaded_count()
+            hf.warm(model, sizes or (), prompt_length, fuse=True)
+            linears.load(sizes or ())
+            count = runtime.loaded_count() - loaded
             done.append(f"{count} kernels were compiled or loaded, for batches of {', '.join(map(str, sizes or ()))}")
         why = _without_steps(model)
         if why:
@@ -143,9 +152,10 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
         elif device.startswith("cuda"):
             done.append("generate captures a step of each batch size at its first call, and replays it for every token")
     except BaseException:
+        linears.undo()
         patch.undo()
         raise
-    return Accelerated(model, patch, done, left, steps=not why)
+    return Accelerated(model, patch, linears, done, left, steps=not why)
 
 
 def _wrong(model: Any, sizes: list[Any] | None, batches: Any, prompt_length: Any) -> list[str]:

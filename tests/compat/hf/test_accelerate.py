@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from hf_cases import nothing_stays_patched as nothing_stays_patched
 import ssmgen
 from ssmgen.compat import hf
 from ssmgen.compat.hf import generate as hf_generate
+from ssmgen.compat.hf import linears
 from ssmgen.errors import ArgumentError, PatchError
 
 IDS = torch.arange(3, 13).view(2, 5)
@@ -212,3 +214,66 @@ def test_naming_it_imports_no_transformers():
     program = "import sys, ssmgen\nassert 'torch' not in sys.modules\nssmgen.accelerate\nassert 'transformers' not in sys.modules\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """The rows of each call of skinny_linear by a linear layer."""
+    found = []
+    ours = linears.skinny_linear
+    monkeypatch.setattr(linears, "skinny_linear", lambda x, *rest: found.append(x.shape[:-1].numel()) or ours(x, *rest))
+    return found
+
+
+def test_linear_layers_multiply_few_rows_by_skinny_linear_and_undo_restores_them(rows):
+    model = built("mamba2")
+    layers = [m for m in model.modules() if type(m) is torch.nn.Linear and not any(n % 8 for n in m.weight.shape)]
+    assert layers
+    weights = [(m.weight, m.weight.data_ptr()) for m in layers]
+    want = of_transformers(model, IDS[:1], 3)
+    with ssmgen.accelerate(model) as fast:
+        assert any(f"{len(layers)} linear layers multiply up to 16 rows (f32: 1) by skinny_linear" in words for words in fast.done)
+        assert torch.equal(fast.generate(IDS[:1], 3), want) and rows == [1] * len(rows) and len(rows) >= 2 * len(layers)
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    assert all(m.weight is weight and m.weight.data_ptr() == where for m, (weight, where) in zip(layers, weights, strict=True))
+
+
+def test_a_linear_layer_leaves_other_calls_to_pytorch(rows):
+    layer = torch.nn.Linear(24, 16).bfloat16()
+    given = [torch.randn(*shape, 24).bfloat16() for shape in ((2, 8), (8, 2), (17,), (0,), (1,))]
+    given[1] = given[1].transpose(0, 1)
+    with torch.no_grad():
+        want = [layer(x) for x in given]
+        made = linears.Linears(layer)
+        got = [layer(x) for x in given]
+        assert rows == [16, 16, 1], "17 rows, and none, are PyTorch's"
+        made.load([4, 40])
+        assert sorted(rows) == [1, 4, 16, 16], "more than 16 have nothing to load"
+    assert layer(given[0]).requires_grad and len(rows) == 4, "calls that record a gradient are PyTorch's"
+    with torch.no_grad():
+        layer.float()(given[0].float())
+        assert len(rows) == 4, "16 rows of f32, too"
+        layer(given[4].float())
+        assert rows[-1] == 1
+        compiled = torch.compile(layer.bfloat16(), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(given[0]), got[0]) and torch.equal(copy.deepcopy(layer)(given[0]), got[0])
+    made.undo()
+    assert all(torch.allclose(a, b, rtol=2**-6, atol=1e-3) for a, b in zip(got, want, strict=True))
+
+
+def test_linear_layers_that_are_not_plain_stay_as_they_are():
+    class Own(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    hooked, odd, own = torch.nn.Linear(16, 8), torch.nn.Linear(16, 12), Own(16, 8)
+    hooked.forward = lambda x: x
+    narrow = torch.nn.Linear(16, 8).to(torch.float64)
+    model = torch.nn.ModuleList([hooked, odd, own, narrow, torch.nn.Linear(16, 8)])
+    made = linears.Linears(model)
+    assert made.modules == [model[4]]
+    for words in ("something else has replaced", "not multiples of 8", "own forward", "weights are float64"):
+        assert words in made.words
+    made.undo()
+    made.undo()
+    assert "forward" not in model[4].__dict__ and hooked.forward(3) == 3

@@ -1,0 +1,89 @@
+"""Linear layers of a model, for 1 to 16 rows: `accelerate` replaces their forward, one module at a time. Weights stay where they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...calls.checks import DTYPES
+from ...families.skinny_linear.call import skinny_linear
+from ...families.skinny_linear.problem import MAX_K, ROWS
+from . import projections
+
+MOST = ROWS[-1]  # rows
+MOST_F32 = 1  # with f32 weights, cuBLAS was faster for 8 rows
+
+
+def objection(module: torch.nn.Linear) -> str:
+    """Why the forward of a linear layer is not replaced, in words; empty if it is."""
+    if type(module) is not torch.nn.Linear:
+        return "their class has its own forward"
+    if "forward" in module.__dict__ or projections.is_elsewhere(module):
+        return "something else has replaced their forward"
+    weight, bias = module.weight, module.bias
+    if type(weight) not in (torch.nn.Parameter, Tensor) or weight.dtype not in DTYPES:
+        return f"their weights are {str(weight.dtype).removeprefix('torch.')}"
+    n, k = weight.shape
+    if n % 8 or k % 8 or not n or not 8 <= k <= MAX_K:
+        return "their sizes are not multiples of 8"
+    if weight.stride(1) != 1 or weight.stride(0) * weight.element_size() % 16 or weight.data_ptr() % 16:
+        return "rows of their weights do not begin at multiples of 16 bytes"
+    return "" if bias is None or (bias.dtype in DTYPES and bias.is_contiguous()) else "their biases are not contiguous floats"
+
+
+def forward(self: torch.nn.Linear, x: Tensor) -> Tensor:
+    """The forward of a linear layer: skinny_linear for few rows, else PyTorch's."""
+    weight, bias = self.weight, self.bias
+    most = MOST_F32 if weight.dtype is torch.float32 else MOST
+    if x.dtype != weight.dtype or torch.is_grad_enabled() or not 0 < x.numel() <= most * x.shape[-1]:
+        return linear(x, weight, bias)
+    if x.stride(-1) != 1 or sum(n > 1 for n in x.shape[:-1]) > 1:  # rows have one distance, or are copied unless they are contiguous
+        x = x.contiguous()
+    found: Tensor = skinny_linear(x, weight, bias)  # type: ignore[assignment]  # of one weight
+    return found
+
+
+class Linears:
+    """The linear layers of a model whose forward is replaced. `undo` puts PyTorch's back."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.modules: list[torch.nn.Linear] = []
+        self._left: Counter[str] = Counter()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                if why := objection(module):
+                    self._left[why] += 1
+                else:
+                    self.modules.append(module)
+        for module in self.modules:
+            module.__dict__["forward"] = MethodType(forward, module)
+
+    @property
+    def words(self) -> str:
+        """The changed layers and the others, for a report."""
+        done = f"{len(self.modules)} linear layers multiply up to {MOST} rows (f32: {MOST_F32}) by skinny_linear, and more by PyTorch"
+        return "; ".join([done, *(f"{count} stay PyTorch's: {why}" for why, count in self._left.items())])
+
+    def load(self, sizes: Iterable[int]) -> None:
+        """Compiles and loads the kernels of these numbers of rows."""
+        shapes: dict[Any, torch.nn.Linear] = {}
+        for module in self.modules:
+            key = (module.weight.shape, module.weight.dtype, module.bias is None, module.weight.device)
+            shapes.setdefault(key, module)
+        with torch.no_grad():
+            for rows in {min(size, MOST + 1) for size in sizes}:
+                for module in shapes.values():
+                    module.forward(module.weight.new_zeros(rows, module.weight.shape[1]))
+
+    def undo(self) -> None:
+        """PyTorch's forward, where ours still is. A second time: nothing."""
+        for module in self.modules:
+            if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
+                del module.__dict__["forward"]
+        self.modules = []
