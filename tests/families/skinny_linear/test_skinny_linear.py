@@ -165,6 +165,22 @@ def test_tensor_cores_serve_all_sizes_of_both_numbers_of_rows(arch, rows):
         assert isinstance(served(SkinnyProblem(k=k, rows=rows), n, Arch.parse(arch)), SkinnySpec), (k, n)
 
 
+@needs_gxx
+@pytest.mark.parametrize("case", CASES[:2], ids=IDS[:2])
+def test_kernels_of_older_cards_agree_with_float64_and_among_rows(case):
+    whole = operands(*case, rows=9)
+    exact = {n: t.double() for n, t in whole.items()}
+    reference(**exact, dtype=torch.float64)
+    few = {name: t[2:3] if name in ("x", *OUTS) else t for name, t in whole.items()}
+    specs = [
+        FmaSpec(**_fields(problem_of(named)), tile=tile, depth=depth) for named, tile, depth in ((whole, 1, 2), (whole, 2, 4), (few, 4, 1))
+    ]
+    first, second, alone = (emulate(spec, named) for spec, named in zip(specs, (whole, whole, few), strict=True))
+    for one, other, row, name in zip(first, second, alone, OUTS, strict=False):
+        assert torch.equal(one, other) and torch.equal(row[0], one[2])
+        assert torch.allclose(one.double(), exact[name], rtol=torch.finfo(case[0]).eps, atol=1e-3)
+
+
 def test_older_cards_and_f32_use_no_tensor_cores():
     assert isinstance(registry.select("skinny_linear", SkinnyProblem(k=512), 64, Arch(80), False), FmaSpec)
     assert isinstance(served(SkinnyProblem(k=512, x=DType.F32, out=DType.F32), 64), FmaSpec)
