@@ -99,7 +99,7 @@ def build() -> None:
 
 
 def engine() -> None:
-    """A live vLLM on the CPU, installed for this, gives the same greedy tokens without and with the plugin, which serves its calls."""
+    """A live vLLM on the CPU, installed for this, gives equal greedy tokens with the plugin, and equal bits in its batch-invariant mode."""
     _python("tools.live")
 
 

@@ -17,20 +17,24 @@ from tools.serving.compare import compared
 from tools.serving.engines import Engine, EngineError
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "",  # empty, not absent: vLLM takes Triton without a GPU's driver then
     "TRITON_INTERPRET": "1",
     "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",  # nothing is tuned
     "OMP_NUM_THREADS": "1",
 }
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+SCHEDULING = "tests/compat/engines/test_engine_invariance_scheduler.py"
 PROMPTS, TOKENS = 4, 4
 STEP = 64  # tokens of the engine's step, fewer than prompts have: the longest comes in two parts
+WIDER = 80  # the same in the batch-invariant mode, which needs 65
 SERVED = {"causal_conv1d_fn", "causal_conv1d_update", "mamba_chunk_scan_combined_varlen", "selective_state_update"}
 WITHIN = 1e-4  # of log-probabilities: f32, two layers, and rounded to 1e-5 by the engine's side
 
 
 def install(packages: Path) -> None:
-    """Installs vLLM and the packages it imports into a folder, unless it has them. Raises CalledProcessError."""
+    """vLLM and what it needs into a folder, without dependencies; a folder that has it stays as it is. Raises CalledProcessError."""
     if not (packages / "vllm").is_dir():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:", "--no-compile"]
         subprocess.run([*pip, "--target", str(packages), "-r", str(HERE / "packages.txt")], check=True)
@@ -57,8 +61,19 @@ def ask(folder: Path, patience: float) -> list[tuple[dict[str, Any], dict[str, A
     return [(answers, state) for _, answers, state in said]
 
 
+def ask_alone(folder: Path, patience: float) -> list[int]:
+    """Of an engine with ssmgen in its batch-invariant mode, the prompts whose answers depend on the batch. Raises EngineError."""
+    engine = Engine("mamba2-invariant", True, folder, VARIABLES | INVARIANT, "tools.live.worker")
+    try:
+        engine.ask("build", patience, step=WIDER, folder=str(engine.folder / "model"))
+        differ: list[int] = engine.ask("alone", patience, prompts=PROMPTS, tokens=TOKENS)["differ"]
+    finally:
+        engine.end()
+    return differ
+
+
 def problems(own: dict[str, Any], ours: dict[str, Any], state: dict[str, Any]) -> list[str]:
-    """The problems in words: different answers, and faults in the state of the engine with ssmgen."""
+    """What is wrong, in words: answers of both, and the state of the engine with ssmgen."""
     difference = compared(own, ours)
     kept = [f"{place}: {what}" for place, what in state["outcome"].items() if what.startswith("kept")]
     found = [
@@ -78,9 +93,9 @@ def live(packages: Path | None, patience: float) -> None:
     """A small Mamba-2 of random weights in a live vLLM on the CPU: greedy tokens without and with ssmgen, and calls that ssmgen took.
 
     Installs vLLM's wheel without its dependencies (0.6 GB of downloads, 1.6 GB on disk). No compiled code of it runs: Triton's kernels
-    are interpreted. ssmgen's functions run their references, as they do for any CPU tensor, after all code that sorts and checks arguments;
-    no kernel of ssmgen runs. Ends with exit code 1 where tokens differ, where a function was not called, and where a call went to the
-    engine's own.
+    are interpreted. ssmgen's functions run their references, as they do for any CPU tensor, behind all that sorts and checks arguments;
+    no kernel of ssmgen runs. A third engine answers in vLLM's batch-invariant mode, and vLLM's scheduler runs that mode's tests. Ends with
+    exit code 1 where tokens differ, a function was not called, a call went to the engine's own, or the mode's bits depend on the batch.
     """
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
@@ -92,13 +107,19 @@ def live(packages: Path | None, patience: float) -> None:
         os.environ["VLLM_PLUGINS"] = "interpreted"
         try:
             (own, own_state), (ours, state) = ask(Path(temporary), patience)
+            differ = ask_alone(Path(temporary), patience)
         except EngineError as e:
             raise SystemExit(str(e)) from None
+        click.echo(f"batch-invariant answers after {time.monotonic() - begin:.0f} s")
+        scheduled = subprocess.run([sys.executable, "-m", "pytest", "-q", SCHEDULING], cwd=ROOT).returncode
     memory = ", ".join(f"{each['bytes'] / 2**30:.2f}" for each in (own_state, state))
     click.echo(f"answers after {time.monotonic() - begin:.0f} s: {compared(own, ours)}; GiB of the two engines at most: {memory}")
     for name, count in sorted(state["taken"].items()):
         click.echo(f"  {count:4} calls of {name}")
-    if found := problems(own, ours, state):
+    found = problems(own, ours, state)
+    found += [f"in the batch-invariant mode, answers to prompts {differ} depend on the batch"] * bool(differ)
+    found += [f"{SCHEDULING} fails with vLLM's own scheduler"] * bool(scheduled)
+    if found:
         raise SystemExit("\n".join(["vLLM with ssmgen is not as without:", *(f"  - {words}" for words in found)]))
 
 

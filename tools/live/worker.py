@@ -13,6 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ssmgen.settings import vllm_is_batch_invariant
 from tools.serving.worker import Server, serve, weights_as_trained
 
 MAMBA2 = {
@@ -20,6 +24,14 @@ MAMBA2 = {
     "expand": 2, "conv_kernel": 4, "chunk_size": 64, "time_step_rank": 4, "architectures": ["Mamba2ForCausalLM"],
 }  # fmt: skip
 LONGEST = 256  # tokens of a sequence
+LENGTHS = (65, 150, 30, 129)  # of prompts that are asked together and alone: cut, whole, and with a rest of one token at a cut
+
+
+def by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer whose rows do not depend on their number, as vLLM's batch-invariant products of a GPU. A CPU's library has none."""
+    rows = [torch.mv(weight, row) for row in x.reshape(-1, x.shape[-1])]
+    out = torch.stack(rows).reshape(*x.shape[:-1], weight.shape[0]) if rows else x.new_empty(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
 
 
 class LiveServer(Server):
@@ -32,7 +44,7 @@ class LiveServer(Server):
             from ssmgen.compat.vllm import _ENGINE
 
             _ENGINE.replacements = tuple(
-                replace(r, function=counted(r.function, r.name, self.taken, self.refused)) for r in _ENGINE.replacements
+                r if r.around else replace(r, function=counted(r.function, r.name, self.taken, self.refused)) for r in _ENGINE.replacements
             )
         super().__init__()
 
@@ -41,6 +53,8 @@ class LiveServer(Server):
         from transformers import Mamba2Config
 
         begin = time.perf_counter()
+        if vllm_is_batch_invariant():
+            torch.nn.functional.linear = by_rows
         Mamba2Config(**MAMBA2).save_pretrained(folder)
         self.vocabulary = MAMBA2["vocab_size"]
         self.llm = self.make(
@@ -50,6 +64,21 @@ class LiveServer(Server):
         )  # fmt: skip
         self.llm.apply_model(weights_as_trained)
         return {"seconds": time.perf_counter() - begin}
+
+    def alone(self, prompts: int, tokens: int) -> dict[str, Any]:
+        """The numbers of the prompts whose log-probabilities differ in a bit between a batch of all prompts and each prompt alone."""
+        asked = [
+            [(7 * i + 11 * n + (j % 37) * (5 + i)) % (self.vocabulary - 16) + 8 for j in range(n)] for i, n in enumerate(LENGTHS[:prompts])
+        ]
+
+        def said(batch: list[list[int]]) -> list[Any]:
+            return [
+                [{t: p.logprob for t, p in step.items()} for step in a.outputs[0].logprobs]
+                for a in self._generate(batch, tokens, logprobs=2)
+            ]
+
+        together = said(asked)
+        return {"differ": [i for i, prompt in enumerate(asked) if said([prompt]) != [together[i]]]}
 
     def state(self) -> dict[str, Any]:
         """The state of Server, the calls that ssmgen took and refused by function, and this process's peak of memory in bytes."""

@@ -31,18 +31,18 @@ class _Served:
     grid = 0
 
 
-def is_deterministic() -> bool:
-    """Whether the server of this process was started in the mode. SGLang publishes its settings before it builds a model."""
+def is_deterministic() -> bool | None:
+    """Whether the server of this process was started in the mode; None before SGLang publishes its settings, ahead of the model."""
     context = sys.modules.get(_CONTEXT)
     if context is None:
-        return False
+        return None
     try:
         return bool(context.get_exec().deterministic.enable_deterministic_inference)
     except ValueError:  # not published yet
-        return False
+        return None
 
 
-on = invariance.mode_of("sglang", is_deterministic)
+on = invariance.Mode(is_deterministic)
 
 
 def replacements(engine: Callable[[], Engine]) -> list[Replacement]:

@@ -28,6 +28,7 @@ from torch.compiler import is_compiling
 
 from ...errors import ArgumentError, BatchInvarianceError, CaptureError, NotBuiltError, UnsupportedError
 from ...settings import kept_functions
+from .invariance import Mode
 
 # Raised before anything is launched or written, so that the engine's own function can still do the call.
 REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
@@ -97,8 +98,8 @@ class Engine:
     strict: whether the engine is in its batch-invariant mode, where a refused call is an error and is not the engine's own
     """
 
-    def __init__(self, package: str, version: str, replacements: Sequence[Replacement], strict: Callable[[], bool] = lambda: False):
-        self.package, self.version, self.replacements, self.strict = package, version, tuple(replacements), strict
+    def __init__(self, package: str, version: str, replacements: Sequence[Replacement], strict: Mode | None = None):
+        self.package, self.version, self.replacements, self.strict = package, version, tuple(replacements), strict or Mode(lambda: False)
         self.promised: set[str] = set()  # places that have to be ours from now on
         self.log = logging.getLogger(f"{package}.ssmgen")  # below the engine's logger, so that its settings apply
         self.finder = _Finder(self)
@@ -115,6 +116,7 @@ class Engine:
             self.log.info("ssmgen replaces nothing: this torch is not built for CUDA")
             return {}
         kept = self._kept()
+        self.strict.watch(True)
         self._compare_versions()
         for r in self.replacements:
             if r.name in kept or "all" in kept:
@@ -132,6 +134,7 @@ class Engine:
         """Every name that holds one of ours gets the engine's function back; nothing is replaced from here on."""
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
+        self.strict.watch(False)
         for undo in self.undo:
             undo()
         self.undo, self.outcome, self.promised = [], {}, set()

@@ -14,7 +14,7 @@ from ...settings import vllm_is_batch_invariant
 from ..shared import invariance
 from ..shared.replacing import Engine, Replacement
 
-on = invariance.mode_of("vllm", vllm_is_batch_invariant)
+on = invariance.Mode(vllm_is_batch_invariant)
 
 _BACKENDS, _SCHEDULER = "vllm.v1.attention.backends", "vllm.v1.core.sched.scheduler"
 _LAYERS, _FLA = "vllm.model_executor.layers.mamba", "vllm.third_party.flash_linear_attention.ops"

@@ -38,8 +38,10 @@ def deterministic(monkeypatch, on: bool) -> None:
 def turned(monkeypatch, engine: str, on: bool) -> None:
     if engine == "vllm":
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(on)))
+        of_vllm.on.known = None
     else:
         deterministic(monkeypatch, on)
+        of_sglang.on.known = None
 
 
 @pytest.fixture
@@ -163,7 +165,7 @@ def test_the_variable_is_read_as_vllm_reads_it(monkeypatch):
 
 def test_sglang_before_its_settings_are_published(monkeypatch):
     monkeypatch.delitem(sys.modules, "sglang.srt.runtime_context", raising=False)
-    assert not of_sglang.is_deterministic()
+    assert of_sglang.is_deterministic() is None
     deterministic(monkeypatch, True)
     assert of_sglang.is_deterministic()
 
@@ -171,25 +173,33 @@ def test_sglang_before_its_settings_are_published(monkeypatch):
         raise ValueError("config namespace 'exec' not published")
 
     monkeypatch.setattr(sys.modules["sglang.srt.runtime_context"], "get_exec", unpublished)
-    assert not of_sglang.is_deterministic()
+    assert of_sglang.is_deterministic() is None
 
 
 # Prompts.
 
 
+@pytest.fixture
+def watched():
+    """vLLM's mode is asked, as if its plugin were registered."""
+    of_vllm.on.watch(True)
+    yield
+    of_vllm.on.watch(False)
+
+
 @pytest.mark.parametrize("function", [chunk_scan, chunk_gated_delta_rule, chunk_kda, chunk_lightning_attn, selective_scan])
-def test_sequences_stay_whole_in_the_mode(monkeypatch, function):
+def test_sequences_stay_whole_in_the_mode(monkeypatch, watched, function):
     assert invariance.whole(function) == {}
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    turned(monkeypatch, "vllm", True)
     assert invariance.whole(function) == {"segments": 1}
 
 
-def test_rows_lie_alike_in_the_mode(monkeypatch):
+def test_rows_lie_alike_in_the_mode(monkeypatch, watched):
     """A row at an odd multiple of 4 bytes would give the call another form of the kernel."""
     wide = torch.zeros(4, 66, dtype=torch.bfloat16)
     odd, even = wide[:, 2:], torch.zeros(4, 64, dtype=torch.bfloat16)
     assert rows_of(odd) is odd and written_rows(odd) is odd
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    turned(monkeypatch, "vllm", True)
     assert rows_of(even) is even and written_rows(even) is even
     for found in (rows_of(odd), written_rows(odd)):
         assert found is not odd and found.data_ptr() % 16 == 0 and found.stride() == (64, 1)
@@ -249,7 +259,7 @@ def test_settings_of_vllm(changed, words):
 
 @pytest.mark.parametrize(("mode", "cache", "want"), [("1", "align", 192), ("0", "align", 48), ("1", "none", 48)])
 def test_blocks_of_hybrid_models_are_multiples_of_64(monkeypatch, mode, cache, want):
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
+    turned(monkeypatch, "vllm", mode == "1")
     config, seen = SimpleNamespace(cache_config=SimpleNamespace(block_size=48, mamba_cache_mode=cache)), []
     of_vllm.block_size(lambda cls, given, backend: seen.append((cls, given.cache_config.block_size, backend)), int, config, str)
     assert seen == [(int, want, str)]
@@ -287,7 +297,7 @@ def test_sglang_s_prompts_are_cut_at_multiples_of_64(ready, monkeypatch, changed
     scheduler = sglang_scheduler(**changed)
     ready(scheduler)
     assert scheduler.truncation_align_size == want
-    deterministic(monkeypatch, False)
+    turned(monkeypatch, "sglang", False)
     scheduler = sglang_scheduler(**changed)
     ready(scheduler)
     assert scheduler.truncation_align_size == changed.get("truncation_align_size") and not of_sglang._Served.grid
