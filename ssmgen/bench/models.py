@@ -45,7 +45,7 @@ TOKENS = 4096  # of a prompt, and of all packed sequences
 
 
 class Column(NamedTuple):
-    """A case that every model has."""
+    """A case that every model has; prompts, if an operator scans them."""
 
     name: str
     words: str
@@ -82,11 +82,13 @@ class Cell:
         return f"{', '.join(self.names)}: {self.column.words}"
 
 
-def options_of(model: Model, column: Column) -> tuple[str, dict[str, Any]]:
-    """(operator, options of its benchmark) of a model's column."""
+def options_of(model: Model, column: Column) -> tuple[str, dict[str, Any]] | None:
+    """(operator, options of its benchmark) of a model's column; None for prompts of a model whose prompts no operator scans."""
     if column.batch:
         return model.function, {**_own(model.function, model), "batches": (column.batch,)}
-    op = next(op for op, ask in asks().items() if ask.role is Role.SCAN and ask.used_by(model))
+    op = next((op for op, ask in asks().items() if ask.role is Role.SCAN and ask.used_by(model)), None)
+    if op is None:
+        return None
     own = _own(op, model)
     (*heads, _, _) = own["shapes"][0]  # sequences and their tokens are last in every benchmark of prompts
     shape = (*heads, column.sequences, TOKENS // column.sequences)
@@ -105,7 +107,10 @@ def cells(names: Sequence[str] = (), columns: Sequence[str] = ()) -> list[Cell]:
     chosen = list(dict.fromkeys(find_model(name).name for name in names)) or list(models())
     for column, name in itertools.product([COLUMNS[name] for name in columns] or COLUMNS.values(), chosen):
         model = models()[name]
-        op, options = options_of(model, column)
+        case = options_of(model, column)
+        if case is None:
+            continue
+        op, options = case
         alike = str(replace(model, name="", source="", verified=True))
         cell = found.setdefault(f"{column.name} {alike}", Cell(column, op, bench_of(op).points(**options)[0]))
         cell.names.append(name)

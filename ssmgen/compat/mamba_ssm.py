@@ -1,11 +1,14 @@
 """mamba_ssm.ops' functions, forward only: selective_scan_interface's selective_scan_fn, and of triton selective_state_update,
-ssd_combined's mamba_chunk_scan_combined, and layernorm_gated's layernorm_fn and rmsnorm_fn."""
+ssd_combined's mamba_chunk_scan_combined, layernorm_gated's layernorm_fn and rmsnorm_fn, and of Mamba-3 mamba3_step_fn and mamba3_siso_step.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError as _UnsupportedError
+from ..families.mamba3_state_update.call import mamba3_state_update as _mamba3
 from ..families.selective_state_update.call import selective_state_update as _native
 from .shared import engine_norms as _norms
 from .shared import mamba1_prompts as _mamba1
@@ -32,6 +35,107 @@ def selective_state_update(
     negative arguments. Raises ssmgen.errors.ArgumentError.
     """
     return _native(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=state_batch_indices)
+
+
+@_takes("update_kv_state", state="[slots, H, P, N]", Bstate="[slots, R, H, N]", Xstate="[slots, H, P]", xproj="[R, H, P]")
+def mamba3_step_fn(
+    state: Tensor,
+    Bstate: Tensor,
+    Xstate: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    trap: Tensor,
+    xproj: Tensor,
+    outproj: Tensor | None = None,
+    state_out: Tensor | None = None,
+    out: Tensor | None = None,
+    z: Tensor | None = None,
+    zproj: Tensor | None = None,
+    tile_D: int = 64,
+    num_warps: int = 2,
+    *,
+    state_batch_indices: Tensor | None = None,
+    state_batch_indices_out: Tensor | None = None,
+    update_kv_state: bool = False,
+    rotary_dim: int = 0,
+    rotary_bias_q: Tensor | None = None,
+    rotary_bias_k: Tensor | None = None,
+    rotary_angle_proj: Tensor | None = None,
+    rotary_angle_state: Tensor | None = None,
+) -> Tensor:
+    """As ops.cute.mamba3's step, with the slots of state-spaces/mamba#971: state [batch or slots, H, P, N] in place; returns out.
+
+    Bstate: [batch or slots, R, H, N]; Xstate: [batch or slots, H, P]   A, dt, trap: [batch, H], after their activations
+    B, C: [batch, R, H, N], biased and rotated   D: [H]   x, z: [batch, H, P]   xproj, outproj, zproj: [R, H, P]
+    out: [batch, H, P], or without outproj [batch, R, H, P]; a new one if it is not given
+    state_out: receives the new state; None: state does
+    update_kv_state: Bstate and Xstate become B and x, which needs state_batch_indices. Without it they stay, and the caller copies, as
+        Mamba3.step does
+    state_batch_indices, state_batch_indices_out: [batch], slots to read and to write; negative ones are padding
+    tile_D and num_warps divide work there: ignored
+
+    Raises UnsupportedError for slots without update_kv_state or with state_out, and for a rotation inside (rotary_dim): call
+    ssmgen.mamba3_state_update, which also norms. Raises ssmgen.errors.ArgumentError.
+    """
+    name, slots = "mamba_ssm's mamba3_step_fn", state_batch_indices is not None
+    problems = [
+        *(["rotary_dim is not 0: ssmgen.mamba3_state_update rotates, and says which elements"] if rotary_dim else []),
+        *(["slots with state_out: give state_batch_indices_out"] if slots and state_out is not None else []),
+        *(["slots without update_kv_state: the update is in place"] if slots and not update_kv_state else []),
+        *(["update_kv_state without state_batch_indices"] if update_kv_state and not slots else []),
+    ]
+    if problems:
+        raise _UnsupportedError(name, problems)
+    if state_out is not None:
+        state = state_out.copy_(state)
+    if not update_kv_state:
+        Bstate, Xstate = Bstate.clone(), Xstate.clone()
+    of_x, of_o, of_z = (None if t is None else t.transpose(0, 1) for t in (xproj, outproj, zproj))
+    return _mamba3(
+        state, Bstate, Xstate, None, x, B, C, dt, A, trap, None, "ready", "pairs", D, z, dt_softplus=False, trap_sigmoid=False,
+        mimo_x=of_x, mimo_z=of_z if z is not None else None, mimo_o=of_o, state_indices=state_batch_indices,
+        dst_state_indices=state_batch_indices_out, out=out,
+    )  # fmt: skip
+
+
+@_takes(Q="[batch, G, N]", K="[batch, G, N]", V="[batch, H, P]", Q_bias="[H, N]", K_bias="[H, N]", Angles="[batch, H, angles]")
+def mamba3_siso_step(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    Angles: Tensor,
+    D: Tensor | None = None,
+    Z: Tensor | None = None,
+    Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """As ops.triton.mamba3's step: one token from Input_States, or from zeros; returns (a new tensor like V, [Angle, SSM, K, V]).
+
+    Q, K: [batch, G, N], normed, without their biases [H, N]   V, Z: [batch, H, P]   ADT: [batch, H], A dt   DT, Trap: [batch, H], dt after
+    its softplus, and a logit   Angles: [batch, H, angles], logits; neighbours rotate   D: [H]
+    Input_States: angle [batch, H, angles], SSM [batch, H, P, N], K [batch, H, N], V [batch, H, P]; they stay, and new ones are returned
+
+    Unlike there, angles are returned from -pi to pi, and everything is computed in f32. Raises ssmgen.errors.ArgumentError.
+    """
+    if Input_States is None:
+        batch, H, P = V.shape
+        found = [V.new_zeros(batch, H, n, dtype=torch.float32) for n in (Angles.shape[-1], Q.shape[-1])]
+        states = [found[0], V.new_zeros(batch, H, P, Q.shape[-1], dtype=torch.float32), found[1], torch.zeros_like(V)]
+    else:
+        states = [t.clone() for t in Input_States]
+    angle, state, k, v = states
+    out = _mamba3(
+        state, k, v, angle, V, K, Q, DT, ADT, Trap, Angles, "log_decay", "pairs", D, Z, dt_softplus=False, B_bias=K_bias, C_bias=Q_bias,
+    )  # fmt: skip
+    return out, states
 
 
 @_takes("norm_before_gate is_rms_norm")

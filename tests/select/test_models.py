@@ -37,7 +37,7 @@ def test_the_table_is_sound():
 
 
 def test_every_kind_has_models():
-    assert {m.kind for m in models().values()} == {"mamba1", "mamba2", "gated_delta_rule", "kda", "lightning_attn", "rwkv7"}
+    assert {m.kind for m in models().values()} == {"mamba1", "mamba2", "mamba3", "gated_delta_rule", "kda", "lightning_attn", "rwkv7"}
     assert find_model("olmo-hybrid-7b").shape == (192, 96, 30)
     assert isinstance(find_model("mamba-130m"), Mamba) and find_model("mamba-130m").gate
 

@@ -1,7 +1,7 @@
 """The benchmark of mamba3_state_update.
 
-The four states of a slot share a page, as engines keep them, and the ceiling copies the same number of pages in place. TB/s counts a slot's bytes,
-read and written. Inputs and slots rotate over more bytes than the L2 cache has; weights stay in it.
+The four states of a slot share a page, as engines keep them, and the ceiling copies the same number of pages in place. TB/s counts a
+slot's bytes, read and written. Inputs and slots rotate over more bytes than the L2 cache has; weights stay in it.
 """
 
 from __future__ import annotations
