@@ -1,4 +1,4 @@
-"""Kernels on a card: loading many of them, launching given variants, tensors that are far apart, and producers that write late."""
+"""Kernels on a card: loading many of them, launching given variants, tensors with distant elements, and producers that write late."""
 
 from __future__ import annotations
 
