@@ -27,9 +27,9 @@ NEW = "channel_mix"  # a family's name, of none that there is
 # without the longest such tests in other files, the suite takes a fourth of its time.
 OTHERS = (
     "accelerate", "bench_combine", "bench_conv", "bench_layers", "bench_norm", "bench_replay", "bench_trees", "build_out", "cache*",
-    "causal_*", "chunk_*", "combine_*", "compat*", "constraints", "context", "copies", "crew", "delta_*", "demo*", "emulator*", "engine_*",
-    "fast_path", "first_use", "gated_*", "gdn_*", "hf*", "inspect", "kda_*", "layer_norm", "linear_*", "live", "mamba2_*", "models_scans",
-    "narrow_*", "native", "norm_*", "nvrtc", "odd_sizes", "products*", "remote*", "replay*", "ring", "rms_norm", "sanitize", "selection",
+    "causal_*", "chunk_*", "combine_*", "compat*", "constraints", "context", "copies", "crew", "demo*", "emulator*", "engine_*",
+    "fast_path", "first_use", "gated_*", "hf*", "inspect", "layer*", "linear_*", "live", "models_scans", "narrow_*", "native",
+    "norm_*", "nvrtc", "odd_sizes", "products*", "prompt*", "remote*", "replay*", "ring", "rms_norm", "sanitize", "selection",
     "selective_*", "serving", "stochastic", "wheel", "worker_memory",
 )  # fmt: skip
 LONG = (

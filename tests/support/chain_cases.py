@@ -32,7 +32,7 @@ SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 NAMES = {F32: DType.F32, BF16: DType.BF16, F16: DType.F16}
 BOUND = 6e-3  # relative L2 error of out and of states, of random data
 PER_TOKEN = ("q", "k", "v", "read", "write", "log", "beta")
-HEADS = None  # in the place of a rule of chunk_linear_attention: chunk_delta_rule, whose decays are per head
+HEADS = None  # the rule of chunk_delta_rule, whose decays are per head
 RULES = (HEADS, *Rule)
 
 
@@ -111,8 +111,8 @@ def prompt(
     near: float = 0.0,
     seed: int = 0,
 ) -> Prompt:
-    """decay: of a token's state, about, as a log. Keys are of length one; those of chunk_delta_rule are
-    not, because its images normalise them. near: keys are one key and this much noise (0: all noise)."""
+    """decay: of a token's state, about, as a log. Keys have length one, except for chunk_delta_rule,
+    whose images normalise them. near: keys are one key and this much noise (0: all noise)."""
     g, tokens = torch.Generator().manual_seed(seed), sum(lengths)
 
     def randn(*shape: int) -> Tensor:
@@ -270,7 +270,7 @@ def walked(
 
 
 def accurate(found: Mapping[str, Tensor], p: Prompt, before: Tensor | None = None, bound: float = BOUND) -> bool:
-    """Whether out and final states are those of float64."""
+    """Whether out and final states equal float64 results within `bound`."""
     out, states = recurrence(p, before)
     return error(found["out"], out) <= bound and error(found["final_states"], torch.stack(states)) <= bound
 

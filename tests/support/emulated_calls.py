@@ -31,7 +31,7 @@ def launch_emulated(
     arch: Arch = SM90,
     change: Change = str,
 ) -> None:
-    """One kernel of a call; `change` edits its text. Operands in the place of written ones may be written too."""
+    """One kernel of a call; `change` edits its text. Operands that share memory with written ones may be written too."""
     named = {n: operands[n] for n in part.operands()}
     packed = Arguments(part, family.values_of(part, views, options)).at([t.data_ptr() for t in named.values()])
     roles = part.roles() if hasattr(part, "roles") else part.operands()

@@ -85,7 +85,7 @@ def waits_before_any_of(spec: Any, *words: str) -> str:
 
 
 def has_none_of(spec: Any, *words: str) -> None:
-    """What a spec switches off is not in the text of its kernel."""
+    """A kernel's text has none of the words of switched-off operands and options."""
     text = render(spec, SM90).split("#define DEVICE")[1]
     assert not [word for word in words if word in text]
 

@@ -116,7 +116,7 @@ class Case(Sequences):
         return getattr(ssmgen, self.function).build(**kwargs)
 
     def workspace(self, tokens: int, sequences: int, *segments: int) -> int:
-        """Bytes of a call's workspace. It has room for as many segments as the rule takes if none are named."""
+        """Bytes of a call's workspace. Without `segments`, it has room for the rule's number."""
         if self.per_head:
             return ssmgen.chunk_delta_rule_workspace(tokens, sequences, self.heads, self.head_k, self.head_v, *segments)
         sizes = tokens, sequences, self.heads, self.head_k, self.rule.value, self.head_v

@@ -15,7 +15,7 @@ Run = Callable[..., Any]  # the function of a case, as users call it
 
 
 class Sequences:
-    """A function and the sizes of its calls: what these laws need to know of a family's cases."""
+    """A function and the sizes of its calls, as these laws need them."""
 
     x: torch.dtype
     device: str
