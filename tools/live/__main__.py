@@ -34,7 +34,7 @@ WITHIN = 1e-4  # of log-probabilities: f32, two layers, and rounded to 1e-5 by t
 
 
 def install(packages: Path) -> None:
-    """vLLM and what it needs into a folder, without dependencies; a folder that has it stays as it is. Raises CalledProcessError."""
+    """Installs vLLM and the packages it imports into a folder, unless it has them. Raises CalledProcessError."""
     if not (packages / "vllm").is_dir():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:", "--no-compile"]
         subprocess.run([*pip, "--target", str(packages), "-r", str(HERE / "packages.txt")], check=True)
@@ -73,7 +73,7 @@ def ask_alone(folder: Path, patience: float) -> list[int]:
 
 
 def problems(own: dict[str, Any], ours: dict[str, Any], state: dict[str, Any]) -> list[str]:
-    """What is wrong, in words: answers of both, and the state of the engine with ssmgen."""
+    """The problems in words: different answers, and faults in the state of the engine with ssmgen."""
     difference = compared(own, ours)
     kept = [f"{place}: {what}" for place, what in state["outcome"].items() if what.startswith("kept")]
     found = [
@@ -93,7 +93,7 @@ def live(packages: Path | None, patience: float) -> None:
     """A small Mamba-2 of random weights in a live vLLM on the CPU: greedy tokens without and with ssmgen, and calls that ssmgen took.
 
     Installs vLLM's wheel without its dependencies (0.6 GB of downloads, 1.6 GB on disk). No compiled code of it runs: Triton's kernels
-    are interpreted. ssmgen's functions run their references, as they do for any CPU tensor, behind all that sorts and checks arguments;
+    are interpreted. ssmgen's functions run their references, as they do for any CPU tensor, after all code that sorts and checks arguments;
     no kernel of ssmgen runs. A third engine answers in vLLM's batch-invariant mode, and vLLM's scheduler runs that mode's tests. Ends with
     exit code 1 where tokens differ, a function was not called, a call went to the engine's own, or the mode's bits depend on the batch.
     """
