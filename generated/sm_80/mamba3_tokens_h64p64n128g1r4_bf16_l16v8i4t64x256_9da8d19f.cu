@@ -538,9 +538,7 @@ mamba3_tokens_h64p64n128g1r4_bf16_l16v8i4t64x256_9da8d19f(
     Pack<State, kVec> state[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
-  const auto element_of = [&](int step, int i) {  // offset from `state`
-    return (kTail ? int(existing(row_of(step, i))) - int(first_row) : step * kStepRows + i * kRowStep) * kDState;
-  };
+  const auto element_of = [&](int step, int i) { return (int(existing(row_of(step, i))) - int(first_row)) * kDState; };  // offset from `state`
   Rows next;
 
   __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot

@@ -4,7 +4,7 @@
 //
 //     out = x W^T + bias, for up to 16 rows of x and 2 weights
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -24,9 +24,9 @@ constexpr u32 kWarps = 4, kThreads = 32 * kWarps;
 
 constexpr u32 kVec = 4, kStep = 32 * kVec, kSteps = (kK + kStep - 1) / kStep;  // elements of a lane, of a warp
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -67,7 +67,7 @@ DEVICE f32 load(const f32* p) { return __uint_as_float(load_u32(p)); }
 DEVICE float to_float(f32 v) { return v; }
 DEVICE void store(f32* p, float v) { store_u32(p, __float_as_uint(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -108,7 +108,7 @@ DEVICE void store_vector(T* p, const Pack<T, N>& v) {
   }
 }
 
-// The same for operands that are not aligned, or not contiguous.
+// The same for operands that are not aligned or not contiguous.
 template <class T, int N>
 DEVICE Pack<T, N> load_elements(const T* p, u32 stride) {
   Pack<T, N> r;

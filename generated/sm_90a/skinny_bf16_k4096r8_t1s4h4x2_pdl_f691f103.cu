@@ -4,7 +4,7 @@
 //
 //     out = x W^T, for up to 8 rows of x
 
-// ---- The library, as far as this variant uses it; and what the spec decided, as constants. ----
+// ---- The library: the parts that this variant uses, and the spec as constants. ----
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -34,9 +34,9 @@ constexpr u32 kPiece = 512 * kSlots, kPieces = (kK + kPiece - 1) / kPiece;
 constexpr u32 kRowWords = kPiece / 2 + 16, kStageWords = 16 * kRowWords;
 constexpr u32 kSumPitch = kRows + 1, kSumWords = 16 * kSumPitch, kAtSums = kStages * kStageWords;
 
-// PTX: all of it is here. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the
-// upstream kernel (it does that to const __restrict__ loads), and cannot split or merge them.
-#ifndef SSMGEN_EMULATOR  // which has portable bodies of the same functions
+// All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
+// kernel (as it does with const __restrict__ loads), and cannot split or merge them.
+#ifndef SSMGEN_EMULATOR  // the emulator has portable bodies of the same functions
 
 DEVICE u16 load_u16(const void* p) {
   u16 r;
@@ -89,14 +89,14 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Where a lane begins in an array of words in shared memory; what is `ahead` of it by a known number of words costs no instruction.
+// A lane's base address in an array of words in shared memory. A constant offset `ahead` costs no instruction.
 struct Place {
   u32 byte;
 };
 template <class T>
 DEVICE Place place_in(T* array, u32 i) {
   u32 byte = u32(__cvta_generic_to_shared(array + i));
-  asm("" : "+r"(byte));  // or the compiler adds it up anew, with each number
+  asm("" : "+r"(byte));  // otherwise the compiler recomputes the address for every offset
   return Place{byte};
 }
 DEVICE Place operator+(Place p, int words) { return Place{p.byte + 4 * words}; }
@@ -105,7 +105,7 @@ DEVICE u32 load_word(Place from, int ahead) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(from.byte + 4 * ahead) : "memory");
   return r;
 }
-// Four neighbours, aligned.
+// Four neighbouring words, aligned.
 DEVICE void load_quad(Place from, int ahead, u32* r) {
   asm volatile("ld.shared.v4.u32 { %0, %1, %2, %3 }, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -116,13 +116,13 @@ DEVICE void store_quad(Place to, int ahead, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(to.byte + 4 * ahead), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
-// So many threads of a block, whole warps, wait for each other at its barrier 1 … 15, wherever each of them is in the text, and see what
-// the others have stored. __syncthreads is barrier 0, and one place for all.
+// `threads` threads of a block, in whole warps, wait for each other at barrier 1 … 15, at any place in the code, and then see each other's
+// stores. __syncthreads is barrier 0, at one place for all threads.
 DEVICE void meet(u32 barrier, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
-// Barriers in shared memory (sm_90): elements of an array of u64. A phase is over when `count` threads have arrived and all bytes that they
-// said to expect have been copied; those that wait for its parity, 0 for the first, then see what was stored ahead of the arrivals.
-// One thread prepares them, and __syncthreads stands behind.
+// Barriers in shared memory (sm_90), elements of an array of u64. A phase completes when `count` threads have arrived and all bytes that
+// they announced have been copied. A thread that has waited for the phase's parity (0 for the first) sees the stores before the arrivals.
+// One thread initialises the barriers, followed by a __syncthreads.
 DEVICE u32 barrier_at(u64* barriers, u32 i) { return u32(__cvta_generic_to_shared(barriers + i)); }
 DEVICE void barrier_init(u64* barriers, u32 i, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier_at(barriers, i)), "r"(count) : "memory");
@@ -143,7 +143,7 @@ DEVICE void barrier_wait(u64* barriers, u32 i, u32 parity) {
         : "r"(barrier_at(barriers, i)), "r"(parity)
         : "memory");
 }
-// Asks for `bytes`, a multiple of 16, from an aligned address to element i of an array; they land with the phase of barrier b.
+// Copies `bytes`, a multiple of 16, from an aligned address to element i of an array. The copy completes with the phase of barrier b.
 template <class T>
 DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, u32 b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(u32(__cvta_generic_to_shared(to + i))),
@@ -151,11 +151,11 @@ DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, 
                : "memory");
 }
 
-// Programmatic dependent launch: this kernel may start before the one ahead of it in the stream has ended. Nothing that kernel may
-// still be reading or writing is touched before the wait.
+// Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
+// may still read or write is accessed only after the wait.
 DEVICE void wait_for_upstream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind this one may start (if it was launched to do so) and wait there. ptxas moves no memory access across this.
+// The next kernel may start, if it was launched to do so, and run up to its wait. ptxas moves no memory access across this instruction.
 DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #endif
@@ -169,7 +169,7 @@ DEVICE bf16 load(const bf16* p) { return bf16{load_u16(p)}; }
 DEVICE float to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE void store(bf16* p, float v) { store_u16(p, round_bf16(v)); }
 
-// N neighbours of type T, in the 32-bit words they travel in: 16 bytes at once if their number allows it, else 8 or 4.
+// N neighbouring elements of type T in 32-bit words. They move in 16-byte accesses if N allows it, otherwise in accesses of 8 or 4 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int kWords = N * int(sizeof(T)) / 4;
@@ -234,19 +234,19 @@ DEVICE void pack(const float (&f)[N], Pack<bf16, N>& v) {
   for (int i = 0; i < N; i += 2) v.word[i / 2] = round_2xbf16(f[i], f[i + 1]);
 }
 
-// Shared memory is declared with these two, so that the emulator can watch it.
+// Shared memory is declared with these two macros, so that the emulator can observe it.
 #ifndef SSMGEN_EMULATOR
 #define SHARED(type, name, count) __shared__ type name[count]
 #define DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-// What 16-byte copies and matrices need of an array whose elements are smaller; dynamic shared memory has it.
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
 #ifndef SSMGEN_EMULATOR
 #define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #endif
 
-// Four floats that travel together.
+// Four floats that are loaded and stored together.
 struct alignas(16) Quad {
   float f[4];
 };
