@@ -62,7 +62,7 @@ def ask(folder: Path, patience: float) -> list[tuple[dict[str, Any], dict[str, A
 
 
 def ask_alone(folder: Path, patience: float) -> list[int]:
-    """Of an engine with ssmgen in its batch-invariant mode, the prompts whose answers depend on the batch. Raises EngineError."""
+    """The prompts whose answers depend on the batch, in an engine with ssmgen in its batch-invariant mode. Raises EngineError."""
     engine = Engine("mamba2-invariant", True, folder, VARIABLES | INVARIANT, "tools.live.worker")
     try:
         engine.ask("build", patience, step=WIDER, folder=str(engine.folder / "model"))

@@ -55,7 +55,7 @@ NAMES = (
 # The counterpart of warm() for users who do not make the calls themselves.
 IN_AN_ENGINE = "\nIn an engine, run a step of the same batch size before the capture."
 
-# What to do in a batch-invariant mode.
+# Advice in a batch-invariant mode.
 NO_FALLBACK = "The engine's own function has other bits. Change what it refuses, or leave the mode."
 OTHER_RELEASE = "Name nothing of it in SSMGEN_ENGINE_KEEP, install {} {}, or leave the mode."
 
