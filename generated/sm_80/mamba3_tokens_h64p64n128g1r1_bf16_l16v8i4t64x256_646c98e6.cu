@@ -334,10 +334,11 @@ DEVICE float sum_over_lanes(float v) {
 // tanh(v) within 2^-23. The error of tanh.approx is 2^-11 of the result, and errors of angles add up.
 DEVICE float tanh_precise(float v) { return fmaf(-2.f, rcp_approx(1.f + exp2_approx(2.f * kLog2E * v)), 1.f); }
 
-// The same angle, from -pi to pi. 2 pi has two parts, for the accuracy of angles of many turns.
-DEVICE float wrapped(float angle) {
-  const float turns = rintf(angle * 0.15915494309189535f);
-  return fmaf(-turns, -1.7484555e-7f, fmaf(-turns, 6.2831855f, angle));
+// angle + by, from -pi to pi. 2 pi has two parts, for angles of many turns. Its small part goes to `by`, whose last places are finer: added
+// to an angle, it would be rounded the same way in every turn, and that error would add up.
+DEVICE float turned(float angle, float by) {
+  const float turns = rintf((angle + by) * 0.15915494309189535f);
+  return fmaf(-turns, 6.2831855f, angle) + fmaf(turns, 1.7484555e-7f, by);
 }
 
 // Sine and cosine within 2^-23, for angles from -pi to pi: polynomials of the distance to the nearest multiple of pi / 2.
@@ -632,7 +633,8 @@ mamba3_tokens_h64p64n128g1r1_bf16_l16v8i4t64x256_646c98e6(
     for (int m = 0; m < kOwnAngles; ++m) {
       if (angle_of(m) >= kAngles) continue;
       const float half_turns = tanh_precise(to_float(token.angle[m])) * delta;
-      theta[m] = wrapped(fmaf(half_turns, 3.14159274f, fmaf(half_turns, -8.7422777e-8f, wrapped(theta[m]))));  // pi, in two parts
+      const float increment = fmaf(half_turns, 3.14159274f, half_turns * -8.7422777e-8f);  // pi in two parts: the error of one would add up
+      theta[m] = turned(theta[m], increment);
       float sine, cosine;
       sine_and_cosine(theta[m], sine, cosine);
       turns[2 * angle_of(m)] = cosine;
