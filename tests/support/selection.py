@@ -24,6 +24,17 @@ def few(values: Iterable[Any], most: int = 3) -> list[Any]:
     return [value if i in always else _of_matrix(value) for i, value in enumerate(values)]
 
 
+def covering(cases: Iterable[Any], features: Callable[[Any], set[Any]]) -> list[Any]:
+    """The cases that show a feature which none before them has."""
+    seen: set[Any] = set()
+    chosen = []
+    for case in cases:
+        if new := features(case) - seen:
+            chosen.append(case)
+            seen |= new
+    return chosen
+
+
 def costly(always: int, matrix: int | None = None) -> pytest.MarkDecorator:
     """Marks a test function: `always` of its parameter sets run always, and the others with `-m matrix`. `chosen` says which these are.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,16 +24,15 @@ from combine_cases import (
     SM90,
     Call,
     Case,
-    assert_matches,
     check_special,
-    expected,
     make,
     matrix,
     named,
     needs_emulator,
 )
 from emulated_calls import emulate
-from selection import costly
+from selection import costly, covering
+from subjects import is_accurate
 
 import ssmgen
 from ssmgen.families.combine_splits import call as op
@@ -44,10 +44,7 @@ from ssmgen.spec.kernel import Arch, Pdl
 @costly(40, 80)
 @named(*matrix())
 def test_reference_is_within_rounding_of_float64(case):
-    call = make(case, "cpu")
-    want = expected(call)
-    call.run()
-    assert_matches(call, want)
+    is_accurate("combine_splits", case, "cpu", lambda call: call.run())
 
 
 def test_reference_against_the_textbook_formula():
@@ -82,34 +79,17 @@ def features(case: Case) -> set[tuple]:
     return {(*form, *pair) for pair in held.items()} | {(n, getattr(spec, n)) for n in ("vec", "lanes", "parts", "ilp", "sink")}
 
 
-def covering() -> list[Case]:
-    """The cases that show a feature which none before them has."""
-    seen: set[tuple] = set()
-    chosen = []
-    for case in matrix():
-        if new := features(case) - seen:
-            chosen.append(case)
-            seen |= new
-    return chosen
-
-
 @costly(8, 20)
 @needs_emulator
-@named(*covering())
+@named(*covering(matrix(), features))
 def test_kernels_are_within_rounding_of_float64(case):
-    call = make(case, "cpu")
-    want = expected(call)
-    emulate(call)
-    assert_matches(call, want)
+    is_accurate("combine_splits", case, "cpu", emulate)
 
 
 @needs_emulator
 @named(DENSE, PREFIX, PAIR)
 def test_without_pdl_for_an_old_architecture(case):
-    call = make(case, "cpu")
-    want = expected(call)
-    emulate(call, arch=Arch.parse("sm_80"))
-    assert_matches(call, want)
+    is_accurate("combine_splits", case, "cpu", partial(emulate, arch=Arch.parse("sm_80")))
 
 
 VARIED = [

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import random
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
 from bits import same as equal
 from emulated_calls import emulate
 from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, SM90, Case, assert_matches, expected, make, matrix, named, needs_emulator
-from selection import costly
+from selection import costly, covering
+from subjects import is_accurate
 
 import ssmgen
 from ssmgen.families.gated_rms_norm import call as op
@@ -79,33 +81,16 @@ def features(case: Case) -> set[tuple]:
     return pairs | set(held.items())
 
 
-def covering() -> list[Case]:
-    """The cases that show a feature which none before them has."""
-    seen: set[tuple] = set()
-    chosen = []
-    for case in matrix():
-        if new := features(case) - seen:
-            chosen.append(case)
-            seen |= new
-    return chosen
-
-
 @needs_emulator
-@named(*covering())
+@named(*covering(matrix(), features))
 def test_kernels_are_within_rounding_of_float64(case):
-    call = make(case, "cpu")
-    want = expected(call)
-    emulate(call)
-    assert_matches(call, want)
+    is_accurate("gated_rms_norm", case, "cpu", emulate)
 
 
 @needs_emulator
 @named(MAMBA, KDA)
 def test_without_pdl_for_an_old_architecture(case):
-    call = make(case, "cpu")
-    want = expected(call)
-    emulate(call, arch=Arch.parse("sm_80"))
-    assert_matches(call, want)
+    is_accurate("gated_rms_norm", case, "cpu", partial(emulate, arch=Arch.parse("sm_80")))
 
 
 VARIED = [
