@@ -72,9 +72,11 @@ def _objections(weights: list[Any], biases: list[Any], outs: list[Any]) -> tuple
     """Errors in the numbers of tensors."""
     count, found = len(weights), []
     if not 1 <= count <= MOST:
-        found.append(f"weight has {count} tensors, not 1 … {MOST}")
+        found.append(f"weight has {count} tensors; expected 1 … {MOST}")
     more = {"bias": biases, "out": outs}
-    found += [f"{n} has {len(given)} tensors for {count} weights" for n, given in more.items() if given and len(given) != count]
+    found += [
+        f"{n} has {len(given)} tensors; expected {count}, one per weight" for n, given in more.items() if given and len(given) != count
+    ]
     return tuple(found)
 
 
@@ -82,7 +84,7 @@ def _in_rows(name: str, t: Tensor, problems: list[str]) -> Tensor:
     """[*rows, K] as [rows, K]."""
     axes = [(n, s) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n != 1]
     if t.numel() and any(outer != inner * n for (_, outer), (n, inner) in pairwise(axes)):
-        problems.append(f"{name} has strides {list(t.stride())}: its axes of rows, {list(t.shape[:-1])}, have no common distance")
+        problems.append(f"{name} has strides {list(t.stride())}; expected one distance between all rows of {list(t.shape[:-1])}")
         return t
     return t.as_strided((math.prod(t.shape[:-1]), t.shape[-1]), (axes[-1][1] if axes else t.shape[-1], t.stride(-1)))
 
@@ -96,7 +98,7 @@ def _check_weights(named: Mapping[str, Tensor], k: int, problems: list[str]) -> 
             continue
         w = named[weight]
         if w.dim() != 2 or w.shape[1] != k or w.shape[0] % 8 or not w.shape[0]:
-            problems.append(f"{weight} is {list(w.shape)}, not [N, K] with K = {k} and N a positive multiple of 8")
+            problems.append(f"{weight} is {list(w.shape)}; expected [N, K] with K = {k} and N a positive multiple of 8")
             fits = False
             continue
         n = w.shape[0]
@@ -113,31 +115,34 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     checks.check_types(OPERANDS, named, "x", problems, "this product")
     x = named["x"]
     if not x.dim() or x.shape[-1] % 8 or not 8 <= x.shape[-1] <= MAX_K:
-        problems.append(f"x is {list(x.shape)}, not [*rows, K] with K a multiple of 8 up to {MAX_K}")
+        problems.append(f"x is {list(x.shape)}; expected [*rows, K] with K a multiple of 8 up to {MAX_K}")
         return {}
     if not _check_weights(named, x.shape[-1], problems):
         return {}
     rows = math.prod(x.shape[:-1])
     if rows > ROWS[-1]:
-        problems.append(f"x is {list(x.shape)}: {rows} rows are more than {ROWS[-1]}. Use torch.nn.functional.linear for them")
+        problems.append(f"x is {list(x.shape)}, {rows} rows; expected at most {ROWS[-1]}. Use torch.nn.functional.linear for more.")
     for names, allowed, words in ((WEIGHTS, (x.dtype,), "x's dtype"), (OUTS, (x.dtype, torch.float32), "x's dtype or float32")):
         given = [n for n in names if n in named]
-        problems += [f"{n} is {named[n].dtype}, not {words}".replace("torch.", "") for n in given if named[n].dtype not in allowed]
+        problems += [f"{n} is {named[n].dtype}; expected {words}".replace("torch.", "") for n in given if named[n].dtype not in allowed]
     for names in (BIASES, OUTS):
         if len(kinds := {str(named[n].dtype).removeprefix("torch.") for n in names if n in named}) > 1:
-            problems.append(f"{names[0]} has tensors of {' and '.join(sorted(kinds))}; they must have one dtype")
+            problems.append(f"{names[0]} has tensors of {' and '.join(sorted(kinds))}; expected one dtype")
     for name, t in named.items():
         if t.stride(-1) != 1 and t.shape[-1] > 1:
-            problems.append(f"{name} has strides {list(t.stride())}; its last axis must be contiguous")
+            problems.append(f"{name} has strides {list(t.stride())}; expected a contiguous last axis")
         if any(s >= 2**32 for s in t.stride()):
-            problems.append(f"{name} has strides {list(t.stride())}; kernels take strides below 2^32 elements")
+            problems.append(f"{name} has strides {list(t.stride())}; expected strides below 2^32 elements")
     problems += [
-        f"{n} has rows that are {named[n].stride(0)} elements apart; they must begin at multiples of 16 bytes"
+        f"{n} has rows {named[n].stride(0)} elements apart; expected rows at multiples of 16 bytes"
         for n in WEIGHTS
         if n in named and named[n].stride(0) * named[n].element_size() % 16
     ]
     written = [n for n in OUTS if n in named and checks.overlaps_itself(named[n])]
-    problems += [f"{n} has strides {list(named[n].stride())}: two of its elements share memory" for n in written]
+    problems += [
+        f"{n} has strides {list(named[n].stride())}, and two of its elements share memory; expected separate memory per element"
+        for n in written
+    ]
     return {name: _in_rows(name, t, problems) if name in ("x", *OUTS) else t for name, t in named.items()}
 
 
@@ -146,7 +151,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     x = views["x"]
     if wrong := [name for name in WEIGHTS if name in views and pointers[name] % 16]:
         names = [WORDS.get(name, name) for name in wrong]
-        raise ArgumentError(OPERATOR, [f"{name} does not begin at a multiple of 16 bytes in memory" for name in names])
+        raise ArgumentError(
+            OPERATOR, [f"{name} does not begin at a multiple of 16 bytes; expected an aligned weight. Copy it." for name in names]
+        )
     rows = x.shape[0]
     return SkinnyProblem(
         k=x.shape[1],

@@ -56,13 +56,16 @@ class FmaSpec(SkinnyKernel):
     def violations(self, arch: Arch) -> list[str]:
         return [
             *self.faults(),
-            *must(self.tile in (1, 2, 4, 8), f"tile {self.tile} is not 1, 2, 4 or 8"),
-            *must(1 <= self.depth <= 4, f"depth {self.depth} is not 1 … 4"),
-            *must(is_pow2(self.warps) and self.warps <= 16, f"warps {self.warps} are not 1, 2, 4, 8 or 16"),
-            *must(self.tile * self.rows <= 64, f"{self.tile * self.rows} sums of a lane are more than 64"),
-            *must(self.tile * self.depth <= 16, f"{self.tile * self.depth} vectors of a lane are more than 16"),
-            *must(arch >= Arch(80), f"bf16 arithmetic needs sm_80, not {arch}"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"programmatic dependent launch needs sm_90, not {arch}"),
+            *must(self.tile in (1, 2, 4, 8), f"tile is {self.tile}; expected 1, 2, 4 or 8"),
+            *must(1 <= self.depth <= 4, f"depth is {self.depth}; expected 1 … 4"),
+            *must(is_pow2(self.warps) and self.warps <= 16, f"warps is {self.warps}; expected 1, 2, 4, 8 or 16"),
+            *must(self.tile * self.rows <= 64, f"tile * rows is {self.tile * self.rows}; expected at most 64, the sums that a lane holds"),
+            *must(
+                self.tile * self.depth <= 16,
+                f"tile * depth is {self.tile * self.depth}; expected at most 16, the vectors that a lane holds",
+            ),
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
         ]
 
     def constants(self) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class SkinnyProblem(Problem):
     def faults(self) -> list[str]:
         """Constraints that no variant can meet."""
         return [
-            *must(8 <= self.k <= MAX_K and self.k % 8 == 0, f"k {self.k} is not 8 … {MAX_K} in steps of 8"),
-            *must(1 <= self.weights <= MOST, f"weights {self.weights} are not 1 … {MOST}"),
-            *must(self.rows in ROWS, f"rows {self.rows} are not {' or '.join(map(str, ROWS))}"),
-            *must(self.out in (self.x, DType.F32), f"out {self.out.value} is neither x's type, {self.x.value}, nor f32"),
+            *must(8 <= self.k <= MAX_K and self.k % 8 == 0, f"k is {self.k}; expected 8 … {MAX_K} in steps of 8"),
+            *must(1 <= self.weights <= MOST, f"weights is {self.weights}; expected 1 … {MOST}"),
+            *must(self.rows in ROWS, f"rows is {self.rows}; expected {' or '.join(map(str, ROWS))}"),
+            *must(self.out in (self.x, DType.F32), f"out is {self.out.value}; expected x's type, {self.x.value}, or f32"),
         ]

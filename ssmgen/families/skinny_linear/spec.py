@@ -123,26 +123,26 @@ class SkinnySpec(SkinnyKernel):
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
             *self.faults(),
-            *must(self.warps in (4, 8), f"warps {self.warps} are not 4 or 8"),
-            *must(self.slots in (1, 2, 4), f"slots {self.slots} are not 1, 2 or 4"),
+            *must(self.warps in (4, 8), f"warps is {self.warps}; expected 4 or 8"),
+            *must(self.slots in (1, 2, 4), f"slots is {self.slots}; expected 1, 2 or 4"),
         ]:
             return problems
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         shared, room = self.dynamic_bytes + 16 * self.stages, REGISTERS // self.min_blocks - SPARE
         return [
-            *must(self.x is not DType.F32, "tensor cores multiply bf16 and f16, not f32"),
-            *must(arch >= SM90, f"bulk copies need sm_90, not {arch}"),
-            *must(1 <= self.tiles <= 16, f"tiles {self.tiles} are not 1 … 16"),
-            *must(2 <= self.stages <= 32, f"stages {self.stages} are not 2 … 32"),
-            *must(1 <= self.joined <= self.tiles, f"joined {self.joined} is not 1 … {self.tiles}, the tiles"),
-            *must(self.min_blocks in (1, 2), f"min_blocks {self.min_blocks} is not 1 or 2"),
-            *must(1 <= self.held <= self.pieces, f"held {self.held} is not 1 … {self.pieces}, the pieces of a row"),
-            *must(self.registers <= room, f"sums and x take {self.registers} registers, above {room}"),
+            *must(self.x is not DType.F32, "x is f32; expected bf16 or f16, for tensor cores"),
+            *must(arch >= SM90, f"arch is {arch}; expected sm_90 or later for bulk copies"),
+            *must(1 <= self.tiles <= 16, f"tiles is {self.tiles}; expected 1 … 16"),
+            *must(2 <= self.stages <= 32, f"stages is {self.stages}; expected 2 … 32"),
+            *must(1 <= self.joined <= self.tiles, f"joined is {self.joined}; expected 1 … {self.tiles}, the tiles"),
+            *must(self.min_blocks in (1, 2), f"min_blocks is {self.min_blocks}; expected 1 or 2"),
+            *must(1 <= self.held <= self.pieces, f"held is {self.held}; expected 1 … {self.pieces}, the pieces of a row"),
+            *must(self.registers <= room, f"sums and x take {self.registers} registers; expected at most {room}"),
             *must(
                 self.min_blocks * (shared + SHARED_RESERVED) <= most + SHARED_RESERVED,
-                f"{self.min_blocks} blocks have no room for {shared} bytes",
+                f"min_blocks is {self.min_blocks} with {shared} bytes of shared memory per block; expected fewer blocks or stages",
             ),
-            *must(shared <= most, f"{shared} bytes of shared memory exceed the {most} of {arch}"),
+            *must(shared <= most, f"a block takes {shared} bytes of shared memory; expected at most {most} on {arch}"),
         ]
 
     def constants(self) -> dict[str, Any]:

@@ -204,10 +204,14 @@ def test_the_function_follows_linear():
 def test_everything_wrong_is_in_one_message():
     with pytest.raises(ssmgen.errors.ArgumentError) as e:
         ssmgen.skinny_linear(torch.zeros(17, 40), [torch.zeros(16, 40).half(), torch.zeros(12, 40)], torch.zeros(16))
-    assert len(e.value.problems) == 2 and "bias has 1 tensors for 2 weights" in str(e.value) and "weight[1] is [12, 40]" in str(e.value)
+    assert (
+        len(e.value.problems) == 2
+        and "bias has 1 tensors; expected 2, one per weight" in str(e.value)
+        and "weight[1] is [12, 40]" in str(e.value)
+    )
     with pytest.raises(ssmgen.errors.ArgumentError) as e:
         ssmgen.skinny_linear(torch.zeros(17, 40), torch.zeros(16, 40).half())
-    assert "17 rows are more than 16" in str(e.value) and "weight is float16, not x's dtype" in str(e.value)
+    assert "17 rows; expected at most 16" in str(e.value) and "weight is float16; expected x's dtype" in str(e.value)
     with pytest.raises(ssmgen.errors.ArgumentError, match="does not begin at a multiple of 16 bytes"):
         shifted = torch.zeros(16 * 40 + 1)[1:].view(16, 40)
         ssmgen.explain(ssmgen.skinny_linear, torch.zeros(2, 40), shifted, arch="sm_90a")
