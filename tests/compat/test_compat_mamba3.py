@@ -1,4 +1,4 @@
-"""mamba-ssm's steps of Mamba-3: they give what ssmgen's own function gives, and leave what the official functions leave."""
+"""mamba-ssm's steps of Mamba-3: the results of ssmgen's own function, and the side effects of the official ones."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def chosen(problem: Mamba3Problem) -> Any:
 @emulated
 @pytest.mark.parametrize("name", CASES)
 def test_within_rounding_of_float64(name):
-    """The second row is padding, the third one's state is written nowhere if slots differ; what must stay stays."""
+    """The second row is padding, the third one's state is written nowhere if slots differ; all else stays."""
     outcome = check(chosen(CASES[name]), SM90, batch=4)
     assert outcome.passed, outcome.wrong
 
@@ -203,7 +203,7 @@ def test_noise_is_selective_state_update_s(dtype):
 
 @emulated
 def test_angles_of_many_tokens():
-    """131072 tokens whose angles all grow, to 30000 rad; what is stored is wrapped, and sine and cosine are within 1e-4."""
+    """131072 tokens whose angles all grow, to 30000 rad; stored angles are wrapped, and sine and cosine are within 1e-4."""
     T, n = 131072, 4
     problem = Mamba3Problem(
         d_state=8, headdim=1, nheads=1, angles=n, several=True, dt_softplus=False, **ALL_F32 | {"z": None, "row_norm": None}
