@@ -83,10 +83,14 @@ def mamba3_step_fn(
     """
     name, slots = "mamba_ssm's mamba3_step_fn", state_batch_indices is not None
     problems = [
-        *(["rotary_dim is not 0: ssmgen.mamba3_state_update rotates, and says which elements"] if rotary_dim else []),
-        *(["slots with state_out: give state_batch_indices_out"] if slots and state_out is not None else []),
-        *(["slots without update_kv_state: the update is in place"] if slots and not update_kv_state else []),
-        *(["update_kv_state without state_batch_indices"] if update_kv_state and not slots else []),
+        *([f"rotary_dim is {rotary_dim}; expected 0. Call ssmgen.mamba3_state_update, which rotates."] if rotary_dim else []),
+        *(["state_out is given with state_batch_indices; expected state_batch_indices_out"] if slots and state_out is not None else []),
+        *(
+            ["update_kv_state is False with state_batch_indices; expected True: the update is in place"]
+            if slots and not update_kv_state
+            else []
+        ),
+        *(["update_kv_state is True without state_batch_indices; expected both"] if update_kv_state and not slots else []),
     ]
     if problems:
         raise _UnsupportedError(name, problems)

@@ -117,18 +117,33 @@ class Mamba3Problem(RowProblem):
         """Constraints that no variant can meet."""
         n, most = self.d_state, self.d_state // 2
         return [
-            *must(n % 4 == 0 and 4 <= n <= 1024, f"d_state {n} is not a multiple of 4 from 4 to 1024"),
-            *must(1 <= self.headdim <= 1024, f"headdim {self.headdim} is not 1 … 1024"),
-            *must(1 <= self.rank <= MOST_RANK, f"rank {self.rank} is not 1 … {MOST_RANK}"),
-            *must(0 <= self.angles <= most, f"angles {self.angles} is not 0 … {most}, half of d_state"),
-            *must(self.rotates == (self.angle is not None), "angles and their logits go together"),
-            *must(self.nheads % self.ngroups == 0, f"nheads {self.nheads} is not a multiple of ngroups {self.ngroups}"),
-            *must(self.rank == 1 or self.mimo is not None, "several ranks need mimo_x"),
-            *must(self.headdim * n * self.nheads < 2**31, "one slot of the state has 2^31 elements or more"),
-            *must(self.pool is PoolMode.SINGLE or self.index is not Index.NONE, "a split pool needs slot indices"),
-            *must(not self.philox_rounds or self.state is not DType.F32, "noise is for states of 16 bits"),
-            *must(self.accepted is Index.NONE or self.index is not Index.NONE, "num_accepted_tokens needs slot indices"),
-            *must(self.update is not Update.NONE, "a step updates its states"),
-            *must(not self.each or (self.several and self.split), "states of each token are for several tokens, in slots of their own"),
-            *must(self.several or self.accepted is Index.NONE, "num_accepted_tokens is for several tokens"),
+            *must(n % 4 == 0 and 4 <= n <= 1024, f"d_state is {n}; expected a multiple of 4 from 4 to 1024"),
+            *must(1 <= self.headdim <= 1024, f"headdim is {self.headdim}; expected 1 … 1024"),
+            *must(1 <= self.rank <= MOST_RANK, f"rank is {self.rank}; expected 1 … {MOST_RANK}"),
+            *must(0 <= self.angles <= most, f"angles is {self.angles}; expected 0 … {most}, half of d_state"),
+            *must(self.rotates == (self.angle is not None), f"angles is {self.angles} and angle is {self.angle}; expected both or neither"),
+            *must(self.nheads % self.ngroups == 0, f"nheads is {self.nheads}; expected a multiple of ngroups, {self.ngroups}"),
+            *must(self.rank == 1 or self.mimo is not None, f"rank is {self.rank} and mimo is none; expected mimo_x for several ranks"),
+            *must(
+                self.headdim * n * self.nheads < 2**31,
+                f"a slot of the state has {self.headdim * n * self.nheads} elements; expected fewer than 2^31",
+            ),
+            *must(
+                self.pool is PoolMode.SINGLE or self.index is not Index.NONE,
+                "pool is split and index is none; expected a type of state_indices",
+            ),
+            *must(
+                not self.philox_rounds or self.state is not DType.F32,
+                f"philox_rounds is {self.philox_rounds} and state is {self.state.value}; expected f16 or bf16",
+            ),
+            *must(
+                self.accepted is Index.NONE or self.index is not Index.NONE,
+                "accepted is set and index is none; expected a type of state_indices",
+            ),
+            *must(self.update is not Update.NONE, "update is none; expected final or each"),
+            *must(
+                not self.each or (self.several and self.split),
+                "update is each with one token or pool=single; expected several tokens and pool=split",
+            ),
+            *must(self.several or self.accepted is Index.NONE, "accepted is set with one token; expected several"),
         ]

@@ -34,10 +34,18 @@ class Mamba3Spec(RowSpec, Mamba3Problem):
     def violations(self, arch: Arch) -> list[str]:
         bytes_ = self.shared_bytes
         return RowSpec.violations(self, arch) or [
-            *must(self.tiles == 1, f"tile {self.tile} leaves rows of a head to other blocks, which would read what this one updates"),
-            *must(not self.several or self.tile == self.rows_per_step, "several tokens need all rows of a head in flight at once"),
-            *must(not self.prefetch or self.accepted is Index.NONE, "the bulk L2 prefetch does not know the column that is started from"),
-            *must(bytes_ <= SHARED_BYTES, f"{bytes_} bytes of shared memory exceed 48 KiB"),
+            *must(
+                self.tiles == 1, f"tile is {self.tile}; expected all rows of a head: another block would read states that this one updates"
+            ),
+            *must(
+                not self.several or self.tile == self.rows_per_step,
+                f"tile is {self.tile}; expected {self.rows_per_step}, the rows in flight: several tokens keep all rows in registers",
+            ),
+            *must(
+                not self.prefetch or self.accepted is Index.NONE,
+                f"prefetch is {self.prefetch} with accepted tokens; expected 0: the column that a call starts from is in memory",
+            ),
+            *must(bytes_ <= SHARED_BYTES, f"a block takes {bytes_} bytes of shared memory; expected at most {SHARED_BYTES}"),
         ]
 
     @property

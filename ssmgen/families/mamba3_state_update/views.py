@@ -42,18 +42,18 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     _check_company(named, problems)
     state, x, B = named["state"], named["x"], named["B"]
     if state.dim() != 4 or x.dim() not in (3, 4):
-        problems.append(f"state is {list(state.shape)}, not [slots, heads, headdim, d_state]" if state.dim() != 4 else _said_of_x(x))
+        problems.append(f"state is {list(state.shape)}; expected [slots, heads, headdim, d_state]" if state.dim() != 4 else _said_of_x(x))
         return {}
     lead = x.shape[:-2]
     several = len(lead) == 2
     if B.dim() - len(lead) not in (2, 3):
-        problems.append(f"B is {list(B.shape)} and x is {list(x.shape)}: both with a tokens axis, or neither")
+        problems.append(f"B is {list(B.shape)} and x is {list(x.shape)}; expected both with an axis of tokens, or neither")
         return {}
     k = named["k_state"]
     sizes = dict(zip(("slot", "head", "row", "n"), state.shape, strict=True))
     sizes |= {"batch": lead[0], "token": lead[1] if several else 1, "group": B.shape[-2], "rank": k.shape[1] if k.dim() == 4 else 1}
     sizes["angle"] = named["angle_state"].shape[-1] if "angle_state" in named and named["angle_state"].dim() else 0
-    problems += must(1 <= sizes["rank"] <= MOST_RANK, f"k_state is {list(k.shape)}; ranks are 1 … {MOST_RANK}")
+    problems += must(1 <= sizes["rank"] <= MOST_RANK, f"k_state is {list(k.shape)}; expected 1 … {MOST_RANK} ranks")
     if sizes["group"] == 0 or sizes["head"] % sizes["group"]:
         problems.append(f"B is {list(B.shape)} but heads {sizes['head']} is not a multiple of its groups {sizes['group']}")
     words = "batch, tokens" if several else "batch"
@@ -64,13 +64,13 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     if not _by_rank(named):
         views["out"] = views["out"].unsqueeze(len(lead))
     if not several and "num_accepted_tokens" in named:
-        problems.append("num_accepted_tokens is given, and x has no axis of tokens")
+        problems.append(f"num_accepted_tokens is given and x is {list(named['x'].shape)}; expected [batch, tokens, heads, headdim]")
     _check_layout(views, sizes, problems)
     return views
 
 
 def _said_of_x(x: Tensor) -> str:
-    return f"x is {list(x.shape)}, not [batch, heads, headdim] or [batch, tokens, heads, headdim]"
+    return f"x is {list(x.shape)}; expected [batch, heads, headdim] or [batch, tokens, heads, headdim]"
 
 
 def _by_rank(named: Mapping[str, Tensor]) -> bool:
@@ -83,17 +83,23 @@ def _check_company(named: Mapping[str, Tensor], problems: list[str]) -> None:
     for one, other in _TOGETHER:
         if (one in named) != (other in named):
             given, missing = (one, other) if one in named else (other, one)
-            problems.append(f"{given} is given without {missing}")
+            problems.append(f"{given} is given without {missing}; expected both or neither")
     for one, other in _ALIKE:
         if one in named and other in named and named[one].dtype != named[other].dtype:
-            problems.append(f"{other} is {named[other].dtype}, {one} is {named[one].dtype}".replace("torch.", ""))
-    problems += [f"{name} is given without mimo_x" for name in ("mimo_z", "mimo_o") if name in named and "mimo_x" not in named]
+            problems.append(f"{other} is {named[other].dtype}; expected {named[one].dtype}, the dtype of {one}".replace("torch.", ""))
+    problems += [
+        f"{name} is given without mimo_x; expected mimo_x too" for name in ("mimo_z", "mimo_o") if name in named and "mimo_x" not in named
+    ]
     if "mimo_x" in named and ("mimo_z" in named) != ("z" in named):
-        problems.append("mimo_z goes with z" if "mimo_z" in named else "z is given without mimo_z, its factors for each rank")
+        problems.append(
+            "mimo_z is given without z; expected both"
+            if "mimo_z" in named
+            else "z is given without mimo_z; expected its factors for each rank"
+        )
     if named["k_state"].dim() == 4 and named["k_state"].shape[1] > 1 and "mimo_x" not in named:
-        problems.append(f"k_state is {list(named['k_state'].shape)}, and several ranks need mimo_x")
+        problems.append(f"k_state is {list(named['k_state'].shape)} without mimo_x; expected mimo_x for several ranks")
     if "rand_seed" in named and named["state"].dtype not in (torch.float16, torch.bfloat16):
-        problems.append("rand_seed is given, and the state is not float16 or bfloat16")
+        problems.append(f"rand_seed is given and state is {named['state'].dtype}; expected float16 or bfloat16".replace("torch.", ""))
 
 
 def _own_shapes(named: Mapping[str, Tensor], sizes: Mapping[str, int], lead: tuple[int, ...], words: str) -> dict[str, checks.Shapes]:
@@ -117,21 +123,27 @@ def _check_layout(views: Mapping[str, Tensor], sizes: Mapping[str, int], problem
     state, source, target = views["state"], views.get("state_indices"), views.get("dst_state_indices")
     H, P, N = state.shape[1:]
     if any(n > 1 and have != want for n, have, want in zip((H, P, N), state.stride()[1:], (P * N, N, 1), strict=True)):
-        problems.append(f"state has strides {list(state.stride())}; its last three axes must be dense, {[P * N, N, 1]}")
+        problems.append(f"state has strides {list(state.stride())}; expected dense last three axes, {[P * N, N, 1]}")
     for name in _DENSE:
         if name in views and views[name].shape[-1] > 1 and views[name].stride(-1) != 1:
-            problems.append(f"{name} has strides {list(views[name].stride())}; its last axis must be dense")
+            problems.append(f"{name} has strides {list(views[name].stride())}; expected a last stride of 1")
     for name in (*POOLS, "out"):
         if name in views and checks.overlaps_itself(views[name]):
-            problems.append(f"{name} has strides {list(views[name].stride())}: two of its elements share memory")
+            problems.append(
+                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; expected separate memory per element"
+            )
     if source is None:
         if state.shape[0] < sizes["batch"]:
-            problems.append(f"state has {state.shape[0]} slots for a batch of {sizes['batch']}, and there are no state_indices")
-        problems += [f"{n} is given without state_indices" for n in ("dst_state_indices", "num_accepted_tokens") if n in views]
+            problems.append(
+                f"state has {state.shape[0]} slots; expected {sizes['batch']}, one per sequence of the batch. Pass state_indices."
+            )
+        problems += [
+            f"{n} is given without state_indices; expected both" for n in ("dst_state_indices", "num_accepted_tokens") if n in views
+        ]
     elif target is not None and source.dtype != target.dtype:
-        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}")
+        problems.append(f"dst_state_indices is {target.dtype}; expected {source.dtype}, the dtype of state_indices")
     if "num_accepted_tokens" in views and target is None and source is not None and source.shape[-1] > 1:
-        problems.append("num_accepted_tokens picks where to start; say with dst_state_indices where the new states go")
+        problems.append("num_accepted_tokens is given without dst_state_indices; expected the slots of the new states")
     for name, t in views.items():
         if name != "state":
             first = 1 if name in POOLS else 2 if name in OPERANDS.tokenwise and views["x"].dim() == 4 else 1

@@ -217,7 +217,7 @@ def test_everything_wrong_is_in_one_message():
 
 def test_ranks_need_their_factors():
     call = {name: t for name, t in (make(R=2, dtype=torch.float32) | SISO).items() if t is not None}
-    with pytest.raises(ArgumentError, match="several ranks need mimo_x"):
+    with pytest.raises(ArgumentError, match="expected mimo_x for several ranks"):
         ssmgen.mamba3_state_update(**call)
 
 

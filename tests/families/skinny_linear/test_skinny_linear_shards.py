@@ -47,5 +47,5 @@ def test_rows_of_weights_are_divided(rank):
 
 
 def test_more_weights_than_a_call_takes_are_refused():
-    with rank_of(0, 2) as mesh, pytest.raises(ArgumentError, match="no tensor"):
+    with rank_of(0, 2) as mesh, pytest.raises(ArgumentError, match="expected a tensor"):
         ssmgen.skinny_linear(on(mesh, torch.randn(1, 24)), [on(mesh, torch.randn(16, 24), 0)] * 5)
