@@ -14,6 +14,7 @@ from typing import Any
 import combine_cases
 import conv_cases
 import conv_laws
+import decode_cases
 import la_cases
 import norm_cases
 import ssu_cases
@@ -67,7 +68,7 @@ class Form:
         return run
 
     def check(self, call: Any, want: Any) -> None:
-        self.laws.assert_matches(call, want)
+        (decode_cases if self.laws is la_cases else self.laws).assert_matches(call, want)
 
 
 def operands(call: Any) -> dict[str, Any]:

@@ -129,9 +129,8 @@ def _check_layout(views: Mapping[str, Tensor], sizes: Mapping[str, int], problem
             problems.append(f"{name} has strides {list(views[name].stride())}; expected a last stride of 1")
     for name in (*POOLS, "out"):
         if name in views and checks.overlaps_itself(views[name]):
-            problems.append(
-                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; expected separate memory per element"
-            )
+            strides = list(views[name].stride())
+            problems.append(f"{name} has strides {strides}, and two of its elements share memory; expected separate memory per element")
     if source is None:
         if state.shape[0] < sizes["batch"]:
             problems.append(

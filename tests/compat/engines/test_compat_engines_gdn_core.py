@@ -117,5 +117,5 @@ def test_refused_before_anything_is_written(vllm, monkeypatch, caplog, why):
     before = [t.clone() for t in (step.window, step.state, step.call["core_attn_out"])]
     assert str(step.run(monkeypatch)).startswith("the engine's")
     assert all(map(torch.equal, before, (step.window, step.state, step.call["core_attn_out"])))
-    words = {"checkpoints of another dtype": "one dtype for both", "a kept function": "fi_chunk_gated_delta_rule is vllm's own"}
+    words = {"checkpoints of another dtype": "the dtype of states", "a kept function": "fi_chunk_gated_delta_rule is vllm's own"}
     assert words.get(why, "channels") in caplog.text

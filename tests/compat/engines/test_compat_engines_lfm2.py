@@ -98,7 +98,7 @@ def test_vllm_states_of_another_dtype(vllm, monkeypatch, caplog):
     step = SimpleNamespace(num_prefills=0, num_decode_tokens=2, state_indices_tensor_d=slots, num_accepted_tokens=None)
     layer, output = vllm_layer(module, window, step, monkeypatch, False), torch.zeros(2, HIDDEN)
     assert module.ShortConv.forward_cuda(layer, randn(2, HIDDEN), output).startswith("the engine's")
-    assert "conv_state is bfloat16, x is float32" in caplog.text and torch.equal(window, kept) and not output.any()
+    assert "conv_state is bfloat16; expected float32, the dtype of x" in caplog.text and torch.equal(window, kept) and not output.any()
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import delta_cases
-import linear_cases
+import prompt_cases
 import pytest
 import scan_cases
 import selective_cases
@@ -143,8 +142,8 @@ def in_the_emulator(monkeypatch):
         monkeypatch.setattr(module, name, emulated)
 
     by(mamba_prompts, "chunk_scan", scan_cases.emulated)
-    by(delta_prompts, "chunk_gated_delta_rule", delta_cases.emulated)
-    by(vllm_delta, "_chunk_kda", functools.partial(linear_cases.emulated, linear_cases.Case()))
+    by(delta_prompts, "chunk_gated_delta_rule", functools.partial(prompt_cases.emulated, prompt_cases.Case("chunk_gated_delta_rule")))
+    by(vllm_delta, "_chunk_kda", functools.partial(prompt_cases.emulated, prompt_cases.Case()))
     by(mamba1_prompts, "selective_scan", selective_cases.emulated)
 
 

@@ -127,9 +127,9 @@ def test_a_workspace_of_other_sizes():
 )  # fmt: skip
 def test_a_workspace_that_is_too_small(case, words):
     needed = case.workspace(200, 1, 4)
-    with pytest.raises(ArgumentError, match=rf"needs {needed}: {re.escape(words)}"):
+    with pytest.raises(ArgumentError, match=rf"expected {needed} or more\. Get the size from {re.escape(words)}"):
         case.build(**make(case, 1, 200), segments=4, workspace=torch.empty(needed - 1, dtype=torch.uint8)).problem()
-    with pytest.raises(ArgumentError, match=f"segments is 0, not an integer from 1 to {MOST}"):
+    with pytest.raises(ArgumentError, match=f"segments is 0; expected an integer from 1 to {MOST}"):
         case.build(**make(case, 1, 200), segments=0).problem()
 
 

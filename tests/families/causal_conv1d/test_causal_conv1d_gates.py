@@ -81,8 +81,8 @@ def test_gates_are_slices_of_one_row(function):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"input_gate": torch.zeros(3, 23)}, r"input_gate is \[3, 23\], x is \[3, 24\]"),
-        ({"output_gate": torch.zeros(3, 24, dtype=F16)}, "output_gate is float16, x is float32"),
+        ({"input_gate": torch.zeros(3, 23)}, r"input_gate is \[3, 23\]; expected \[3, 24\], the shape of x"),
+        ({"output_gate": torch.zeros(3, 24, dtype=F16)}, "output_gate is float16; expected float32, the dtype of x"),
         ({"input_gate": 2.0}, "input_gate"),
     ],
 )  # fmt: skip

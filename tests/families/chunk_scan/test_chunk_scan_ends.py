@@ -137,7 +137,7 @@ def test_variants(spec):
 def test_bits_are_its_own():
     spec = variant(3)(ScanProblem(headdim=64, d_state=64))
     assert replace(spec, ends=True).order != spec.order
-    assert any("no ends" in words for words in replace(spec, ends=True, parts=1).violations(SM90))
+    assert any("ends is yes with parts=1" in words for words in replace(spec, ends=True, parts=1).violations(SM90))
 
 
 # Mistakes. (text to replace, replacement, words of the finding; off: a result is wrong)

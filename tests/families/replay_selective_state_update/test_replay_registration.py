@@ -74,7 +74,7 @@ def test_two_kernels_allocate_what_is_between_them():
     assert made.result.shape == x.shape and mix.dtype == sums.dtype == F32
     assert mix.shape == (x.shape[0], x.shape[2], call.problem.tokens, call.problem.tokens + call.problem.window)
     assert sums.shape == mix.shape[:3]
-    with pytest.raises(ArgumentError, match="x is needed"):
+    with pytest.raises(ArgumentError, match="x is None; expected a tensor"):
         call.function(**call.kwargs | {"x": None})
 
 
