@@ -638,7 +638,8 @@ mamba3_h64p64n128g1r4_f16_l16v8i4t64x256_278371bc(
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
 #pragma unroll
     for (int m = 0; m < kOwnItems; ++m) {
-      if (item_of(m) < kHeadDim) store(out + (head * out_head + item_of(m) * out_row), 0.f);
+      if (item_of(m) >= kHeadDim) continue;
+      store(out + (head * out_head + item_of(m) * out_row), 0.f);
     }
     return;
   }
@@ -817,7 +818,7 @@ mamba3_h64p64n128g1r4_f16_l16v8i4t64x256_278371bc(
       float of[kIlp][4];  // before and now, of two ranks
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
-        const u32 from = 2 * (row_of(step, i) * kRank + r);
+        const u32 from = 2 * (existing(row_of(step, i)) * kRank + r);
         u32 word[4];
         load_4_shared(factors, from, word);
 #pragma unroll

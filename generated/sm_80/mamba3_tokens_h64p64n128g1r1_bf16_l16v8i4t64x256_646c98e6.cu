@@ -519,8 +519,8 @@ mamba3_tokens_h64p64n128g1r1_bf16_l16v8i4t64x256_646c98e6(
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
 #pragma unroll
     for (int m = 0; m < kOwnItems; ++m) {
-      for (u32 t = 0; t < tokens; ++t)
-      if (item_of(m) < kHeadDim) store(out + u64(t) * out_token + (head * out_head + item_of(m) * out_row), 0.f);
+      if (item_of(m) >= kHeadDim) continue;
+      for (u32 t = 0; t < tokens; ++t) store(out + u64(t) * out_token + (head * out_head + item_of(m) * out_row), 0.f);
     }
     return;
   }
@@ -583,13 +583,10 @@ mamba3_tokens_h64p64n128g1r1_bf16_l16v8i4t64x256_646c98e6(
   }
   float h[kIlp][kPasses][kVec];
 #pragma unroll
-    for (int i = 0; i < kIlp; ++i) {
+  for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
-      for (int p = 0; p < kPasses; ++p) {
-        const int n = p * (kLanes * kVec);
-        unpack(next.state[i][p], h[i][p]);
-      }
-    }
+    for (int p = 0; p < kPasses; ++p) unpack(next.state[i][p], h[i][p]);
+  }
 
   for (u32 t = 0; t < tokens; ++t) {
     const Token token = next_token;
@@ -692,7 +689,7 @@ mamba3_tokens_h64p64n128g1r1_bf16_l16v8i4t64x256_646c98e6(
       float of[kIlp][2];  // before and now
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
-        const u32 from = 2 * (row_of(0, i) * kRank + r);
+        const u32 from = 2 * (existing(row_of(0, i)) * kRank + r);
         of[i][0] = factors[from], of[i][1] = factors[from + 1];
       }
 #pragma unroll

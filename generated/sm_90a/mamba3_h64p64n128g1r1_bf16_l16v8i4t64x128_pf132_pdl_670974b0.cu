@@ -539,7 +539,8 @@ mamba3_h64p64n128g1r1_bf16_l16v8i4t64x128_pf132_pdl_670974b0(
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
 #pragma unroll
     for (int m = 0; m < kOwnItems; ++m) {
-      if (item_of(m) < kHeadDim) store(out + (head * out_head + item_of(m) * out_row), 0.f);
+      if (item_of(m) >= kHeadDim) continue;
+      store(out + (head * out_head + item_of(m) * out_row), 0.f);
     }
     return;
   }
@@ -731,7 +732,7 @@ mamba3_h64p64n128g1r1_bf16_l16v8i4t64x128_pf132_pdl_670974b0(
       float of[kIlp][2];  // before and now
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
-        const u32 from = 2 * (row_of(step, i) * kRank + r);
+        const u32 from = 2 * (existing(row_of(step, i)) * kRank + r);
         of[i][0] = factors[from], of[i][1] = factors[from + 1];
       }
 #pragma unroll

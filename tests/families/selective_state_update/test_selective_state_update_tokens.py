@@ -243,9 +243,9 @@ def test_noise_for_nothing_is_refused(change, tokens):
 
 def test_mamba_1_has_one_token():
     x, A, B = torch.zeros(2, 3, 16), torch.zeros(16, 8), torch.zeros(2, 3, 8)
-    with pytest.raises(ArgumentError, match="Several tokens need heads"):
+    with pytest.raises(ArgumentError, match="everal tokens need heads"):
         ssmgen.selective_state_update(torch.zeros(2, 16, 8), x, x, A, B, B)
-    with pytest.raises(ArgumentError, match="Several tokens need heads"):
+    with pytest.raises(ArgumentError, match="everal tokens need heads"):
         ssmgen.selective_state_update(torch.zeros(2, 16, 8), x, x, A, B, B, update_state=False)
 
 
