@@ -50,7 +50,7 @@ class Section:
     failures: Sequence[Failure]
 
     def span(self, name: str, peer: str | None = None) -> tuple[float, float] | None:
-        """The least and the most of a number of the rows, or of those of a peer."""
+        """The minimum and the maximum of one number over rows, or over a peer's rows."""
         of = [row.peers.get(peer) if peer else row for row in self.rows]
         values = [v for v in (getattr(found, name) for found in of if found is not None) if v is not None]
         return (min(values), max(values)) if values else None

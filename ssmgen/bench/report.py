@@ -49,7 +49,7 @@ def begin(method: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def case(report: dict[str, Any], named: Mapping[str, Any], watch: Watch) -> Iterator[dict[str, Any]]:
-    """Gives a row that says which case it is, for what is measured to be added to it, and takes it into the report.
+    """Yields a row with the case's fields, to which measurements are added, and adds it to the report.
 
     A case that raises (a result that is wrong, a kernel that cannot be had, too little memory) is one of the report's failed ones, with the
     reason, and the next goes on.

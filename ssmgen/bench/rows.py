@@ -148,7 +148,7 @@ def peers_of(rows: Iterable[Row]) -> list[str]:
 
 
 def flat(rows: Iterable[Row], failures: Iterable[Failure] = ()) -> Iterator[dict[str, Any]]:
-    """Rows as dictionaries of plain values with the same keys each: those of Row, three of every peer, and why a case failed."""
+    """Rows as dictionaries of plain values, all with the same keys: the fields of Row, three keys per peer, and the reason of a failure."""
     rows, failures = list(rows), list(failures)
     last = ("spec", "rule", "device", "date")
     own = [f.name for f in fields(Row) if f.name not in (*last, "peers", "others")]

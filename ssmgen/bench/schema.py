@@ -152,7 +152,7 @@ def _of_report(where: str, report: Any) -> Iterator[str]:
     of_fields = object_of({**form.case, **ROW, **form.row, "us": by_name(TIME, *form.times)})
 
     def row(where: str, value: Any) -> Iterator[str]:
-        """Its fields; then, if they are right, what they say of each other."""
+        """Faults of its fields; if there are none, faults of their combination."""
         wrong = list(of_fields.faults(where, value))
         yield from wrong or _between(where, value, form)
 

@@ -1,4 +1,4 @@
-"""From the operands of a call to its launch: check, problem, choice, launch. `fast_path.py` calls it once per form of call."""
+"""Takes a call's operands to its launch: check, problem, choice, launch. `fast_path.py` calls it once per form of call."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Caller(NamedTuple):
     reference: Callable[..., None]  # of views, options and, if it is not torch.float32, the dtype for the computation
     dispatch: Callable[[Sequence[Any], Any, bool | None], None]  # calls torch's dispatcher, which returns here with plain tensors
     words: Mapping[str, str] = {}  # operand -> the function's parameter, where they differ
-    # In these, `given` are the operands by `names`, and `objections` are errors in arguments that are not tensors.
+    # `given` are the operands by `names`, and `objections` are errors in arguments that are not tensors.
 
     def plan(self, given: tuple[Any, ...], options: Any, pdl: bool | None, objections: Sequence[str] = ()) -> Callable[[], None]:
         """A function that runs a call. Raises ArgumentError, and the errors of loading a kernel."""

@@ -87,7 +87,7 @@ class Scalars:
     """The allowed values of one function's arguments that are not tensors."""
 
     def __init__(self, function: Callable[..., Any], own: Mapping[str, Scalar]):
-        """own: by parameter, for those that are neither a switch nor in COMMON. Raises TypeError for a parameter without a rule."""
+        """own: by parameter, if it is neither a switch nor in COMMON. Raises TypeError for a parameter without a rule."""
         self.function = function.__name__
         parameters = signature(function).parameters
         self.names, self._known = tuple(parameters), frozenset(parameters)

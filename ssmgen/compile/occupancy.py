@@ -35,7 +35,7 @@ LIMITS = {
     121: SmLimits(48, 24, 100 << 10),
 }
 
-# From the toolkit's cuda_occupancy.h; the same for all architectures above.
+# The toolkit's cuda_occupancy.h has this value for all architectures above.
 PARTITIONS = 4  # of an SM, each with its own registers; a warp stays in one
 PARTITION_REGISTERS = 16384
 REGISTER_UNIT = 256  # registers are allocated to a warp in units of this size

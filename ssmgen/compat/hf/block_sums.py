@@ -172,7 +172,7 @@ def rewritten(forward: Any, add: Callable[..., Any], normed: Callable[..., Any])
     """
     found = _tree(forward)
     assert found is not None, "of `classes`, and these have sums"
-    module = compile(found[0], inspect.getsourcefile(forward) or "<forward>", "exec")  # of which nothing is run but its one function
+    module = compile(found[0], inspect.getsourcefile(forward) or "<forward>", "exec")  # only its one function runs
     maker = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
     run: Callable[..., Any] = FunctionType(maker, forward.__globals__)(add, normed)
     return run

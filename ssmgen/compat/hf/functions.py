@@ -290,7 +290,7 @@ def run_function(replacement: Replacement, original: Callable[..., Any], ours: C
 
 
 def serve(tally: Tally, ours: Callable[..., Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of ours, or of the original where ours does not serve the call."""
+    """The result of ssmgen's function, or of the original if ssmgen refuses the call."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
         reason: str | None = "    - an operand requires grad; expected none, since ssmgen has no backward. Call it under torch.no_grad()."
     elif is_compiling() and _ends_a_trace(ours, args, kwargs):

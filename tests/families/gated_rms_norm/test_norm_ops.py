@@ -68,7 +68,7 @@ def test_rows_that_one_stride_cannot_describe():
     )
     want = ssmgen.gated_rms_norm(x.contiguous())
     assert torch.equal(ssmgen.gated_rms_norm(x[:1]), want[:1]) and torch.equal(ssmgen.gated_rms_norm(x[:, 0]), want[:, 0])
-    wide = torch.randn(2, 3, 512)[..., :256]  # rows of rows that lie in one another, with gaps
+    wide = torch.randn(2, 3, 512)[..., :256]  # nested rows with gaps between them
     assert torch.equal(ssmgen.gated_rms_norm(wide, group_size=64), ssmgen.gated_rms_norm(wide.contiguous(), group_size=64))
 
 
