@@ -736,7 +736,7 @@ mamba3_tokens_h64p64n128g1r4_bf16_l16v8i4t64x256_9da8d19f(
 #pragma unroll
           for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
-            for (int j = 0; j < kVec; ++j) h[i][p][j] = fmaf(of_now, k_now[p][j], fmaf(of_before, k_before[p][j], h[i][p][j]));
+            for (int e = 0; e < kVec; ++e) h[i][p][e] = fmaf(of_now, k_now[p][e], fmaf(of_before, k_before[p][e], h[i][p][e]));
           }
         }
       }

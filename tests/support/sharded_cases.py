@@ -75,11 +75,14 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def same(got: Any, want: Any) -> None:
+LOOSE = {"skinny_linear": 1e-5}  # torch's products on a CPU have other bits for other numbers of columns
+
+
+def same(got: Any, want: Any, within: float = 0.0) -> None:
     for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,), strict=True):
         a = whole(a)
         assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape)
-        assert torch.equal(a, b), (a.float() - b.float()).abs().max()
+        assert torch.equal(a, b) or (within and torch.allclose(a, b, 0, within)), (a.float() - b.float()).abs().max()
 
 
 def agrees(mesh: Any, function: str, call: Tensors, over: str, placed: str) -> None:
@@ -93,10 +96,10 @@ def agrees(mesh: Any, function: str, call: Tensors, over: str, placed: str) -> N
         first = got[0] if isinstance(got, tuple) else got
         assert isinstance(first, DTensor) and isinstance(first.placements[0], Shard)
         assert first.stride() == whole(first).stride()
-        same(got, want)
+        same(got, want, LOOSE.get(function, 0.0))
     for name in RULES[function].written:
         if name in call:
-            same(theirs[name], mine[name])
+            same(theirs[name], mine[name], LOOSE.get(function, 0.0))
 
 
 def local_shards_agree(mesh: Any, function: str, call: Tensors) -> None:
@@ -284,7 +287,7 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
         for placed in ("sharded", "replicated"):
             found[f"{name}-over-heads-{placed}"] = lambda mesh, f=function, c=call, p=placed: agrees(mesh, f, c, "head", p)
         found[f"{name}-local"] = lambda mesh, f=function, c=call: local_shards_agree(mesh, f, c)
-        if not any("indices" in n or "positions" in n for n in call) and function != "causal_conv1d":
+        if not any("indices" in n or "positions" in n for n in call) and function not in ("causal_conv1d", "skinny_linear"):
             found[f"{name}-over-sequences"] = lambda mesh, f=function, c=call: agrees(mesh, f, c, "batch", "replicated")
     return found | {
         "layer-mamba2": lambda mesh: layer(mesh, device, "mamba2"),

@@ -27,10 +27,10 @@ def check_axis(named: Mapping[str, Tensor], inputs: str, update_state: bool, pro
     """Whether named[inputs] is [batch, tokens, channels], which a call with arguments for several tokens needs."""
     if named[inputs].dim() == 3:
         return True
-    asked = [f"{name} is given" for name in OPTIONAL if name in named]
-    asked += [] if update_state else ["update_state is False"]
+    asked = [name for name in OPTIONAL if name in named]
+    asked += [] if update_state else ["update_state=False"]
     wanted = "expected [batch, tokens, channels] for a call of several tokens"
-    problems.append(f"{inputs} is {list(named[inputs].shape)} and {' and '.join(asked)}; {wanted}")
+    problems.append(f"{inputs} is {list(named[inputs].shape)} with {' and '.join(asked)}; {wanted}")
     return False
 
 

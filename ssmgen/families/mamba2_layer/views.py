@@ -77,7 +77,7 @@ def _check_shapes(named: Mapping[str, Tensor], options: Options, problems: list[
         return False
     size = size_of(named, options)
     if inner % size:
-        problems.append(f"norm_group_size is {size}; expected a divisor of the {inner} channels")
+        problems.append(f"{inner} channels are not a multiple of norm_group_size {size}; expected whole groups")
         return False
     sizes = {"head": H, "row": P, "head*row": inner, "size": size}
     own = {n: t for n, t in named.items() if n in ("z", "out", "dt", "A", "dt_bias", "D", "norm_weight")}

@@ -50,11 +50,11 @@ SIGMOID = "fused_sigmoid_gating_delta_rule_update"
             "state is rounded"),
         ("vllm", "selective_state_update", SSU | {"state": STATE[..., ::2]}, "d_state"),
         ("vllm", "causal_conv1d_update", CONV | {"x": CONV["x"].half()}, "conv_state is float32; expected float16, the dtype of x"),
-        ("vllm", "causal_conv1d_fn", PACKED | {"x": PACKED["x"].half()}, "conv_states is float32, x is float16"),
+        ("vllm", "causal_conv1d_fn", PACKED | {"x": PACKED["x"].half()}, "conv_states is float32; expected float16, the dtype of x"),
         ("vllm", "fused_recurrent_gated_delta_rule_packed_decode",
          {"mixed_qkv": randn(2, 99), "a": G["a"][0], "b": G["b"][0], "A_log": G["A_log"], "dt_bias": G["dt_bias"], "scale": 1.0,
           "initial_state": POOL, "out": torch.empty(2, 1, HV, V), "ssm_state_indices": SLOTS}, "mixed_qkv has 99 channels"),
-        ("vllm", SIGMOID, VLLM_GDN | {"threshold": 10.0}, "softplus_beta is 1.0 and softplus_threshold"),
+        ("vllm", SIGMOID, VLLM_GDN | {"threshold": 10.0}, "softplus has beta 1.0 and threshold 10.0"),
         ("vllm", SIGMOID, VLLM_GDN | {"inplace_final_state": False}, "inplace_final_state is False; "
             "expected True: ssmgen updates the pool in place"),
         ("vllm", SIGMOID, VLLM_GDN | {"ssm_state_indices": None}, "ssm_state_indices is None"),
@@ -97,7 +97,7 @@ SIGMOID = "fused_sigmoid_gating_delta_rule_update"
         ("sglang", SIGMOID, SGLANG_GDN | {"cache_ring": True}, "cache_ring"),
         ("sglang", SIGMOID, SGLANG_GDN | {"match_cutedsl_decode": True}, "match_cutedsl_decode"),
         ("sglang", SIGMOID, SGLANG_GDN | {"lower_bound": -5.0}, "lower_bound is given; expected None: only KDA's gate has one"),
-        ("sglang", SIGMOID, SGLANG_GDN | {"softplus_beta": 2.0}, "beta 2.0"),
+        ("sglang", SIGMOID, SGLANG_GDN | {"softplus_beta": 2.0}, "softplus_beta is 2.0"),
         ("sglang", SIGMOID, SGLANG_GDN | {"initial_state_source": None}, "initial_state_source is None"),
     ],
 )  # fmt: skip

@@ -156,7 +156,7 @@ EDITS = [  # of the first kernel
     ("gdn tokens: kept", "tile == 0 && head % kHeadsPerKey == 0", "tile == 0 && head == 0"),
     ("gdn tokens: kept", "kept_row * intermediate_states_row", "0 * intermediate_states_row"),
     ("gdn tokens: rows", "(keeps ? kept_row : 0)", "0"),
-    ("gdn tokens: rows", "if (keeps) store", "store"),
+    ("gdn tokens: rows", "if (keeps && ", "if ("),
     ("gdn tokens: accepted", "dst_slot = dst_staged[t]", "dst_slot = dst_staged[0]"),
     ("gdn tokens: tail", "arrivals + slot * arrivals_slot + group, 0)", "arrivals + slot * arrivals_slot + group, 1)"),
     ("kda tokens: plain", "gk_head + offset", "gk_head"),

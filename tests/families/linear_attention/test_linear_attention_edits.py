@@ -27,7 +27,7 @@ EDITS = {
     "output of the old state": (NINE, "fmaf(error, token.mix, token.query_scale * seen)", "token.query_scale * seen", "off by"),
     "rounded between tokens": (replace(NINE, state=BF16), "token = staged_token(c);", f"token = staged_token(c);{ROUND}", "off by"),
     "first column": (ACCEPTED, "column * state_indices_column", "0 * state_indices_column", "off by"),
-    "states kept past the last": (RAGGED, "if (t < rows_kept) ", "", "store"),
+    "states kept past the last": (RAGGED, "t < rows_kept && ", "", "store"),
     "destinations past the last": (RAGGED, "t < dst_columns ? ", "true ? ", "load outside of every operand"),
     "a state per token in one slot": (RAGGED, "+ t * dst_state_indices_token", "", "off by"),
 }
