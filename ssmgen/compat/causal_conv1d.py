@@ -1,9 +1,4 @@
-"""causal_conv1d_fn, causal_conv1d_update and causal_conv1d_varlen_states of Dao-AILab's causal-conv1d 1.6; forward only.
-
-Unlike there: every stride, alignment and length is taken as it is, channel-first or channel-last; weight and bias each have their own
-dtype. Raises NotImplementedError for another activation than None, "silu" and "swish", as there, and the errors of ssmgen's functions:
-ArgumentError (a ValueError) where an operand requires grad while grad is enabled, for one.
-"""
+"""causal_conv1d_fn, causal_conv1d_update and causal_conv1d_varlen_states of Dao-AILab's causal-conv1d 1.6; forward only."""
 
 from __future__ import annotations
 
@@ -33,11 +28,27 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x [batch, dim, length] -> a new tensor like it, or with return_final_states (that, final states [batch, dim, width - 1]).
+    """A causal convolution per channel: out[:, d, t] = act(bias[d] + sum_j weight[d, j] x[:, d, t - (width - 1) + j]).
 
-    Unlike there, width is 1 … 8; states may be given and asked for in every layout and together with seq_idx, where the initial state is
-    that of the row's first sequence, and the final one is that of its last. As there, final_states_out is only written with
-    return_final_states.
+    x: [batch, dim, length], channel-first or channel-last in memory, any strides          weight: [dim, width], width 1 … 8
+    bias: [dim]; None for none          activation: None, "silu" or its other name "swish"
+    initial_states: [batch, dim, width - 1], the inputs before the first token; zeros if None
+    return_final_states: also return the last width - 1 inputs, [batch, dim, width - 1]
+
+    x and states have one dtype, f32, f16 or bf16; weight and bias each have their own. Arithmetic is f32.
+
+    Returns a new tensor laid out like x, or (that, final states).
+    Unlike causal-conv1d's function, it is forward only, and takes every stride, alignment and length. States may have every layout, and go
+    together with seq_idx. Widths are 1 … 8 instead of 2 … 4.
+    Raises NotImplementedError for another activation, as causal-conv1d does. Raises ArgumentError (a ValueError) listing every violated
+    requirement, before anything is launched, for example if an operand requires grad while grad is enabled.
+
+    Several sequences in a row:
+    seq_idx: [batch, length] int32, the sequence of each token: taps reach only tokens of the same sequence; a negative number is padding,
+        with a zero output. initial_states belong to the row's first sequence, and final states to its last one
+
+    Given results:
+    final_states_out: [batch, dim, width - 1], receives the final states, and is returned; only written with return_final_states
     """
     _check_activation(activation)
     return _native(
@@ -55,10 +66,25 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """x [batch, dim] or [batch, dim, length] -> a new tensor like it; conv_state [slots, dim, state_len] in place.
+    """Decode steps of causal_conv1d, per token: out = act(bias + sum_j weight[:, j] window[:, j]).
 
-    Unlike there, width is 2 … 8, indices and cache_seqlens may be int64, and a row whose slot is beyond the pool is padding, like one
-    whose slot is negative: a zero output, and no state is touched.
+    The window of a token is the last width - 1 inputs, from conv_state, and the token itself.
+
+    x: [batch, dim] or [batch, dim, T]          weight: [dim, width], width 2 … 8          bias: [dim]; None for none
+    conv_state: [slots, dim, state_len] of x's dtype, any strides, updated in place. state_len is width - 1 or more; the last width - 1
+        entries are the history
+    activation: None, "silu" or its other name "swish"
+    conv_state_indices: [batch] int32 or int64, slot of each row; None for slot = row. Slots must be distinct
+
+    x and conv_state have one dtype, f32, f16 or bf16; weight and bias each have their own. Arithmetic is f32.
+
+    Returns a new tensor like x. Unlike causal-conv1d's function, widths are 2 … 8 instead of 2 … 4, indices may be int64, and a row whose
+    slot is not in the pool is padding, like one whose slot is negative: a zero output, and no state is touched.
+    Raises NotImplementedError for another activation, as causal-conv1d does, and ArgumentError (a ValueError) listing every violated
+    requirement, before anything is launched.
+
+    States that are rings:
+    cache_seqlens: [batch] int32 or int64, the number of inputs so far: input i is entry i modulo state_len of conv_state
     """
     _check_activation(activation)
     return _native_update(
@@ -68,9 +94,15 @@ def causal_conv1d_update(
 
 @_takes()
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last state_len tokens of each packed sequence of x [total, dim], preceded by zeros if it has fewer -> [batch, dim, state_len].
+    """The last state_len tokens of each packed sequence: out[b, :, j] = x[cu_seqlens[b + 1] - state_len + j], zeros before its first token.
 
-    Plain PyTorch, which Triton is not needed for. As there, no host synchronisation: a CUDA graph can hold it.
+    x: [total, dim], any dtype
+    cu_seqlens: [batch + 1] int32 or int64 on x's device, start of each sequence
+    state_len: 0 or more
+
+    Returns [batch, dim, state_len], new, of x's dtype. This is plain PyTorch, so Triton is not needed. Like causal-conv1d's function, it
+    does not synchronise with the host: a CUDA graph can hold it.
+    Raises ArgumentError (a ValueError) for shapes, dtypes and devices that do not fit.
     """
     problems = [f"{name} is {odd}" for name, t in (("x", x), ("cu_seqlens", cu_seqlens)) if (odd := oddity(t)) is not None]
     if problems:  # which have no sizes

@@ -1,5 +1,5 @@
-"""mamba_ssm.ops' functions, forward only: selective_scan_interface's selective_scan_fn, and of triton selective_state_update,
-ssd_combined's mamba_chunk_scan_combined, layernorm_gated's layernorm_fn and rmsnorm_fn, and of Mamba-3 mamba3_step_fn and mamba3_siso_step.
+"""Functions of mamba_ssm.ops, as in mamba-ssm 2.3, forward only: Mamba-1's and Mamba-2's decode step and scans of prompts, Mamba-3's decode
+steps, and gated norms. Each function states how it differs from the original.
 """
 
 from __future__ import annotations
@@ -29,10 +29,23 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """As in mamba-ssm 2.3: state [slots, dim, N] or [slots, H, P, N] in place; returns a new tensor like x.
+    """One decode step of Mamba-1 or Mamba-2: state <- exp(dt A) state + dt x B;  out = C state + D x, times silu(z).
 
-    A row whose index is negative gets a zero output. Unlike there, D and dt_bias may be None, and softplus is accurate for very
-    negative arguments. Raises ssmgen.errors.ArgumentError.
+    H heads of P rows, N = d_state, G groups of heads that share B and C. Mamba-1 has dim channels instead of [H, P].
+
+    state: [slots, H, P, N] or [slots, dim, N], updated in place
+    x, z: [batch, H, P] or [batch, dim]; z None for no gate          dt: like x, or [batch, H]
+    A: [H, P, N] or [dim, N], negative; or [H]          B, C: [batch, G, N] or [batch, N]
+    D, dt_bias: [H, P] or [dim], or [H]; None for none
+    dt_softplus: dt <- log(1 + e^(dt + dt_bias))
+    state_batch_indices: [batch] int32 or int64, slot of each row; None for slot = row. Slots must be distinct
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype. Arithmetic is f32.
+
+    Returns a new tensor like x. Unlike mamba-ssm's function, D and dt_bias may be None, softplus is accurate for very negative arguments,
+    and a row whose slot is negative or not in the pool gets a zero output and touches no state.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched, for example if an operand requires
+    grad while grad is enabled.
     """
     return _native(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=state_batch_indices)
 
@@ -67,19 +80,32 @@ def mamba3_step_fn(
     rotary_angle_proj: Tensor | None = None,
     rotary_angle_state: Tensor | None = None,
 ) -> Tensor:
-    """As ops.cute.mamba3's step, with the slots of state-spaces/mamba#971: state [batch or slots, H, P, N] in place; returns out.
+    """One decode step of Mamba-3 with R ranks, whose B and C are biased and rotated already, per head:
 
-    Bstate: [batch or slots, R, H, N]; Xstate: [batch or slots, H, P]   A, dt, trap: [batch, H], after their activations
-    B, C: [batch, R, H, N], biased and rotated   D: [H]   x, z: [batch, H, P]   xproj, outproj, zproj: [R, H, P]
-    out: [batch, H, P], or without outproj [batch, R, H, P]; a new one if it is not given
-    state_out: receives the new state; None: state does
-    update_kv_state: Bstate and Xstate become B and x, which needs state_batch_indices. Without it they stay, and the caller copies, as
-        Mamba3.step does
-    state_batch_indices, state_batch_indices_out: [batch], slots to read and to write; negative ones are padding
-    tile_D and num_warps divide work there: ignored
+        state <- e^(A dt) state + (1 - trap) dt e^(A dt) (Xstate xproj) Bstate + trap dt (x xproj) B
+        out = the sum over ranks of (state C + D x xproj) silu(z zproj) outproj
 
-    Raises UnsupportedError for slots without update_kv_state or with state_out, and for a rotation inside (rotary_dim): call
-    ssmgen.mamba3_state_update, which also norms. Raises ssmgen.errors.ArgumentError.
+    H heads of P rows, N = d_state. With state_batch_indices, […] is a pool's [slots], else [batch].
+
+    state: […, H, P, N], updated in place          Bstate: […, R, H, N]          Xstate: […, H, P]: B and x of the token before
+    A, dt, trap: [batch, H], after their activations          B, C: [batch, R, H, N]          D: [H]
+    x, z: [batch, H, P]; z None for no gate          xproj, outproj, zproj: [R, H, P]
+    out: [batch, H, P], or without outproj [batch, R, H, P]; None for a new one
+
+    Every floating tensor is f32, f16 or bf16. Arithmetic is f32. Returns out.
+    Unlike in mamba_ssm.ops.cute, states may lie in a pool (state-spaces/mamba#971).
+    Raises UnsupportedError for slots without update_kv_state or with state_out, for update_kv_state without slots, and for rotary_dim other
+    than 0: call ssmgen.mamba3_state_update, which also norms and rotates. Raises ArgumentError (a ValueError) for operands that do not fit.
+
+    States in a pool:
+    state_batch_indices, state_batch_indices_out: [batch] int32 or int64, slots to read and to write, the latter None for the same slots. A
+        row whose slot is negative or not in the pool is padding: a zero output, and no state is touched
+    update_kv_state: Bstate and Xstate become B and x; needed with slots. Without it they stay, and the caller copies, as Mamba3.step does
+    state_out: like state, receives the new state, and state stays; None for in place
+
+    Ignored arguments:
+    tile_D, num_warps: they divide the original's work
+    rotary_bias_q, rotary_bias_k, rotary_angle_proj, rotary_angle_state: they only count with rotary_dim
     """
     name, slots = "mamba_ssm's mamba3_step_fn", state_batch_indices is not None
     problems = [
@@ -121,13 +147,24 @@ def mamba3_siso_step(
     Z: Tensor | None = None,
     Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """As ops.triton.mamba3's step: one token from Input_States, or from zeros; returns (a new tensor like V, [Angle, SSM, K, V]).
+    """One decode step of Mamba-3 with one rank (SISO), which adds biases to Q and K and rotates them, per head:
 
-    Q, K: [batch, G, N], normed, without their biases [H, N]   V, Z: [batch, H, P]   ADT: [batch, H], A dt   DT, Trap: [batch, H], dt after
-    its softplus, and a logit   Angles: [batch, H, angles], logits; neighbours rotate   D: [H]
-    Input_States: angle [batch, H, angles], SSM [batch, H, P, N], K [batch, H, N], V [batch, H, P]; they stay, and new ones are returned
+        angle <- angle + pi tanh(Angles) DT;  k, q <- K + K_bias, Q + Q_bias, rotated by angle
+        state <- e^ADT state + (1 - s) DT e^ADT v' k' + s DT V k,   with s = sigmoid(Trap), and v', k' of the token before
+        out = state q + D V, times silu(Z)
 
-    Unlike there, angles are returned from -pi to pi, and everything is computed in f32. Raises ssmgen.errors.ArgumentError.
+    H heads of P rows, N = d_state, G groups of heads that share Q and K.
+
+    Q, K: [batch, G, N], normed          Q_bias, K_bias: [H, N]          V, Z: [batch, H, P]; Z None for no gate
+    ADT, DT, Trap: [batch, H]: A dt, dt after its softplus, and a logit          D: [H]; None for none
+    Angles: [batch, H, angles], logits; angle i rotates elements 2i and 2i + 1
+    Input_States: angle [batch, H, angles] f32, state [batch, H, P, N], k [batch, H, N] and v [batch, H, P]; None for zeros. They stay
+
+    Every floating tensor is f32, f16 or bf16.
+
+    Returns (a new tensor like V, [angle, state, k, v], which are new). Unlike in mamba_ssm.ops.triton, angles are returned from -pi to pi,
+    and all arithmetic is f32.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     if Input_States is None:
         batch, H, P = V.shape
@@ -153,10 +190,18 @@ def layernorm_fn(
     norm_before_gate: bool = True,
     is_rms_norm: bool = False,
 ) -> Tensor:
-    """x, z: [*rows, channels] -> a new tensor like x: the norm of all channels, or of each group_size, gated by silu(z).
+    """Gated layer norm or RMS norm: out = norm(x) weight + bias, times silu(z).
 
-    weight, bias: [channels]   norm_before_gate: the gate is applied after the norm, else before it
-    is_rms_norm: without the mean. Raises UnsupportedError for a bias of such a norm; and the errors of ssmgen.gated_layer_norm.
+    With norm_before_gate=False, x is multiplied by silu(z) before the norm.
+
+    x, z: [*rows, channels]; z None for no gate          weight, bias: [channels]; bias None for none. f32, f16 or bf16 each
+    eps: is added to the variance, or to the mean square
+    group_size: channels of a group, over which the norm is; None for all channels
+    norm_before_gate: True by default here, False in Mamba-2's layers
+    is_rms_norm: does not subtract the mean
+
+    Returns a new tensor like x. Arithmetic is f32, and the result is rounded once.
+    Raises UnsupportedError for a bias of an RMS norm, and ArgumentError (a ValueError) for operands that do not fit or require grad.
     """
     return _norms.normed(
         "mamba_ssm's layernorm_fn", x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate,
@@ -174,7 +219,17 @@ def rmsnorm_fn(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """As layernorm_fn with is_rms_norm."""
+    """Gated RMS norm: out = x rsqrt(mean(x^2) + eps) weight, times silu(z).
+
+    With norm_before_gate=False, x is multiplied by silu(z) before the norm.
+
+    x, z: [*rows, channels]; z None for no gate          weight: [channels]. f32, f16 or bf16 each
+    bias: None
+    group_size: channels of a group, over which the mean is; None for all channels
+
+    Returns a new tensor like x. Arithmetic is f32, and the result is rounded once.
+    Raises UnsupportedError for a bias, and ArgumentError (a ValueError) for operands that do not fit or require grad.
+    """
     return _norms.normed("mamba_ssm's rmsnorm_fn", x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate)
 
 
@@ -191,12 +246,22 @@ def selective_scan_fn(
     delta_softplus: bool = False,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As in mamba-ssm 2.3: u [batch, D, T] -> a new tensor like it, or (that, the states after the last token [batch, D, N] f32).
+    """Mamba-1 over prompts, per token and channel: h <- exp(delta A) h + delta u B;  out = C h + D u, times silu(z).
 
-    delta, z: like u   A: [D, N]   B, C: [batch, N, T] or [batch, G, N, T]   D, delta_bias: [D]
+    dim channels with N states each, 1 … 256; G groups of channels, which share B and C.
 
-    Raises UnsupportedError for A, B or C that are complex, and B or C that are the same for all tokens, [D, N]; and what
-    ssmgen.selective_scan raises: ArgumentError (a ValueError) where an operand requires grad while grad is enabled, for one.
+    u, delta, z: [batch, dim, T]; z None for no gate          B, C: [batch, N, T] or [batch, G, N, T]. All are bf16, f16 or f32, of one
+        dtype
+    A: [dim, N] f32, negative          D, delta_bias: [dim] f32, bf16 or f16; None for none
+    delta_softplus: delta <- log(1 + e^(delta + delta_bias))
+    return_last_state: also return the states after the last token, [batch, dim, N] f32
+
+    Returns a new tensor like u, or (that, the last states). Arithmetic is f32. If delta or z has another memory order of channels and
+    tokens than u, it is copied once.
+
+    Unlike mamba-ssm's function, it is forward only, and refuses two kinds of operands: it raises UnsupportedError for complex A, B or C,
+    and for B or C [dim, N], the same for all tokens. Raises ArgumentError (a ValueError) listing every violated requirement, before
+    anything is launched, for example if an operand requires grad while grad is enabled.
     """
     operands = _mamba1.Operands(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
     found: Tensor | tuple[Tensor, Tensor] = _mamba1.scan("mamba_ssm's selective_scan_fn", operands, return_final_states=return_last_state)
@@ -223,19 +288,30 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """As in mamba-ssm 2.3: x [batch, T, H, P] -> a new tensor like it, or (that[, final states][, states of packed sequences]).
+    """Mamba-2 (SSD) over prompts, per token: S <- exp(dt A) S + dt x B;  out = C S + D x, times silu(z).
 
-    dt: [batch, T, H]   A: [H]   B, C: [batch, T, G, N]   D: [H] or [H, P]   z: like x   dt_bias: [H]   initial_states: [batch, H, P, N]
-    seq_idx: [batch, T] int32: where it changes, the state restarts from zero   dt_limit: clamps steps, after the softplus
-    return_final_states: [batch, H, P, N] f32, after each row's last token
-    return_varlen_states: [sequences, H, P, N] of state_dtype or else C's, after each sequence of cu_seqlens [sequences + 1], of one packed
-        row; those without tokens have zeros. cu_seqlens has no other use: seq_idx separates sequences
-    chunk_size divides work there: ignored, and any is taken
+    H heads of P rows (headdim), N = d_state, multiples of 16 up to 256; G groups of heads that share B and C.
 
-    Unlike there, a row's first token goes on from initial_states whatever its seq_idx, and so do the states of packed sequences; states
-    between chunks are f32, and state_dtype is only a result's dtype.
-    Raises UnsupportedError for packed sequences without seq_idx, and the errors of ssmgen.chunk_scan: ArgumentError (a ValueError) where an
-    operand requires grad while grad is enabled, for one.
+    x, z: [batch, T, H, P]; z None for no gate          B, C: [batch, T, G, N]. All are bf16, f16 or f32, of one dtype
+    dt: [batch, T, H]          A: [H], negative          D: [H] or [H, P], dt_bias: [H]; None for none
+    chunk_size: ignored; any is taken
+    dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: dt is then clamped to (low, high)
+    initial_states: [batch, H, P, N] f32, f16 or bf16, states before the first token; zeros if None
+    return_final_states: also return the states after each row's last token, [batch, H, P, N] f32
+
+    Returns a new tensor like x, or a tuple: (that[, final states][, states of packed sequences]).
+    Unlike mamba-ssm's function, it is forward only, states between chunks are f32, and a row's first token continues from initial_states
+    whatever its seq_idx.
+    Raises UnsupportedError for several packed sequences without seq_idx, and for state_dtype other than f32, f16 and bf16. Raises
+    ArgumentError (a ValueError) listing every violated requirement, before anything is launched, for example if an operand requires grad
+    while grad is enabled.
+
+    Packed sequences:
+    seq_idx: [batch, T] int32, the sequence of each token; if it differs from the previous token's, the state restarts from zero
+    return_varlen_states: also return the states after each sequence of cu_seqlens, [sequences, H, P, N]; needs one packed row, and seq_idx.
+        The states of a sequence without tokens are zeros. The first sequence continues from initial_states
+    cu_seqlens: [sequences + 1] int32 or int64, start of each sequence of the row. It only serves return_varlen_states
+    state_dtype: dtype of the states of packed sequences; None for C's
     """
     name = "mamba_ssm's mamba_chunk_scan_combined"
     starts = _prompts.starts_of(name, x, cu_seqlens, seq_idx) if return_varlen_states else None
