@@ -1,14 +1,5 @@
-"""fla.ops' fused_recurrent functions of gated delta rules and their relatives, and its functions for prompts of them, as in
-flash-linear-attention 0.6; forward only.
-
-q, k: [B, T, H, K]; v: [B, T, HV, V]; further operands as noted, where HV is a multiple of H. With cu_seqlens [N + 1], B is 1 and T counts
-the tokens of all N sequences; without, N is B. initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; it is not written.
-Returns (o, final_state): o [B, T, HV, V] of the dtype that fla gives it; final_state is a new f32 tensor laid out like initial_state, or
-None unless output_final_state. scale None is K^-0.5, beta None is one; A_log, dt_bias and lower_bound only count with use_gate_in_kernel.
-
-Unlike there: HV > H works everywhere, beta=None included; delta_rule normalises q and k in f32; no argument that is not supported is
-ignored. Raises NotImplementedError for those, and what ssmgen's functions raise: ArgumentError (a ValueError) where an operand requires
-grad, for one.
+"""Functions of fla.ops, as in flash-linear-attention 0.6, forward only: fused_recurrent functions of gated delta rules and of gated linear
+attention, and chunk functions for prompts of them. Each function states its arguments, and how it differs from the original.
 """
 
 from __future__ import annotations
@@ -80,7 +71,26 @@ def fused_recurrent_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
     cu_seqlens: Tensor | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """g [B, T, HV] or gk [B, T, HV, K] or neither, not both, and no gv; beta [B, T, HV] or [B, T, HV, V]; A_log, dt_bias [HV]."""
+    """Gated DeltaNet, token by token: S <- a S + beta (v - a S k) k^T, with a = e^g;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H
+    g: [B, T, HV], log decay, or gk: [B, T, HV, K], log decay of each key channel; without both, S does not decay
+    beta: [B, T, HV], or [B, T, HV, V] for one per value channel; None for 1
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of v's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only, and ignores no argument that it does not support. HV may exceed H with beta=None too.
+    Raises NotImplementedError for gv, for g and gk together, and for unknown keywords. Raises ArgumentError (a ValueError) for operands
+    that do not fit, or that require grad while grad is enabled.
+
+    Rare arguments:
+    use_beta_sigmoid_in_kernel: beta is a logit          allow_neg_eigval: uses twice the sigmoid of beta; needs use_beta_sigmoid_in_kernel
+    use_gate_in_kernel: g is a raw gate, whose log decay is -e^A_log softplus(g + dt_bias); without it, A_log and dt_bias do not count
+    A_log, dt_bias: [HV]; dt_bias None for none          transpose_state_layout: older name of state_v_first
+    """
     name = "fused_recurrent_gated_delta_rule"
     state_v_first = _v_first(state_v_first, kwargs)
     if gv is not None:
@@ -116,7 +126,27 @@ def fused_recurrent_kda(
     allow_neg_eigval: bool = False, lower_bound: float | None = None, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """g [B, T, HV, K]; beta [B, T, HV] or [B, T, HV, V]; A_log [HV], or None with lower_bound; dt_bias [HV * K] or [HV, K]."""
+    """Kimi delta attention, token by token: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H          g: [B, T, HV, K], log decay of each key channel
+    beta: [B, T, HV], or [B, T, HV, V] for one per value channel
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of v's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only, and ignores no argument that it does not support.
+    Raises NotImplementedError for unknown keywords. Raises ArgumentError (a ValueError) for operands that do not fit, or that require grad
+    while grad is enabled.
+
+    Rare arguments:
+    use_beta_sigmoid_in_kernel: beta is a logit          allow_neg_eigval: uses twice the sigmoid of beta; needs use_beta_sigmoid_in_kernel
+    use_gate_in_kernel: g is a raw gate, whose log decay is -e^A_log softplus(g + dt_bias); without it, A_log, dt_bias and lower_bound do
+        not count
+    lower_bound: the log decay is lower_bound sigmoid(e^A_log (g + dt_bias)) instead, where A_log may be None          A_log: [HV]
+    dt_bias: [HV, K] or [HV K]; None for none          transpose_state_layout: older name of state_v_first
+    """
     state_v_first = _v_first(state_v_first, kwargs)
     A_log, dt_bias, lower_bound = _gate("fused_recurrent_kda", use_gate_in_kernel, A_log, dt_bias, lower_bound)
     beta = _beta("fused_recurrent_kda", beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -134,7 +164,26 @@ def fused_recurrent_gdn2(
     use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, lower_bound: float | None = None, state_v_first: bool = False,
     cu_seqlens: Tensor | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """g, b [B, T, HV, K]; w [B, T, HV, V]; A_log [HV], or None with lower_bound; dt_bias [HV * K] or [HV, K]."""
+    """Gated DeltaNet 2, token by token: S <- S D + (w v - S D (b k)) k^T, with D = diag(e^g);  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H          g: [B, T, HV, K], log decay of each key channel
+    b: [B, T, HV, K], the erase gate of each key channel          w: [B, T, HV, V], the write gate of each value channel
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of v's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only, and ignores no argument that it does not support.
+    Raises NotImplementedError for unknown keywords. Raises ArgumentError (a ValueError) for operands that do not fit, or that require grad
+    while grad is enabled.
+
+    Rare arguments:
+    use_gate_in_kernel: g is a raw gate, whose log decay is -e^A_log softplus(g + dt_bias); without it, A_log, dt_bias and lower_bound do
+        not count
+    lower_bound: the log decay is lower_bound sigmoid(e^A_log (g + dt_bias)) instead, where A_log may be None          A_log: [HV]
+    dt_bias: [HV, K] or [HV K]; None for none          transpose_state_layout: older name of state_v_first
+    """
     state_v_first = _v_first(state_v_first, kwargs)
     A_log, dt_bias, lower_bound = _gate("fused_recurrent_gdn2", use_gate_in_kernel, A_log, dt_bias, lower_bound)
     return _run(
@@ -148,7 +197,19 @@ def fused_recurrent_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """beta [B, T, HV] or [B, T, HV, V]."""
+    """DeltaNet, token by token: S <- S + beta (v - S k) k^T;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H
+    beta: [B, T, HV], or [B, T, HV, V] for one per value channel; None for 1
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    initial_state: [N, HV, K, V], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of q's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only, HV may exceed H, and q and k are normalised in f32.
+    Raises ArgumentError (a ValueError) for operands that do not fit, or that require grad while grad is enabled.
+    """
     operands = (q, k, v, _beta("fused_recurrent_delta_rule", beta, v))
     options = {"use_qk_l2norm": use_qk_l2norm_in_kernel}
     return _run(native.delta_rule, operands, q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q, **options)
@@ -160,7 +221,20 @@ def fused_recurrent_comba(
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """p [B, T, H, K], None for k; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]."""
+    """Comba, token by token: S <- a S + beta (v - S p) k^T, with a = e^g;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H
+    p: [B, T, H, K], the key that reads the state before its decay; None for k          g: [B, T, HV], log decay
+    beta: [B, T, HV], or [B, T, HV, V] for one per value channel; None for 1
+    use_qk_l2norm_in_kernel: q, k and p are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    initial_state: [N, HV, K, V], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of q's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only.
+    Raises ArgumentError (a ValueError) for operands that do not fit, or that require grad while grad is enabled.
+    """
     operands = (q, k, v, k if p is None else p, g, _beta("fused_recurrent_comba", beta, v))
     options = {"use_qk_l2norm": use_qk_l2norm_in_kernel}
     return _run(native.comba, operands, q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q, **options)
@@ -172,7 +246,22 @@ def fused_recurrent_gla(
     initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
     cu_seqlens: Tensor | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """gk [B, T, HV, K]; gv [B, T, HV, V]."""
+    """Gated linear attention, token by token: S <- diag(e^gv) S diag(e^gk) + v k^T;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H          gk: [B, T, HV, K], log decay of each key channel, or None
+    gv: [B, T, HV, V], log decay of each value channel, or None          scale: None for K^-0.5
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of q's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only, and ignores no argument that it does not support.
+    Raises NotImplementedError for reverse=True, and for unknown keywords. Raises ArgumentError (a ValueError) for operands that do not fit,
+    or that require grad while grad is enabled.
+
+    Rare arguments:
+    transpose_state_layout: older name of state_v_first
+    """
     state_v_first = _v_first(state_v_first, kwargs)
     _forward_only(reverse)
     return _run(native.gla, (q, k, v, gk, gv), q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=q)
@@ -184,7 +273,23 @@ def fused_recurrent_simple_gla(
     initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
     cu_seqlens: Tensor | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """g [B, T, HV] or g_gamma [HV] or neither, not both."""
+    """Linear attention with a decay per head, token by token: S <- e^g S + v k^T;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H
+    g: [B, T, HV], log decay of each token, or g_gamma: [HV], log decay of all tokens; without both, S does not decay
+    scale: None for K^-0.5
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of q's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only, and ignores no argument that it does not support.
+    Raises NotImplementedError for g and g_gamma together, for reverse=True, and for unknown keywords. Raises ArgumentError (a ValueError)
+    for operands that do not fit, or that require grad while grad is enabled.
+
+    Rare arguments:
+    transpose_state_layout: older name of state_v_first
+    """
     state_v_first = _v_first(state_v_first, kwargs)
     _forward_only(reverse)
     if g is not None and g_gamma is not None:
@@ -200,7 +305,19 @@ def fused_recurrent_lightning_attn(
     q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """Head h of H decays with the slope 8 h / H (1 - layer_idx / num_layers)."""
+    """Lightning attention, token by token: S <- e^-s S + v k^T;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, H, V]
+    layer_idx, num_layers: the layer, from 0, and the number of layers. Head h of H decays with s = 8 h / H (1 - layer_idx / num_layers)
+    scale: None for K^-0.5          initial_state: [N, HV, K, V], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of q's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only.
+    Raises NotImplementedError for reverse=True. Raises ArgumentError (a ValueError) for layer_idx out of 0 … num_layers - 1, and for
+    operands that do not fit, or that require grad while grad is enabled.
+    """
     _forward_only(reverse)
     if not 0 <= layer_idx < num_layers:
         raise ArgumentError("fused_recurrent_lightning_attn", [f"layer_idx is {layer_idx}; expected a layer below num_layers {num_layers}"])
@@ -214,7 +331,18 @@ def fused_mul_recurrent_rwkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, scale: float | None = 1.0, initial_state: Tensor | None = None,
     output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """r, w, k, kk, a [B, T, H, K], w the log decay; v [B, T, H, V]."""
+    """RWKV-7, token by token: S <- S D - (S kk) (kk a)^T + v k^T, with D = diag(e^w);  o = scale S r.
+
+    r, k: [B, T, H, K]          v: [B, T, H, V]          w: [B, T, H, K], log decay of each key channel          kk, a: [B, T, H, K]
+    scale: 1 by default; None for K^-0.5          initial_state: [N, HV, K, V], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of v's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only.
+    Raises NotImplementedError for reverse=True. Raises ArgumentError (a ValueError) for operands that do not fit, or that require grad
+    while grad is enabled.
+    """
     _forward_only(reverse)
     return _run(native.rwkv7, (r, w, k, v, kk, a), r, v, scale, initial_state, output_final_state, False, cu_seqlens, like=v)
 
@@ -224,7 +352,17 @@ def fused_recurrent_rwkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = True, cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """fused_recurrent_dplr_delta_rule with q = r and gk = w, and a final state unless told otherwise."""
+    """RWKV-7, token by token: S <- S D + (S a) b^T + v k^T, with D = diag(e^w);  o = scale S r.
+
+    r, k: [B, T, H, K]          v: [B, T, H, V]          w: [B, T, H, K], log decay of each key channel          a, b: [B, T, H, K]
+    scale: None for K^-0.5          initial_state: [N, HV, K, V], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of v's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None with output_final_state=False.
+    Unlike fla's function, it is forward only.
+    Raises ArgumentError (a ValueError) for operands that do not fit, or that require grad while grad is enabled.
+    """
     return fused_recurrent_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
@@ -233,6 +371,17 @@ def fused_recurrent_dplr_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, reverse: bool = False, cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """q, k, a, b, gk [B, T, H, K], gk the log decay; v [B, T, H, V]."""
+    """Diagonal plus low rank, token by token: S <- S D + (S a) b^T + v k^T, with D = diag(e^gk);  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, H, V]          gk: [B, T, H, K], log decay of each key channel          a, b: [B, T, H, K]
+    scale: None for K^-0.5          initial_state: [N, HV, K, V], f32, f16 or bf16, not written; None for zeros
+    cu_seqlens: [N + 1] int32 or int64, start of each packed sequence, with B = 1; without it, N is B
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype; arithmetic is f32. Returns (o [B, T, HV, V] of v's dtype, the state
+    after the last token), the latter f32, new and laid out like initial_state, or None without output_final_state.
+    Unlike fla's function, it is forward only.
+    Raises NotImplementedError for reverse=True. Raises ArgumentError (a ValueError) for operands that do not fit, or that require grad
+    while grad is enabled.
+    """
     _forward_only(reverse)
     return _run(native.dplr_delta_rule, (q, k, v, a, b, gk), q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=v)

@@ -1,15 +1,8 @@
-"""fla.ops' functions for prompts, as in flash-linear-attention 0.6; forward only. Import them from `compat.fla`.
+"""Functions of fla.ops for prompts, as in flash-linear-attention 0.6, forward only. Import them from `compat.fla`.
 
-q, k: [B, T, H, K]; v: [B, T, HV, V]; further operands as noted, where HV is a multiple of H. All but gates and beta are bf16 or f16, one
-dtype; K and V are up to 256, and if one is not a multiple of 16, rows are copied. With cu_seqlens [N + 1], B is 1 and T counts the tokens
-of all N sequences; without, N is B. initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; it is not written. Returns
-(o, final_state): o [B, T, HV, V] of q's dtype; final_state is a new f32 tensor laid out like initial_state, or None unless
-output_final_state. scale None is K^-0.5, beta None is one; A_log, dt_bias and lower_bound only count with use_gate_in_kernel.
-
-cu_seqlens_cpu, chunk_indices, chunk_size, use_graph and max_num_seqs follow from cu_seqlens or divide fla's work, safe_gate promises what
-ssmgen does not rely on, and disable_recompute is of training: ignored. Unlike there, states between chunks are f32, normalised q and k are
-not rounded, and HV > H works everywhere. Raises NotImplementedError for cp_context, for return_intermediate_states and for arguments that
-are not known, and the errors of ssmgen's functions.
+cu_seqlens_cpu, chunk_indices, chunk_size, use_graph and max_num_seqs follow from cu_seqlens or divide fla's work, safe_gate makes a promise
+on which ssmgen does not rely, and disable_recompute belongs to training: all are ignored. Rows are copied if K or V is not a multiple of
+16. To split sequences over ranks, instead of cp_context, call ssmgen.distributed.
 """
 
 from __future__ import annotations
@@ -117,7 +110,22 @@ def chunk_gated_delta_rule(
     allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None, cp_context: Any = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """g, beta [B, T, HV]. Also use_gate_in_kernel with A_log and dt_bias, [HV], and chunk_size."""
+    """Gated DeltaNet over prompts, per token: S <- a S + beta (v - a S k) k^T, with a = e^g;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H          g: [B, T, HV], log decay, at most 0
+    beta: [B, T, HV]; None for 1          use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6)
+    cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16; None for zeros          scale: None for K^-0.5
+
+    q, k and v are bf16 or f16, one dtype; g and beta are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
+    states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded. Raises
+    NotImplementedError for cp_context and unknown keywords, and ArgumentError if g is None or if operands do not fit or need grad.
+
+    Rare arguments:
+    use_beta_sigmoid_in_kernel: beta is a logit          allow_neg_eigval: uses twice the sigmoid of beta; needs use_beta_sigmoid_in_kernel
+    use_gate_in_kernel: a keyword: g is a raw gate, whose log decay is -e^A_log softplus(g + dt_bias)
+    A_log, dt_bias: keywords, [HV]          chunk_size: 16, 32 or 64; ignored
+    """
     name = "chunk_gated_delta_rule"
     _whole(cp_context)
     _check_chunk_size(name, kwargs)
@@ -143,7 +151,16 @@ def chunk_delta_rule(
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """chunk_gated_delta_rule without a decay. Also chunk_size."""
+    """DeltaNet over prompts, per token: S <- S + beta (v - S k) k^T;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H          beta: [B, T, HV]; None for 1
+    use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6)          cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
+    initial_state: [N, HV, K, V], f32, f16 or bf16; None for zeros          scale: None for K^-0.5
+
+    q, k and v are bf16 or f16, one dtype; beta is f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
+    states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded. Raises
+    NotImplementedError for unknown keywords, and ArgumentError for operands that do not fit or need grad. chunk_size is ignored.
+    """
     _check_chunk_size("chunk_delta_rule", kwargs)
     _none_of(kwargs)
     return _chunked(
@@ -164,7 +181,24 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
     max_num_seqs: int | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """g [B, T, HV, K]; beta [B, T, HV]. Also A_log [HV], or None with lower_bound, dt_bias [HV * K] or [HV, K], and chunk_size."""
+    """Kimi delta attention over prompts, per token: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H          g: [B, T, HV, K], log decay of each key channel, at most 0
+    beta: [B, T, HV]; None for 1          use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6)
+    cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16; None for zeros          scale: None for K^-0.5
+
+    q, k and v are bf16 or f16, one dtype; g and beta are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
+    states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded. Raises
+    NotImplementedError for cp_context, return_intermediate_states and unknown keywords, and ArgumentError for operands that do not fit or
+    need grad.
+
+    Rare arguments:
+    use_beta_sigmoid_in_kernel: beta is a logit          allow_neg_eigval: uses twice the sigmoid of beta; needs use_beta_sigmoid_in_kernel
+    use_gate_in_kernel: g is a raw gate, with log decay -e^A_log softplus(g + dt_bias); else A_log, dt_bias and lower_bound do not count
+    lower_bound: log decay lower_bound sigmoid(e^A_log (g + dt_bias)) instead; A_log may be None          chunk_size: 32 or 64; ignored
+    A_log: a keyword, [HV]          dt_bias: a keyword, [HV, K] or [HV K]          safe_gate: with a raw gate, only requires lower_bound
+    """
     name = "chunk_kda"
     _whole(cp_context, return_intermediate_states)
     _check_chunk_size(name, kwargs, (32, 64))
@@ -188,7 +222,23 @@ def chunk_gdn2(
     disable_recompute: bool = False, return_intermediate_states: bool = False, state_v_first: bool = False, cp_context: Any = None,
     **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """g, b [B, T, HV, K]; w [B, T, HV, V]. Also A_log [HV], or None with lower_bound, dt_bias [HV * K] or [HV, K], and chunk_size."""
+    """Gated DeltaNet 2 over prompts, per token: S <- S D + (w v - S D (b k)) k^T, with D = diag(e^g);  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H          g: [B, T, HV, K], log decay of each key channel, at most 0
+    b: [B, T, HV, K], the erase gate of each key channel          w: [B, T, HV, V], the write gate of each value channel
+    use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6)          cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16; None for zeros          scale: None for K^-0.5
+
+    q, k and v are bf16 or f16, one dtype; gates are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
+    states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded. Raises
+    NotImplementedError for cp_context, return_intermediate_states and unknown keywords, and ArgumentError for operands that do not fit or
+    need grad.
+
+    Rare arguments:
+    use_gate_in_kernel: g is a raw gate, with log decay -e^A_log softplus(g + dt_bias); else A_log, dt_bias and lower_bound do not count
+    lower_bound: log decay lower_bound sigmoid(e^A_log (g + dt_bias)) instead; A_log may be None          chunk_size: 64; ignored
+    A_log: a keyword, [HV]          dt_bias: a keyword, [HV, K] or [HV K]          safe_gate: with a raw gate, only requires lower_bound
+    """
     _whole(cp_context, return_intermediate_states)
     _check_chunk_size("chunk_gdn2", kwargs, (64,))
     raw = _raw_gate("chunk_gdn2", use_gate_in_kernel, kwargs, safe_gate, lower_bound)
@@ -205,7 +255,18 @@ def chunk_comba(
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """p [B, T, H, K], None for k; g, beta [B, T, HV]."""
+    """Comba over prompts, per token: S <- a S + beta (v - S p) k^T, with a = e^g;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H
+    p: [B, T, H, K], the key that reads the state before its decay; None for k          g: [B, T, HV], log decay, at most 0
+    beta: [B, T, HV]; None for 1          use_qk_l2norm_in_kernel: divides q, k and p by sqrt(|x|^2 + 1e-6)
+    cu_seqlens: [N + 1], packed sequences, B = 1; else N is B          initial_state: [N, HV, K, V], f32, f16 or bf16; None for zeros
+    scale: None for K^-0.5
+
+    q, k, v and p are bf16 or f16, one dtype; g and beta are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final
+    f32 states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded.
+    Raises ArgumentError for operands that do not fit or need grad.
+    """
     operands = (q, k, v, k if p is None else p, g, _beta("chunk_comba", beta, v))
     return _chunked(
         linear.chunk_comba, operands, initial_state, output_final_state, False, cu_seqlens, scale=scale,
@@ -218,7 +279,16 @@ def chunk_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """g [B, T, HV, K]."""
+    """Gated linear attention over prompts, per token: S <- S D + v k^T, with D = diag(e^g);  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H          g: [B, T, HV, K], log decay of each key channel, at most 0
+    cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16; None for zeros          scale: None for K^-0.5
+
+    q, k and v are bf16 or f16, one dtype; g is f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32 states,
+    or None without output_final_state). Unlike in fla, states between chunks are f32. Raises ArgumentError for operands that do not fit or
+    need grad.
+    """
     return _chunked(linear.chunk_gla, (q, k, v, g), initial_state, output_final_state, state_v_first, cu_seqlens, scale=scale)
 
 
@@ -229,7 +299,16 @@ def chunk_dplr_delta_rule(
     chunk_size: int | None = None, disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None,
     **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """a, b, gk [B, T, H, K], gk the log decay, which lower_bound makes a promise of; v [B, T, H, V]."""
+    """Diagonal plus low rank over prompts, per token: S <- S D + (S a) b^T + v k^T, with D = diag(e^gk);  o = scale S q.
+
+    q, k, a, b: [B, T, H, K]          v: [B, T, H, V]          gk: [B, T, H, K], log decay of each key channel, at most 0
+    cu_seqlens: [N + 1], packed sequences, B = 1; else N is B          initial_state: [N, HV, K, V], f32, f16 or bf16; None for zeros
+    scale: None for K^-0.5
+
+    q, k, v, a and b are bf16 or f16, one dtype; gk is f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
+    states, or None without output_final_state). Unlike in fla, states between chunks are f32. Raises NotImplementedError for cp_context and
+    unknown keywords, and ArgumentError for operands that do not fit or need grad. lower_bound must be below 0, and is ignored.
+    """
     _none_of(kwargs)
     return _low_rank(
         "chunk_dplr_delta_rule", (q, k, v, a, b, gk), scale, initial_state, output_final_state, cu_seqlens, chunk_size, cp_context,
@@ -243,7 +322,16 @@ def chunk_rwkv7(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False,
     chunk_size: int | None = None, disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None,
 ) -> Result:  # fmt: skip
-    """chunk_dplr_delta_rule with q = r and gk = w, and a scale of one."""
+    """RWKV-7 over prompts, per token: S <- S D + (S a) b^T + v k^T, with D = diag(e^w);  o = scale S r.
+
+    r, k, a, b: [B, T, H, K]          v: [B, T, H, V]          w: [B, T, H, K], log decay of each key channel, at most 0
+    cu_seqlens: [N + 1], packed sequences, B = 1; else N is B          initial_state: [N, HV, K, V], f32, f16 or bf16; None for zeros
+    scale: 1 by default; None for K^-0.5
+
+    r, k, v, a and b are bf16 or f16, one dtype; w is f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of r's dtype, final f32
+    states, or None without output_final_state). Unlike in fla, states between chunks are f32. Raises NotImplementedError for cp_context,
+    and ArgumentError for operands that do not fit or need grad. lower_bound must be below 0, and is ignored.
+    """
     return _low_rank(
         "chunk_rwkv7", (r, k, v, a, b, w), scale, initial_state, output_final_state, cu_seqlens, chunk_size, cp_context, lower_bound
     )
@@ -266,7 +354,17 @@ def chunk_simple_gla(
     initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """g [B, T, HV] or g_gamma [HV] or neither, not both. q, k and v may be f32. Also chunk_size."""
+    """Linear attention with a decay per head over prompts, per token: S <- e^g S + v k^T;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V], HV a multiple of H
+    g: [B, T, HV], log decay of each token, or g_gamma: [HV], log decay of all tokens, at most 0; without both, S does not decay
+    cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
+    initial_state: [N, HV, K, V], or with state_v_first [N, HV, V, K], f32, f16 or bf16; None for zeros          scale: None for K^-0.5
+
+    q, k and v are bf16, f16 or f32, one dtype; g and g_gamma are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype,
+    final f32 states, or None without output_final_state). Unlike in fla, states between chunks are f32. Raises NotImplementedError for g
+    and g_gamma together and unknown keywords, and ArgumentError for operands that do not fit or need grad.
+    """
     _check_power_of_two("chunk_simple_gla", kwargs.pop("chunk_size", None))
     state_v_first = _v_first(state_v_first, kwargs)
     if g is not None and g_gamma is not None:
@@ -282,7 +380,16 @@ def chunk_lightning_attn(
     q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """Head h of H decays with the slope 8 h / H (1 - layer_idx / num_layers). q, k and v may be f32. Also chunk_size."""
+    """Lightning attention over prompts, per token: S <- e^-s S + v k^T;  o = scale S q.
+
+    q, k: [B, T, H, K]          v: [B, T, H, V]          scale: None for K^-0.5
+    layer_idx, num_layers: the layer, from 0, and the number of layers. Head h of H decays with s = 8 h / H (1 - layer_idx / num_layers)
+    cu_seqlens: [N + 1], packed sequences, B = 1; else N is B          initial_state: [N, HV, K, V], f32, f16 or bf16; None for zeros
+
+    q, k and v are bf16, f16 or f32, one dtype; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32 states, or None without
+    output_final_state). Unlike in fla, states between chunks are f32. Raises NotImplementedError for unknown keywords, and ArgumentError
+    for layer_idx out of 0 … num_layers - 1, or if operands do not fit or need grad.
+    """
     _check_power_of_two("chunk_lightning_attn", kwargs.pop("chunk_size", None))
     _none_of(kwargs)
     if not 0 <= layer_idx < num_layers:
