@@ -1,17 +1,4 @@
-"""Functions of tensorrt_llm._torch.modules.mamba: ssd_combined's, and replay_selective_state_update's as of TensorRT-LLM#13453.
-
-Deliberate differences of replay_selective_state_update:
-- A sequence whose slot equals pad_slot_id, is negative or is none of the pool's gets a zero output and touches nothing. There, its output
-  is left as it was, and other slots than pad_slot_id are taken for slots.
-- Products are exact to 2^-24, where TensorRT-LLM rounds factors to bf16; `ssmgen.replay_selective_state_update(…, precision="bf16")` does
-  that too. x, B, C, old_x and old_B are of one dtype, f32, f16 or bf16.
-- bf16 states are rounded stochastically too, on every GPU, and finite numbers stay finite.
-- A count out of 0 … T is 0, and where it is 0 the state is not written.
-- One kernel does it all, unless ssmgen is asked for two.
-
-It raises UnsupportedError for the generations before and after this one that keep other tensors, and what
-ssmgen.replay_selective_state_update raises.
-"""
+"""Functions of tensorrt_llm._torch.modules.mamba: ssd_combined's prompt scan, and replay_selective_state_update of TensorRT-LLM#13453."""
 
 from __future__ import annotations
 
@@ -95,19 +82,48 @@ def replay_selective_state_update(
     _precompute_num_stages: int | None = None,
     _heads_per_block: int | None = None,
 ) -> None:
-    """Writes out [batch, T, H, P] in place, as well as the state and the history.
+    """One speculative step of Mamba-2: replays the accepted tokens of the last step on the state, then computes this step's T tokens.
 
-    state: [slots, H, P, N]   old_x: [slots, T, H, P]   old_B: [slots, 2, T, G, N]   old_dt, old_dA_cumsum: [slots, 2, H, T] f32
-    x, z, out: [batch, T, H, P]   B, C: [batch, T, G, N]   D: [H, P]   dt [batch, T, H, P], A [H, P, N] and dt_bias [H, P]: one value per
-    head, expanded. As there, axes of one token and of one head may be left out. The caller flips cache_buf_idx and sets
-    prev_num_accepted_tokens, both [slots] int32, after every call.
+    Per token: state <- exp(dt A) state + dt x B;  out = C state + D x, times silu(z). Only the replayed tokens change the stored state. T
+    is up to 32.
 
-    launch_with_pdl: starts while the kernel ahead in the stream ends, where the device can. That one is a convolution that writes x, B and
-        C, and nothing else that is read here, and triggers when all before itself has ended. False: starts when all before it has ended
-    use_internal_pdl: says nothing where there is one kernel
-    rand_seed: [1] int64
-    Arguments with an underscore size kernels that ssmgen does not have, and change no result: ignored.
-    The names before the merge are taken too (old_dt_proc, old_cumAdt), and launch_with_pdl and use_internal_pdl right after pad_slot_id.
+    state: [slots, H, P, N] f32, f16 or bf16, updated in place
+    old_x: [slots, T, H, P]          old_B: [slots, 2, T, G, N]: inputs of the last step, updated in place
+    old_dt, old_dA_cumsum: [slots, 2, H, T] f32: dt after its softplus, and the running sum of dt A; updated in place
+    cache_buf_idx: [slots] int32, which of the two halves holds the last step. The caller flips it after every call
+    prev_num_accepted_tokens: [slots] int32, 0 … T, tokens to replay. The caller sets it after every call
+    x, z, out: [batch, T, H, P]; out is written; z None for no gate          B, C: [batch, T, G, N]
+    dt: [batch, T, H, P]          A: [H, P, N], negative          D, dt_bias: [H, P]. dt, A and dt_bias have one value per head, expanded
+    dt_softplus: dt <- log(1 + e^(dt + dt_bias))
+    state_batch_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence
+
+    x, B, C, old_x and old_B have one dtype, f32, f16 or bf16. Axes of one token and of one head may be left out.
+
+    Returns None. Differences from TensorRT-LLM's function:
+    - A sequence whose slot equals pad_slot_id, is negative or is not in the pool gets a zero output and touches nothing. TensorRT-LLM
+      leaves its output unchanged, and only knows pad_slot_id.
+    - Products are exact to 2^-24; TensorRT-LLM rounds factors to bf16, as ssmgen.replay_selective_state_update(…, precision="bf16") does.
+    - bf16 states are rounded stochastically too, on every GPU, and finite numbers stay finite.
+    - A count out of 0 … T counts as 0, and with a count of 0 the state is not written.
+    - One kernel does everything, instead of two.
+
+    Raises UnsupportedError for arguments of earlier and later generations: intermediate_update_inputs; replay_work_items, n_writes, mode
+    and their like; old_x of two buffers or with another number of tokens than x. Raises ArgumentError (a ValueError) if out is None, if an
+    argument is given under two names, and for operands that do not fit.
+
+    Stochastic rounding:
+    rand_seed: [1] int64 on the device: f16 and bf16 states are rounded with Philox noise of philox_rounds rounds; None: to nearest
+
+    Launch:
+    launch_with_pdl: starts while the previous kernel in the stream ends, where the device can. That kernel must be a convolution that
+        writes x, B and C, and nothing else that is read here, and must trigger after all work before it has ended. False: starts after its
+        end
+    use_internal_pdl: only matters with two kernels
+
+    Older names and ignored arguments:
+    old_dt_proc, old_cumAdt: older names of old_dt and old_dA_cumsum. launch_with_pdl and use_internal_pdl may also follow pad_slot_id
+    _block_size_m, _num_warps, _num_stages, _precompute_num_warps, _precompute_num_stages, _heads_per_block: ignored; they size kernels of
+        TensorRT-LLM
     """
     state, A = _axes(state, 4, 1), _axes(A, 3, 0)
     x, dt, B, C, z, out = (_axes(t, 4, 1) for t in (x, dt, B, C, z, out))
@@ -156,16 +172,31 @@ def mamba_chunk_scan_combined(
     state_dtype: torch.dtype | None = None,
     mamba_ssm_cache_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...] | None:
-    """Prompts of Mamba-2: writes out [batch, T, H, P], and returns states. x, z: like out; dt [batch, T, H]; B, C [batch, T, G, N].
+    """Mamba-2 (SSD) over prompts, per token: S <- exp(dt A) S + dt x B;  out = C S + D x, times silu(z).
 
-    return_varlen_states: sequences are packed in one row, as cu_seqlens [sequences + 1] says; initial_states [sequences, H, P, N], and the
-        states after each are returned, of state_dtype or else C's. Without it rows are sequences, parted by seq_idx, and initial_states
-        [batch, H, P, N]
-    return_final_states: [batch, H, P, N] f32, after each row
-    out: without it, as before TensorRT-LLM had the argument, a new output is returned before the states
-    mamba_ssm_cache_dtype: state_dtype's name at that time
-    Returns what is asked for, in the order final, varlen; None for nothing.
-    chunk_size, chunk_indices, chunk_offsets and, of packed sequences, seq_idx follow from the others or divide work: ignored.
+    H heads of P rows (headdim), N = d_state, multiples of 16 up to 256; G groups of heads that share B and C.
+
+    x, z, out: [batch, T, H, P]; z None for no gate          B, C: [batch, T, G, N]. All are bf16, f16 or f32, of one dtype
+    dt: [batch, T, H]          A: [H], negative          D: [H] or [H, P], dt_bias: [H]; None for none
+    dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: dt is then clamped to (low, high)
+    initial_states: [batch, H, P, N], or [sequences, H, P, N] of packed sequences, f32, f16 or bf16; zeros if None
+    out: is written; None: a new output is returned, before the states
+    return_final_states: also return the states after each row, [batch, H, P, N] f32
+
+    Returns the requested results in the order output, final states, states of packed sequences: one tensor, a tuple, or None.
+    Unlike TensorRT-LLM's function, it keeps states between chunks in f32.
+    Raises UnsupportedError for several packed sequences without seq_idx, and for state_dtype other than f32, f16 and bf16. Raises
+    ArgumentError (a ValueError) if state_dtype is given under both names, and for operands that do not fit or require grad.
+
+    Packed sequences:
+    return_varlen_states: sequences are packed in one row, and the states after each are returned, [sequences, H, P, N]
+    cu_seqlens: [sequences + 1] int32 or int64, start of each packed sequence
+    seq_idx: [batch, T] int32: without return_varlen_states, the state restarts from zero where it changes; with it, it must be given for
+        several sequences, and is not read
+    state_dtype: dtype of the states of packed sequences; None for C's. Its older name mamba_ssm_cache_dtype is taken too
+
+    Ignored arguments:
+    chunk_size, chunk_indices, chunk_offsets: they divide TensorRT-LLM's work
     """
     name = "tensorrt_llm's mamba_chunk_scan_combined"
     if state_dtype is not None and mamba_ssm_cache_dtype is not None:

@@ -1,11 +1,9 @@
-"""vLLM's functions for Mamba, short convolutions, delta rules, Lightning attention, gated norms and merged attention, as in vLLM 0.33; and
-its plugin, `register`.
+"""Functions of vLLM 0.33 for Mamba, short convolutions, delta rules, Lightning attention, gated norms and merged attention, and vLLM's
+plugin, `register`.
 
-Slots: null_block_id (0) is padding. A padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero
-output and touches no state; vLLM leaves some of these outputs as they were, or computes them from a state of zeros.
-Index tensors may have more rows than there are sequences, and a column per token. Operands are f32, f16 or bf16, and strided.
-
-Raise UnsupportedError for arguments without a kernel of ssmgen's, and the errors of ssmgen's functions.
+Slots equal to null_block_id (0), negative ones and ones out of the pool are padding: a zero output, and no state is touched. vLLM leaves
+some of these outputs unchanged, or computes them from zeros. Index tensors may have more rows than there are sequences. Operands are f32,
+f16 or bf16, and strided. UnsupportedError names arguments that no kernel serves.
 """
 
 from __future__ import annotations
@@ -95,13 +93,27 @@ def selective_state_update(
     enable_stochastic_rounding: bool = False,
     cache_philox_rounds: int = 0,
 ) -> None:
-    """Writes out, which is needed, and the states. One token per sequence, or with cu_seqlens [N + 1] packed sequences.
+    """Decode steps of Mamba-1 or Mamba-2, per token: state <- exp(dt A) state + dt x B;  out = C state + D x, times silu(z).
 
-    state: [slots, H, P, N] or [slots, dim, N]   x, z, out: [tokens, H, P] or [tokens, dim]; otherwise as ssmgen.selective_state_update
-    state_batch_indices: [N], or [N, T] of which the first column is read; dst_state_batch_indices: the same, None for in place
-    num_accepted_tokens: [N], the column to read is this less one (0 is like 1), and each token's state goes to its own column
-    enable_stochastic_rounding: of f16 and bf16 states, by a seed drawn on the device; cache_philox_rounds 0 is 10. Not of speculative steps
-    is_blackwell: chooses among vLLM's tile sizes; ignored
+    Sequences have one token each, or with cu_seqlens [N + 1] they are packed. Mamba-1 has dim channels instead of [H, P].
+
+    state: [slots, H, P, N] or [slots, dim, N], updated in place
+    x, z, out: [tokens, H, P] or [tokens, dim]; z None for no gate; out is needed, and written          dt: like x, or [tokens, H]
+    A: [H, P, N] or [dim, N], negative; or [H]          B, C: [tokens, G, N] or [tokens, N]
+    D, dt_bias: [H, P] or [dim], or [H]; None for none          dt_softplus: dt <- log(1 + e^(dt + dt_bias))
+    state_batch_indices: [sequences], or [sequences, T], whose first column is read. dst_state_batch_indices: slots to write; None for in
+        place
+
+    Every floating tensor is f32, f16 or bf16, each with its own dtype. Slots equal to null_block_id, negative or out of the pool are
+    padding.
+
+    Returns None. Unlike in vLLM, padding always gets a zero output. Raises ArgumentError (a ValueError) if out is None, and for operands
+    that do not fit.
+
+    Rare arguments:
+    num_accepted_tokens: [sequences]: the column to read is this less one (0 is like 1), and each token's state goes to its own column
+    enable_stochastic_rounding: rounds f16 and bf16 states with noise of cache_philox_rounds rounds (0 is 10), not in speculative steps
+    is_blackwell: ignored
     """
     if out is None:
         raise ArgumentError("vllm's selective_state_update", ["out is None; expected a tensor, since nothing is returned. Pass out."])
@@ -146,12 +158,19 @@ def causal_conv1d_update(
     validate_data: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Returns out, or x, which is overwritten without out. x [N, dim], [N, dim, T], or packed [tokens, dim] with query_start_loc.
+    """Decode steps of a causal convolution, per token: out = act(bias + sum_j weight[:, j] window[:, j]), over its last width inputs.
 
-    conv_state: [slots, dim, width - 1 or more] of x's dtype; without num_accepted_tokens, the first width - 1 entries are the history
-    conv_state_indices: [N], or [N, T] of which the first column is read
-    num_accepted_tokens, query_start_loc: as in ssmgen.causal_conv1d_update   max_query_len: follows from the others; ignored
-    validate_data: ssmgen always checks; ignored
+    x, out: [batch, dim] or [batch, dim, T], or with query_start_loc [tokens, dim], packed; out None for x, which is then overwritten
+    conv_state: [slots, dim, width - 1 or more] of x's dtype, updated in place; the first width - 1 entries are the history
+    weight: [dim, width], width 2 … 8          bias: [dim]; None for none          activation: None, "silu", "swish", or a bool for "silu"
+    conv_state_indices: [batch], or [batch, T], whose first column is read          query_start_loc: [batch + 1], start of each sequence
+
+    Returns out, or x. Unlike in vLLM, widths are 2 … 8, and slots out of the pool are padding: a zero output, and no state is touched.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
+
+    Rare arguments:
+    num_accepted_tokens: [batch], tokens of the last call that were accepted: the history then begins at entry num_accepted_tokens - 1
+    max_query_len, validate_data: ignored; ssmgen always checks
     """
     if conv_state_indices is not None and conv_state_indices.dim() == 2:
         conv_state_indices = gated_delta.first_column(conv_state_indices, conv_state_indices.shape[0])
@@ -186,10 +205,19 @@ def causal_conv1d_fn(
     metadata: Any = None,
     validate_data: bool = False,
 ) -> Tensor:
-    """x [dim, tokens] -> a new tensor laid out like it: whole sequences, packed. conv_states [slots, dim, width - 1 or more] in place.
+    """A causal convolution per channel of packed sequences: out[d, t] = act(bias[d] + sum_j weight[d, j] x[d, t - (width - 1) + j]).
 
-    cache_indices, has_initial_state: [N], slot of each sequence, and whether its state is its history
-    pad_slot_id and metadata divide vLLM's work among programs, and validate_data checks: ignored
+    x: [dim, tokens]          weight: [dim, width], width 1 … 8          bias: [dim]; None for none          activation: None, "silu" or
+        "swish"
+    conv_states: [slots, dim, width - 1 or more] of x's dtype; the first width - 1 entries receive each sequence's last inputs
+    query_start_loc: [N + 1], start of each sequence          cache_indices: [N], slot of each; None for slot = sequence
+    has_initial_state: [N] bool, whether conv_states holds the inputs before the first token; None for no
+
+    Returns a new tensor laid out like x. Unlike in vLLM, x's strides are free, and slots out of the pool are padding: a zero output.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
+
+    Ignored arguments:
+    pad_slot_id, metadata, validate_data: they divide vLLM's work, or check what ssmgen always checks
     """
     sequences = query_start_loc.shape[0] - 1
     found = _conv(
@@ -213,9 +241,16 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token per sequence; writes and returns out [B, 1, HV, V] and initial_state [slots, HV, V, K]. Slots of 0 and below are padding.
+    """One token per sequence of Gated DeltaNet: S <- e^g S + beta (v - e^g S k) k^T;  out = scale S q.
 
-    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive   a, b: [B, HV], raw gate and logit of beta   ssm_state_indices: [B]
+    g = -e^A_log softplus(a + dt_bias), and beta = sigmoid(b).
+
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive          a, b: [B, HV], raw gate, and logit of beta          A_log, dt_bias: [HV]
+    initial_state: [slots, HV, V, K], updated in place          out: [B, 1, HV, V], written          ssm_state_indices: [B]
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)
+
+    Returns (out, initial_state). Slots of 0 and below, and slots out of the pool, are padding: a zero output, and no state is touched.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     return gated_delta.packed_decode(
         mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel, pad_slot_id=0
@@ -240,12 +275,16 @@ def fused_recurrent_gated_delta_rule(
     num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(a new output of q's dtype, initial_state, which is updated). q, k [B, T, HK, K]; v [B, T, HV, V]; g, beta [B, T, HV].
+    """Steps of Gated DeltaNet on a pool, per token: S <- a S + beta (v - a S k) k^T, with a = e^g;  o = scale S q.
 
-    initial_state: [slots, HV, V, K], slots of 0 and below are padding   cu_seqlens: [N + 1], with B = 1
+    q, k: [B, T, HK, K]          v: [B, T, HV, V]          g, beta: [B, T, HV], log decay and write strength; beta None for 1
+    initial_state: [slots, HV, V, K], updated in place          cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
     ssm_state_indices: [N] for one token per sequence, or [N, T]: each token's state goes to its own column, and the first is read
-    num_accepted_tokens: [N], instead the column that is read is this less one
-    Raises UnsupportedError without a pool, or with inplace_final_state=False.
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    num_accepted_tokens: [N]: the column that is read is this less one, instead of the first
+
+    Returns (a new output of q's dtype, initial_state). Slots of 0 and below, and out of the pool, are padding: a zero output.
+    Raises UnsupportedError without a pool and indices, or with inplace_final_state=False; and ArgumentError (a ValueError).
     """
     name = "vllm's fused_recurrent_gated_delta_rule"
     options = gated_delta.on_a_pool(name, v, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
@@ -277,10 +316,19 @@ def fused_sigmoid_gating_delta_rule_update(
     use_qk_l2norm_in_kernel: bool = False,
     is_kda: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """fused_recurrent_gated_delta_rule of a raw gate a and a logit b of beta, both [B, T, HV] or [tokens, HV].
+    """Steps of Gated DeltaNet, or with is_kda of KDA, on a pool: S <- S D + beta (v - S D k) k^T;  o = scale S q, with a raw gate a of D.
 
-    is_kda: the gate is per key channel, a [B, T, HV, K] (or with these axes joined) and dt_bias [HV K]
-    Raises UnsupportedError also for another softplus than beta = 1, threshold = 20.
+    D is e^g, or diag(e^g) for KDA, with g = -e^A_log softplus(a + dt_bias), and beta = sigmoid(b).
+
+    q, k: [B, T, HK, K]          v: [B, T, HV, V]          b: [B, T, HV] or [tokens, HV]          A_log: [HV]
+    a: [B, T, HV] or [tokens, HV], dt_bias: [HV]; for KDA per key channel, [B, T, HV, K] or with joined axes, dt_bias [HV K]
+    initial_state: [slots, HV, V, K], updated in place          cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
+    ssm_state_indices: [N], or [N, T]: each token's state goes to its own column, and the first is read
+    num_accepted_tokens: [N]: the column that is read is this less one, instead of the first
+
+    Returns (a new output of q's dtype, initial_state). Slots of 0 and below, and out of the pool, are padding: a zero output.
+    Raises UnsupportedError without a pool and indices, with inplace_final_state=False, and for beta other than 1 or threshold other than 20
+    of the gate's softplus. Raises ArgumentError (a ValueError) for operands that do not fit.
     """
     name = "vllm's fused_sigmoid_gating_delta_rule_update"
     if (beta, threshold) != (1.0, 20.0):

@@ -1,5 +1,6 @@
-"""vLLM's functions for prompts of gated delta rules and of Kimi delta attention, as in vLLM 0.33: its layers call the first
-kind with either backend, the second kind with the Triton backend."""
+"""vLLM's functions for prompts of gated delta rules and of Kimi delta attention, as in vLLM 0.33: of both backends for the former, and of
+the Triton backend for the latter.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +32,21 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     core_attn_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(output [B, T, HV, V] of q's dtype, f32 states after each sequence [N, HV, V, K], None unless output_final_state).
+    """Gated DeltaNet over prompts, per token: S <- a S + beta (v - a S k) k^T, with a = e^g;  o = scale S q.
 
-    q, k: [B, T, H, K]   v: [B, T, HV, V]   g: [B, T, HV], the log decay   beta: [B, T, HV]   initial_state: [N, HV, V, K]
-    cu_seqlens: [N + 1], packed sequences, with B = 1; else N is B
-    core_attn_out: a dense buffer, whose first elements are the output; None for a new one
-    chunk_indices and chunk_offsets follow from cu_seqlens: ignored
+    q, k: [B, T, H, K]          v: [B, T, HV, V]; bf16 or f16, one dtype; K and V are multiples of 16 up to 256
+    g: [B, T, HV], log decay, at most 0          beta: [B, T, HV]; f32, bf16 or f16 each
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    cu_seqlens: [N + 1], start of each packed sequence, with B = 1; else N is B
+    initial_state: [N, HV, V, K] f32, f16 or bf16; None for zeros
+    core_attn_out: a dense buffer, whose first elements receive the output; None for a new one
+
+    Returns (output [B, T, HV, V] of q's dtype, f32 states after each sequence [N, HV, V, K], or None without output_final_state).
+    Unlike in vLLM, states between chunks are f32, and normalised q and k are not rounded.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
+
+    Ignored arguments:
+    chunk_indices, chunk_offsets: they follow from cu_seqlens
     """
     out = _output(q, v, core_attn_out)
     final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens)) if output_final_state else None
@@ -73,9 +83,23 @@ def fi_chunk_gated_delta_rule(
     checkpoint_every_n_tokens: int = 0,
     use_cp: bool | str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """chunk_gated_delta_rule of packed sequences, as vLLM calls FlashInfer: also the states after every n tokens, n a multiple of 64.
+    """Gated DeltaNet over packed prompts, as vLLM calls FlashInfer: S <- a S + beta (v - a S k) k^T, with a = e^g;  o = K^-0.5 S q.
 
-    checkpoint_cu_starts: [N + 1], the first row of state_checkpoints [count, HV, V, K] of each sequence   use_cp: ignored
+    q, k: [1, T, H, K]          v: [1, T, HV, V]; bf16 or f16, one dtype; K and V are multiples of 16 up to 256
+    g: [1, T, HV], log decay, at most 0          beta: [1, T, HV]; f32, bf16 or f16 each
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)
+    initial_state: [N, HV, V, K] f32, f16 or bf16          cu_seqlens: [N + 1], start of each packed sequence
+
+    Returns (output [1, T, HV, V] of q's dtype, f32 states after each sequence [N, HV, V, K], or None without output_final_state).
+    Unlike in vLLM, normalised q and k are not rounded.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
+
+    States at positions, for prefix caches:
+    checkpoint_every_n_tokens: n, a multiple of 64; 0 for none: the state after every n tokens of sequence i goes to state_checkpoints
+        [count, HV, V, K], from row checkpoint_cu_starts[i] on, [N + 1]
+
+    Ignored arguments:
+    use_cp: divides FlashInfer's work
     """
     positions = _prompts.places(
         "vllm's fi_chunk_gated_delta_rule", v, checkpoint_every_n_tokens, cu_seqlens, state_checkpoints, checkpoint_cu_starts, []
@@ -106,10 +130,17 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """(output [B, T, HV, V] of q's dtype, f32 states after each sequence [N, HV, V, K], None unless output_final_state).
+    """Kimi delta attention over prompts, per token: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  o = scale S q.
 
-    q, k: [B, T, H, K]   v: [B, T, HV, V]   g: [B, T, HV, K], the log decay   beta: [B, T, HV]   initial_state: [N, HV, V, K]
-    cu_seqlens: [N + 1], packed sequences, with B = 1; else N is B   Other keywords are ignored, as there.
+    q, k: [B, T, H, K]          v: [B, T, HV, V]; bf16 or f16, one dtype; K and V are multiples of 16 up to 256
+    g: [B, T, HV, K], log decay of each key channel, at most 0          beta: [B, T, HV]; f32, bf16 or f16 each
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    cu_seqlens: [N + 1], start of each packed sequence, with B = 1; else N is B
+    initial_state: [N, HV, V, K] f32, f16 or bf16; None for zeros
+
+    Returns (output [B, T, HV, V] of q's dtype, f32 states after each sequence [N, HV, V, K], or None without output_final_state).
+    Unlike in vLLM, states between chunks are f32, and normalised q and k are not rounded. Other keywords are ignored, as in vLLM.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     return _kda((q, k, v, g, beta), scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 
@@ -132,11 +163,21 @@ def chunk_kda_with_fused_gate(
     out: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """chunk_kda of a raw gate and a logit of beta, as vLLM's Kimi layers call it.
+    """Kimi delta attention over prompts, with a raw gate and a logit of beta: S <- S D + beta (v - S D k) k^T;  o = scale S q.
 
-    raw_g: [B, T, HV, K]   raw_beta: [B, T, HV]   A_log: HV elements   g_bias: HV K elements, None for none
-    lower_bound: the log decay is lower_bound sigmoid(e^A_log (raw_g + g_bias)); None for -e^A_log softplus(raw_g + g_bias)
-    out: [B, T, HV, V], receives the output; None for a new one
+    D = diag(e^g), with g = -e^A_log softplus(raw_g + g_bias), or lower_bound sigmoid(e^A_log (raw_g + g_bias)); beta = sigmoid(raw_beta).
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V]; bf16 or f16, one dtype; K and V are multiples of 16 up to 256
+    raw_g: [B, T, HV, K]          raw_beta: [B, T, HV]          A_log: HV elements          g_bias: HV K elements; None for none
+    lower_bound: a number for the second form of the gate; None for the first
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    cu_seqlens: [N + 1], start of each packed sequence, with B = 1; else N is B
+    initial_state: [N, HV, V, K] f32, f16 or bf16; None for zeros
+    out: [B, T, HV, V], receives the output; None for a new one of q's dtype
+
+    Returns (output, f32 states after each sequence [N, HV, V, K], or None without output_final_state). vLLM's Kimi layers call it.
+    Unlike in vLLM, states between chunks are f32, and normalised q and k are not rounded. Other keywords are ignored, as in vLLM.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     return _kda(
         (q, k, v, raw_g, raw_beta, A_log.reshape(-1), None if g_bias is None else g_bias.reshape(-1)), scale, initial_state,
@@ -162,8 +203,22 @@ def chunk_kda_with_safe_gate(
     lower_bound: float | None = -5.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """chunk_kda of a raw gate, as vLLM's GLM layers call their chunk_kda_with_fused_gate: lower_bound counts with safe_gate only, and beta
-    [B, T, HV] is no logit. Otherwise as chunk_kda_with_fused_gate."""
+    """Kimi delta attention over prompts, with a raw gate: S <- S D + beta (v - S D k) k^T;  o = scale S q. vLLM's GLM layers call it.
+
+    D = diag(e^g'), with g' = -e^A_log softplus(g + g_bias), or with safe_gate lower_bound sigmoid(e^A_log (g + g_bias)).
+
+    q, k: [B, T, H, K]          v: [B, T, HV, V]; bf16 or f16, one dtype; K and V are multiples of 16 up to 256
+    g: [B, T, HV, K], raw gate          beta: [B, T, HV], not a logit          A_log: HV elements          g_bias: HV K elements; None for
+        none
+    lower_bound: only counts with safe_gate
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    cu_seqlens: [N + 1], start of each packed sequence, with B = 1; else N is B
+    initial_state: [N, HV, V, K] f32, f16 or bf16; None for zeros
+
+    Returns (output [B, T, HV, V] of q's dtype, f32 states after each sequence [N, HV, V, K], or None without output_final_state).
+    Unlike in vLLM, states between chunks are f32, and normalised q and k are not rounded. Other keywords are ignored, as in vLLM.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
+    """
     return _kda(
         (q, k, v, raw_g, beta, A_log.reshape(-1), None if g_bias is None else g_bias.reshape(-1)), scale, initial_state,
         output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, lower_bound=lower_bound if safe_gate else None,

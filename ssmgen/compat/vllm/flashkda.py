@@ -54,14 +54,22 @@ def flashkda_prefill(
     checkpoint_state: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, final_state), both written: prompts of Kimi-K3, its _flashkda_prefill.
+    """Kimi delta attention over prompts of Kimi-K3, the function _flashkda_prefill: S <- S D + beta (v - S D k) k^T;  o = K^-0.5 S q.
 
-    q, k: [1, T, H, K], which are divided by their norms   v, out: [1, T, HV, V]   g: [1, T, HV, K], raw gate   beta: [1, T, HV], logit
-    A_log, dt_bias: HV elements, HV K elements   lower_bound: the log decay is lower_bound sigmoid(e^A_log (g + dt_bias))
-    initial_state, final_state: [N, HV, V, K], before and after each sequence   cu_seqlens: [N + 1]   workspace: FlashKDA's; ignored
-    checkpoint_state: [N, HV, V, K], receives the state of each sequence after checkpoint_offsets [N] tokens, multiples of 64; where one is
-        0, anything
-    Raises UnsupportedError for checkpoints of layers that were made before ssmgen was registered: they lie at multiples of 16.
+    D = diag(e^g'), with g' = lower_bound sigmoid(e^A_log (g + dt_bias)).
+
+    q, k: [1, T, H, K], which are divided by sqrt(|x|^2 + 1e-6)          v, out: [1, T, HV, V]; out is written
+    g: [1, T, HV, K], raw gate          beta: [1, T, HV], logit          A_log, dt_bias: HV and HV K elements
+    initial_state, final_state: [N, HV, V, K], states before and after each sequence; final_state is written
+    cu_seqlens: [N + 1], start of each packed sequence          workspace: ignored
+
+    Returns (out, final_state).
+    Raises UnsupportedError for checkpoints of layers that were built before ssmgen was registered, which lie at multiples of 16. Raises
+    ArgumentError (a ValueError) for operands that do not fit.
+
+    States at positions, for prefix caches:
+    checkpoint_state: [N, HV, V, K], receives the state of each sequence after checkpoint_offsets tokens
+    checkpoint_offsets: [N], multiples of 64; the state of a 0 is undefined
     """
     name = "vllm's _flashkda_prefill"
     if (checkpoint_state is None) != (checkpoint_offsets is None):

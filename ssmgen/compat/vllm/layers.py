@@ -40,14 +40,21 @@ def fused_kda_decode(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-5,
 ) -> Tensor:
-    """out, or a new tensor [1, B, H, V] of x's dtype: the decode step of Kimi-K3's layer between its projections.
+    """The decode step of Kimi-K3's layer between its projections: convolution, Kimi delta attention, and a gated RMS norm, in one kernel.
 
-    x: [B, 3 H V], q, k and v next to each other, before their convolution   weight: [3, width, H V], of each of them, width first
-    conv_state: [slots, 3 H V, width - 1] of x's dtype, in either layout, updated in place; so is state [slots, H, V, K]
-    raw_g: [1, B, H, K], raw gate   raw_beta: [1, B, H], logit   A_log, dt_bias: H elements, H K elements
-    lower_bound: the log decay is lower_bound sigmoid(e^A_log (raw_g + dt_bias)); None for -e^A_log softplus(raw_g + dt_bias)
-    output_gate, norm_weight: [B, H, V] and [V], of an RMS norm that its sigmoid gates; None for no norm
-    state_indices: [B], slots of 0 and below are padding. Unlike there, a separate kernel transposes the weight
+    S <- S D + beta (v - S D k) k^T;  o = K^-0.5 S q, with D = diag(e^g) and beta = sigmoid(raw_beta). g is -e^A_log softplus(raw_g +
+    dt_bias), or lower_bound sigmoid(e^A_log (raw_g + dt_bias)).
+
+    x: [B, 3 H V], q, k and v consecutive, before their convolution          weight: [3, width, H V]          bias: [3 H V]; None for none
+    conv_state: [slots, 3 H V, width - 1] of x's dtype, in either layout; state: [slots, H, V, K]. Both are updated in place
+    raw_g: [1, B, H, K], raw gate          raw_beta: [1, B, H], logit          A_log, dt_bias: H and H K elements
+    lower_bound: a number for the second form of the gate; None for the first
+    output_gate, norm_weight: [B, H, V] and [V], of an RMS norm that the sigmoid of output_gate gates; None for no norm
+    state_indices: [B], slots; 0 and below is padding: a zero output, and no state is touched
+    out: [1, B, H, V], receives the output; None for a new one of x's dtype
+
+    Returns out. Unlike in vLLM, a separate kernel transposes the weight.
+    Raises ArgumentError (a ValueError) for operands that do not fit.
     """
     if weight.shape[0] != 3 or x.shape[-1] != 3 * weight.shape[2]:
         problem = f"weight is {list(weight.shape)} and x {list(x.shape)}; expected [3, width, H V] and [B, 3 H V]"

@@ -40,16 +40,23 @@ def selective_scan_fn(
     cu_chunk_seqlen: Tensor | None = None,
     last_chunk_indices: Tensor | None = None,
 ) -> Tensor:
-    """Prompts of Mamba-1: u [D, tokens], packed, or [N, D, T] -> a new tensor laid out like it in memory; ssm_states in place.
+    """Mamba-1 over prompts, per token and channel: h <- exp(delta A) h + delta u B;  out = C h + D u, times silu(z).
 
-    delta, z: like u   A: [D, d_state]   B, C: [G, d_state, tokens] or [N, G, d_state, T], without G too   D, delta_bias: [D]
-    query_start_loc: [N + 1], packed sequences   ssm_states: [slots, D, d_state]   cache_indices: [N], each sequence's slot, or its number
-    has_initial_state: [N], whether the state in the slot is the one before the first token; None for none
-    block_size, cu_chunk_seqlen and last_chunk_indices divide vLLM's work: ignored
+    u, delta, z: [dim, tokens], packed, or [N, dim, T]; z None for no gate          A: [dim, d_state] f32, negative
+    B, C: [G, d_state, tokens] or [N, G, d_state, T], also without G. u, delta, z, B and C are bf16, f16 or f32, of one dtype
+    D, delta_bias: [dim]; None for none          delta_softplus: delta <- log(1 + e^(delta + delta_bias))
+    query_start_loc: [N + 1], start of each packed sequence
+    ssm_states: [slots, dim, d_state], a pool, receives the state after each sequence          cache_indices: [N], slots; None for 0, 1, …
+    has_initial_state: [N] bool, whether the slot holds the state before the first token; None for no
+    null_block_id: a slot equal to this, negative or out of the pool is padding: a zero output, and no state is touched
 
-    vLLM's own overwrites z, or delta without z, unless it copies them first, and returns that: use what is returned.
-    Raises UnsupportedError for states of every block, which block_idx_first_scheduled_token, block_idx_last_scheduled_token and
-    initial_state_idx ask for.
+    Returns a new tensor laid out like u. vLLM's function overwrites z, or delta without z, and returns that: use the returned tensor.
+    Raises UnsupportedError for states of every block: block_idx_first_scheduled_token, block_idx_last_scheduled_token and
+    initial_state_idx; and for complex operands. Raises ArgumentError (a ValueError) if ssm_states is None, and for operands that do not
+    fit.
+
+    Ignored arguments:
+    block_size, cu_chunk_seqlen, last_chunk_indices: they divide vLLM's work
     """
     name = "vllm's selective_scan_fn"
     if ssm_states is None:
@@ -99,14 +106,28 @@ def mamba_chunk_scan_combined_varlen(
     final_states_out: Tensor | None = None,
     final_state_indices: Tensor | None = None,
 ) -> Tensor | None:
-    """Prompts of Mamba-2, packed: writes out [tokens, H, P], and returns or writes states.
+    """Mamba-2 (SSD) over packed prompts, per token: S <- exp(dt A) S + dt x B;  out = C S + D x, times silu(z).
 
-    x, z: [tokens, H, P]   dt: [tokens, H]   B, C: [tokens, G, N]   cu_seqlens: [sequences + 1]   initial_states: [sequences, H, P, N]
-    return_intermediate_states: -> [chunks, H, P, N], the states after each of vLLM's chunks, which may end anywhere in a sequence, at
-        cu_chunk_seqlens [chunks + 1]
-    final_states_out: -> None, and this pool [slots, H, P, N] receives the states after each sequence in final_state_indices [sequences]
-    Otherwise -> [sequences, H, P, N], those states. state_dtype: the dtype of the returned states; C's if None
-    chunk_size, last_chunk_indices and seq_idx follow from the others or divide vLLM's work: ignored. States between chunks are f32.
+    x, z, out: [tokens, H, P]; out is written, z None for no gate          B, C: [tokens, G, N]. All are bf16, f16 or f32, of one dtype
+    dt: [tokens, H]          A: [H], negative          D: [H] or [H, P], dt_bias: [H]; None for none
+    dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: dt is then clamped to (low, high)
+    cu_seqlens: [sequences + 1] int32 or int64, start of each sequence
+    initial_states: [sequences, H, P, N], states before the first token; zeros if None
+
+    Returns the states after each sequence, [sequences, H, P, N], of state_dtype, or C's dtype if None. P and N are multiples of 16 up to
+    256. Unlike in vLLM, states between chunks are f32.
+    Raises ArgumentError (a ValueError) if out is None, for arguments of which one needs or excludes another, and for operands that do not
+    fit.
+    Raises UnsupportedError for state_dtype other than f32, f16 and bf16.
+
+    States elsewhere:
+    return_intermediate_states: returns [chunks, H, P, N] instead, the states after each of vLLM's chunks, which end at cu_chunk_seqlens
+        [chunks + 1]
+    final_states_out: a pool [slots, H, P, N], which receives the states after each sequence in final_state_indices [sequences]; returns
+        None
+
+    Ignored arguments:
+    chunk_size, last_chunk_indices, seq_idx: they divide vLLM's work or follow from cu_seqlens
     """
     name = "vllm's mamba_chunk_scan_combined_varlen"
     problems = ["out is None; expected a tensor, since outputs are not returned. Pass out."] if out is None else []

@@ -23,12 +23,14 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: Tensor | None = None,
 ) -> None:
-    """The attention to a shared prefix and to the rest, merged. Writes output and output_lse.
+    """Merges attention to a shared prefix with attention to the rest: both outputs are weighted by their softmax sums.
 
-    output, prefix_output, suffix_output: [tokens, heads, head_dim], head_dim 1 … 1024
-    LSEs: [heads, tokens] f32, natural logarithms; +inf, -inf and NaN mark an empty part
-    prefill_tokens_with_context: tokens from there on have no prefix: the suffix is copied
-    Raises UnsupportedError with output_scale (FP8 outputs).
+    output, prefix_output, suffix_output: [tokens, heads, head_dim] f32, f16 or bf16, head_dim 1 … 1024; output is written
+    prefix_lse, suffix_lse: [heads, tokens] f32, natural logarithms; +inf, -inf and NaN mark an empty part
+    output_lse: [heads, tokens] f32, is written; None for none
+    prefill_tokens_with_context: tokens from this one on have no prefix, and their suffix is copied; None for all with prefix
+
+    Returns None. Raises UnsupportedError with output_scale (FP8 outputs), and ArgumentError (a ValueError) for operands that do not fit.
     """
     if output_scale is not None:
         raise UnsupportedError("vllm's merge_attn_states", ["output_scale is given; expected None: outputs are f32, f16 or bf16"])

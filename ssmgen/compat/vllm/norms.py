@@ -23,12 +23,15 @@ def layer_norm_fwd(
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> tuple[Tensor, None, None]:
-    """(out or a new tensor like x, None, None): the means and deviations, which vLLM's own returns there, its layers do not look at.
+    """Gated layer norm or RMS norm: out = norm(x) weight + bias, times act(z). With norm_before_gate=False, x is multiplied by act(z)
+    before it.
 
-    x, z, out: [rows, channels]; out may be x   weight: [channels]   group_size: channels of a group, None for all
-    norm_before_gate: the gate act(z) is applied after the norm, else before it   activation: "swish", "silu" or "sigmoid"
-    Without is_rms_norm the mean is subtracted.
-    Raises UnsupportedError for a bias of an RMS norm.
+    x, z, out: [rows, channels]; z None for no gate; out may be x, None for a new one          weight, bias: [channels]; bias None for none
+    group_size: channels of a group, over which the norm is; None for all          activation: "swish", "silu" or "sigmoid"
+    is_rms_norm: does not subtract the mean
+
+    Returns (out, None, None). vLLM's function returns the means and deviations there, and its layers do not read them.
+    Raises UnsupportedError for a bias of an RMS norm, and ArgumentError (a ValueError) for operands that do not fit.
     """
     found = _norms.normed(
         "vllm's layer_norm_fwd", x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation,
@@ -47,7 +50,14 @@ def mixer2_rms_norm_gated(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """The norm of Mamba-2's layers, with SiLU: x, z [*rows, channels] -> a new tensor like x. Otherwise as layer_norm_fwd."""
+    """The norm of Mamba-2's layers: x rsqrt(mean(x^2) + eps) weight silu(z); with norm_before_gate=False, x is multiplied by silu(z) first.
+
+    x, z: [*rows, channels]; z None for no gate          weight: [channels]          bias: None
+    group_size: channels of a group, over which the mean is; None for all
+
+    Returns a new tensor like x. Arithmetic is f32.
+    Raises UnsupportedError for a bias, and ArgumentError (a ValueError) for operands that do not fit.
+    """
     name = "vllm's rms_norm_gated"
     return _norms.normed(name, x, z, weight, bias, eps, group_size=group_size, norm_before_gate=norm_before_gate)
 

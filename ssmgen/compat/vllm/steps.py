@@ -40,12 +40,16 @@ def fused_recurrent_kda(
     ssm_state_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(a new output of q's dtype, initial_state, which is updated): steps of Kimi delta attention, as Bailing's layers call it.
+    """Steps of Kimi delta attention on a pool, per token: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  o = scale S q.
 
-    q, k: [B, T, HK, K]   v: [B, T, HV, V]   g: [B, T, HV, K], the log decay   beta: [B, T, HV]
-    initial_state: [slots, HV, V, K], slots of 0 and below are padding   cu_seqlens: [N + 1], with B = 1
+    q, k: [B, T, HK, K]          v: [B, T, HV, V]          g: [B, T, HV, K], log decay of each key channel          beta: [B, T, HV]
+    initial_state: [slots, HV, V, K], updated in place          cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
     ssm_state_indices: [N], or [N, T]: each token's state goes to its own column, and the first is read
-    Other keywords are ignored, as there. Raises UnsupportedError without a pool, or with inplace_final_state=False.
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+
+    Returns (a new output of q's dtype, initial_state). Slots of 0 and below, and out of the pool, are padding: a zero output, and no state
+    is touched. Other keywords are ignored, as in vLLM, whose Bailing layers call it.
+    Raises UnsupportedError without a pool and indices, or with inplace_final_state=False; and ArgumentError (a ValueError).
     """
     where = (initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, None)
     return _step("vllm's fused_recurrent_kda", (q, k, v, g, beta), where, None, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale)
@@ -66,7 +70,18 @@ def fused_recurrent_kda_fwd(
     num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """fused_recurrent_kda of drafts too: num_accepted_tokens [N], the column of the slots that is read is this less one."""
+    """Steps of Kimi delta attention on a pool, drafts too: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  o = scale S q.
+
+    q, k: [B, T, HK, K]          v: [B, T, HV, V]          g: [B, T, HV, K], log decay of each key channel          beta: [B, T, HV]
+    initial_state: [slots, HV, V, K], updated in place          cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
+    ssm_state_indices: [N], or [N, T]: each token's state goes to its own column, and the first is read
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)
+    num_accepted_tokens: [N]: the column that is read is this less one, instead of the first
+
+    Returns (a new output of q's dtype, initial_state). Slots of 0 and below, and out of the pool, are padding: a zero output, and no state
+    is touched.
+    Raises UnsupportedError without a pool and indices, or with inplace_final_state=False; and ArgumentError (a ValueError).
+    """
     where = (initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens)
     return _step("vllm's fused_recurrent_kda_fwd", (q, k, v, g, beta), where, None, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale)
 
@@ -88,11 +103,23 @@ def fused_recurrent_kda_with_fused_gate(
     out: Tensor | None = None,
     fuse_gate: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """fused_recurrent_kda_fwd of a raw gate and a logit of beta, as vLLM's Kimi layers call their fused_recurrent_kda.
+    """Steps of Kimi delta attention with a raw gate and a logit of beta: S <- S D + beta (v - S D k) k^T;  o = K^-0.5 S q.
 
-    raw_g: [B, T, HV, K]   raw_beta: [B, T, HV]   A_log: HV elements   dt_bias: HV K elements, None for none
-    lower_bound: the log decay is lower_bound sigmoid(e^A_log (raw_g + dt_bias)); None for -e^A_log softplus(raw_g + dt_bias)
-    out: receives the output; None for a new one   fuse_gate: chooses among vLLM's kernels; ignored
+    D = diag(e^g), with g = -e^A_log softplus(raw_g + dt_bias), or lower_bound sigmoid(e^A_log (raw_g + dt_bias)); beta = sigmoid(raw_beta).
+
+    q, k: [B, T, HK, K], which are divided by sqrt(|x|^2 + 1e-6)          v: [B, T, HV, V]
+    raw_g: [B, T, HV, K]          raw_beta: [B, T, HV]          A_log: HV elements          dt_bias: HV K elements; None for none
+    lower_bound: a number for the second form of the gate; None for the first
+    initial_state: [slots, HV, V, K], updated in place          cu_seqlens: [N + 1], packed sequences, B = 1
+    ssm_state_indices: [N], or [N, T]: each token's state goes to its own column, and the first is read
+    num_accepted_tokens: [N]: the column that is read is this less one, instead of the first
+    out: receives the output; None for a new one of q's dtype
+
+    Returns (output, initial_state). Slots of 0 and below, and out of the pool, are padding: a zero output, and no state is touched.
+    Raises UnsupportedError without a pool and indices, and ArgumentError (a ValueError). vLLM's Kimi layers call it.
+
+    Ignored arguments:
+    fuse_gate: chooses among vLLM's kernels
     """
     where = (initial_state, True, cu_seqlens, ssm_state_indices, num_accepted_tokens)
     return _step(
@@ -123,10 +150,22 @@ def fused_recurrent_kda_with_safe_gate(
     lower_bound: float | None = -5.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """fused_recurrent_kda_fwd as vLLM's GLM layers call their fused_recurrent_kda.
+    """Steps of Kimi delta attention on a pool, as vLLM's GLM layers call them: S <- S D + beta (v - S D k) k^T;  o = scale S q.
 
-    compute_gate: g is a raw gate, and the log decay lower_bound sigmoid(e^a_log (g + g_bias)), which needs all three; else g is the log
-        decay, and they are not looked at   sigmoid_beta: beta is a logit   out: receives the output; None for a new one
+    D = diag(e^g), or with compute_gate diag(e^(lower_bound sigmoid(e^a_log (g + g_bias)))).
+
+    q, k: [B, T, HK, K]          v: [B, T, HV, V]          g: [B, T, HV, K], log decay, or with compute_gate the raw gate
+    beta: [B, T, HV], with sigmoid_beta a logit          a_log: HV elements          g_bias: HV K elements
+    initial_state: [slots, HV, V, K], updated in place          cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
+    ssm_state_indices: [N], or [N, T]: each token's state goes to its own column, and the first is read
+    num_accepted_tokens: [N]: the column that is read is this less one, instead of the first
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+    out: receives the output; None for a new one of q's dtype
+
+    Returns (output, initial_state). Slots of 0 and below, and out of the pool, are padding: a zero output, and no state is touched. Other
+    keywords are ignored, as in vLLM.
+    Raises UnsupportedError without a pool and indices, or with inplace_final_state=False. Raises ArgumentError (a ValueError) if a_log,
+    g_bias or lower_bound is None with compute_gate, and for operands that do not fit.
     """
     name = "vllm's fused_recurrent_kda"
     operands: tuple[Tensor | None, ...] = (q, k, v, g, beta)
@@ -175,10 +214,18 @@ def fused_recurrent_kda_packed_decode(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, or a new tensor [1, B, HV, V], and initial_state, which is updated): one token per sequence of vLLM's Kimi layers.
+    """One token per sequence of Kimi delta attention, with q, k and v packed: S <- S D + beta (v - S D k) k^T;  o = scale S q.
 
-    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive   raw_g: [1, B, HV, K]   raw_beta: [1, B, HV]   state_indices: [B]
-    Otherwise as fused_recurrent_kda_with_fused_gate.
+    D = diag(e^g), with g = -e^A_log softplus(raw_g + dt_bias), or lower_bound sigmoid(e^A_log (raw_g + dt_bias)); beta = sigmoid(raw_beta).
+
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive; q and k are divided by sqrt(|x|^2 + 1e-6)
+    raw_g: [1, B, HV, K]          raw_beta: [1, B, HV]          A_log: HV elements          dt_bias: HV K elements
+    lower_bound: a number for the second form of the gate; None for the first          scale: None for K^-0.5
+    initial_state: [slots, HV, V, K], updated in place          state_indices: [B]
+    out: [1, B, HV, V], receives the output; None for a new one of mixed_qkv's dtype
+
+    Returns (output, initial_state). Slots of 0 and below, and out of the pool, are padding: a zero output, and no state is touched.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     q, k, v = gated_delta.unpacked("fused_recurrent_kda_packed_decode", mixed_qkv, initial_state)
     B, HV, V = v.shape
@@ -211,12 +258,19 @@ def fused_gdn_decode_post_conv_mtp(
     norm_eps: float = 1e-5,
     output_gate_activation: str = "silu",
 ) -> Tensor:
-    """Drafts of a gated delta rule, and the gated norm after it: writes the states, and out [tokens, HV, V], which is returned.
+    """Drafts of Gated DeltaNet, and the gated norm after them: out = norm(scale S q) norm_weight act(output_gate), in two launches.
 
-    mixed_qkv: [tokens, 2 HK K + HV V], q, k and v consecutive   a, b: [tokens, HV], raw gate and logit of beta
-    state: [slots, HV, V, K], slots of 0 and below are padding   state_indices: [N, T]   cu_seqlens: [N + 1]   num_accepted_tokens: [N]
-    output_gate: [tokens, HV, V]   norm_weight: [V]   out: None for a new one like output_gate   scale: of the delta rule's output
-    Two launches, of which the second rounds what the first has rounded to out's dtype, as vLLM's.
+    mixed_qkv: [tokens, 2 HK K + HV V], q, k and v consecutive; q and k are divided by sqrt(|x|^2 + 1e-6)
+    a, b: [tokens, HV], raw gate and logit of beta          A_log, dt_bias: [HV]          state: [slots, HV, V, K], updated in place
+    state_indices: [N, T]: each token's state goes to its own column          num_accepted_tokens: [N]: the column that is read is this less
+        one
+    cu_seqlens: [N + 1], start of each packed sequence          output_gate: [tokens, HV, V]          norm_weight: [V]
+    norm_eps: of the RMS norm          output_gate_activation: "silu", "swish" or "sigmoid"
+    out: [tokens, HV, V], is written; None for a new one like output_gate
+
+    Returns out. Slots of 0 and below, and out of the pool, are padding, and touch no state. As in vLLM, the norm reads the delta rule's
+    output rounded to out's dtype.
+    Raises ArgumentError (a ValueError) for operands that do not fit, before the states change.
     """
     name = "vllm's fused_gdn_decode_post_conv_mtp"
     q, k, v = (t[None] for t in gated_delta.unpacked(name, mixed_qkv, state))
@@ -253,12 +307,17 @@ def bailing_linear_attention_decode_spec(
     slot_end: int | None,
     block_size: int,
 ) -> Tensor:
-    """A new output [tokens, H V] of q's dtype; the states are updated in place, and the scale is one.
+    """Drafts of Bailing's Lightning attention, per token: S <- e^-slope S + v k^T;  o = S q, in one launch instead of one per token.
 
-    q, k, v: [tokens, H, K], of which tokens q_start to q_end count   kv_cache: [slots, H, K, V], a pool; negative slots are padding
-    state_indices_tensor: [N, T], of which the rows from slot_start to slot_end count: each token's state goes to its own column
-    num_accepted_tokens: [N], the column that is read is this less one, 0 being like 1   query_start_loc: [N + 1]   block_size: ignored
-    One launch for vLLM's one per token; the states of a call stay f32 between its tokens.
+    q, k, v: [tokens, H, K], of which tokens q_start to q_end count          slope_rate: H elements, at least 0
+    kv_cache: [slots, H, K, V], a pool, updated in place          query_start_loc: [N + 1], start of each packed sequence
+    state_indices_tensor: [N, T], whose rows from slot_start to slot_end count: each token's state goes to its own column
+    num_accepted_tokens: [N]: the column that is read is this less one; 0 is like 1
+    block_size: ignored
+
+    Returns a new output [tokens, H V] of q's dtype. Negative slots and slots out of the pool are padding: a zero output, and no state is
+    touched. Unlike in vLLM, the states of a call stay f32 between its tokens.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     table = state_indices_tensor[slot_start:slot_end]
     q, k, v = (t[q_start:q_end] for t in (q, k, v))
