@@ -250,8 +250,7 @@ def selective_scan_fn(
 
     dim channels with N states each, 1 … 256; G groups of channels, which share B and C.
 
-    u, delta, z: [batch, dim, T]; z None for no gate          B, C: [batch, N, T] or [batch, G, N, T]. All are bf16, f16 or f32, of one
-        dtype
+    u, delta, z: [batch, dim, T]; z None for no gate          B, C: [batch, N, T] or [batch, G, N, T]; bf16, f16 or f32, one dtype
     A: [dim, N] f32, negative          D, delta_bias: [dim] f32, bf16 or f16; None for none
     delta_softplus: delta <- log(1 + e^(delta + delta_bias))
     return_last_state: also return the states after the last token, [batch, dim, N] f32

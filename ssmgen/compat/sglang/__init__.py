@@ -1,11 +1,7 @@
-"""SGLang's functions for Mamba, convolutions, delta rules, Lightning attention, gated norms and merged attention, as in SGLang 0.5.23; and
-its plugin, `register`.
+"""Functions of SGLang 0.5.23 for Mamba, convolutions, delta rules, Lightning attention, gated norms and merged attention, and its plugin.
 
-Slots: pad_slot_id (-1) is padding. A padded sequence, which is also one whose slot is negative or none of the pool's, gets a zero output
-and touches no state; SGLang leaves some of these outputs as they were, or computes them from a state of zeros. Index tensors may have more
-rows than there are sequences.
-
-Raise UnsupportedError for arguments without a kernel of ssmgen's, and the errors of ssmgen's functions.
+Slots equal to pad_slot_id (-1), negative or out of the pool are padding: a zero output, and no state is touched; SGLang leaves some outputs
+unchanged, or starts from zeros. Index tensors may have extra rows. UnsupportedError names arguments that no kernel serves.
 """
 
 from __future__ import annotations
@@ -78,12 +74,17 @@ def selective_state_update(
     enable_stochastic_rounding: bool = False,
     cache_philox_rounds: int = 0,
 ) -> None:
-    """Writes out, which is needed, and the states. x [batch, H, P], [batch, dim], or [batch, T, H, P] for several tokens.
+    """Decode steps of Mamba-1 or Mamba-2, per token: state <- exp(dt A) state + dt x B;  out = C state + D x, times silu(z).
 
-    disable_state_update: the pool is only read   intermediate_states_buffer: [rows, cache_steps, H, P, N], the state after each token, by
-    intermediate_state_indices [batch] or else by slot   retrieve_parent_token: [batch, T], a draft tree
-    enable_stochastic_rounding: of an f16 state, by a seed drawn on the device; cache_philox_rounds 0 is 10
-    Heads of one row in one group, [batch, dim, 1], are Mamba-1's channels: they run as the rows of one head
+    state: [slots, H, P, N] or [slots, dim, N], updated in place          x, z, out: [batch, H, P], [batch, T, H, P] or [batch, dim]
+    dt: like x, or without P          A: [H, P, N], [dim, N] or [H]          B, C: [batch, G, N], [batch, T, G, N] or [batch, N]
+    D, dt_bias: [H, P], [dim], [H], None          dt_softplus: dt <- log(1 + e^(dt + dt_bias))          state_batch_indices: [batch], slots
+    Returns None: out is needed, and written. f32, f16 or bf16 each. Raises ArgumentError if out is missing or operands do not fit.
+
+    Rare arguments:
+    disable_state_update: the pool is only read          retrieve_parent_token: [batch, T], a draft tree
+    intermediate_states_buffer: [rows, cache_steps, H, P, N], the state after each token, by intermediate_state_indices [batch] or else slot
+    enable_stochastic_rounding: rounds an f16 state with noise of cache_philox_rounds rounds (0 is 10); ArgumentError for other states
     """
     name = "sglang's selective_state_update"
     problems = ["out is None; expected a tensor, since nothing is returned. Pass out."] if out is None else []
@@ -120,9 +121,12 @@ def causal_conv1d_update(
     conv_state_indices: Tensor | None = None,
     pad_slot_id: int = -1,
 ) -> Tensor:
-    """Overwrites x [batch, dim] or [batch, dim, T], and returns it. The function of sglang.srt.layers.attention.mamba.causal_conv1d.
+    """Decode steps of a causal convolution, per token: x <- act(bias + sum_j weight[:, j] window[:, j]), over its last width inputs.
 
-    conv_state: [slots, dim, width - 1 or more] of x's dtype, whose last width - 1 entries are the history; a ring with cache_seqlens
+    x: [batch, dim] or [batch, dim, T], overwritten          weight: [dim, width], width 2 … 8          bias: [dim]; None for none
+    conv_state: [slots, dim, width - 1 or more] of x's dtype, updated in place; the last width - 1 entries are the history
+    conv_state_indices: [batch], slots          cache_seqlens: [batch], inputs so far, for a ring          activation: None, "silu"
+    Returns x. The function of sglang.srt.layers.attention.mamba. Raises ArgumentError (a ValueError) for operands that do not fit.
     """
     batch = x.shape[0]
     return _conv_update(
@@ -160,14 +164,16 @@ def causal_conv1d_update_triton(
     metadata: Any = None,
     validate_data: bool = False,
 ) -> Tensor:
-    """x [batch, dim] or [batch, dim, T] -> a new tensor. The function of sglang.kernels.ops.mamba.causal_conv1d_triton.
+    """Decode steps of a causal convolution, per token: out = act(bias + sum_j weight[:, j] window[:, j]), over its last width inputs.
 
-    conv_state: [slots, dim, width - 1 or more] of x's dtype; without num_accept_tokens, the first width - 1 entries are the history
+    x: [batch, dim(, T)]          weight: [dim, width], width 2 … 8          bias: [dim] or None          activation: None, "silu"
+    conv_state: [slots, dim, width - 1 or more] of x's dtype, updated in place; the first width - 1 entries are the history
+    conv_state_indices: [batch], slots          num_accept_tokens: [batch]: the history begins at entry num_accept_tokens - 1
+    Returns a new tensor. Raises UnsupportedError for cache_seqlens, and ArgumentError. metadata and validate_data are ignored.
+
+    Draft trees:
+    retrieve_next_token, retrieve_next_sibling: [batch, T], first child and next sibling, or -1; retrieve_parent_token receives the parents
     intermediate_conv_window: [rows, T or more, dim, width - 1], the history after each token, by intermediate_state_indices
-    retrieve_next_token, retrieve_next_sibling: [batch, T], a draft tree: each token's first child and next sibling, or -1
-    retrieve_parent_token: [batch, T], written: their parents; without retrieve_next_token it is ignored, as there
-    metadata and validate_data change no result: ignored
-    Raises UnsupportedError for cache_seqlens, which SGLang's kernel does not read either.
     """
     if cache_seqlens is not None:
         reason = "cache_seqlens is given, a ring buffer; expected None"
@@ -186,8 +192,7 @@ def causal_conv1d_update_triton(
     )  # fmt: skip
 
 
-# Which sequence, and which of its blocks, each of SGLang's programs takes.
-_WORK = ("seq_lens_cpu", "block_table")
+_WORK = ("seq_lens_cpu", "block_table")  # which sequence, and which of its blocks, each of SGLang's programs takes
 
 
 @_takes(
@@ -210,10 +215,12 @@ def causal_conv1d_fn(
     pad_slot_id: int = -1,
     **kwargs: Any,
 ) -> Tensor:
-    """x [dim, tokens] with query_start_loc, or [batch, dim, length] -> a new tensor laid out like it; conv_states in place.
+    """A causal convolution per channel, with act SiLU or none: out[:, t] = act(bias + sum_j weight[:, j] x[:, t - (width - 1) + j]).
 
-    kwargs: seq_lens_cpu and block_table divide SGLang's work among programs: ignored. UnsupportedError for any other that is not None
-    Unlike there, x itself is never overwritten.
+    x: [dim, tokens] with query_start_loc [N + 1], or [batch, dim, length]          weight: [dim, width]          bias: [dim]; None for none
+    conv_states: [slots, dim, width - 1 or more], in place          cache_indices: [N], slots          has_initial_state: [N] bool
+    Returns a new tensor, never x itself. seq_lens_cpu and block_table are ignored. Raises UnsupportedError for other keywords that are not
+    None, and ArgumentError (a ValueError) for operands that do not fit.
     """
     if others := sorted(name for name, value in kwargs.items() if name not in _WORK and value is not None):
         raise UnsupportedError(
@@ -249,10 +256,12 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token per sequence; writes and returns out [B, 1, HV, V] and initial_state [slots, HV, V, K]. Slots below 0 are padding.
+    """One token of Gated DeltaNet: S <- e^g S + beta (v - e^g S k) k^T;  out = scale S q, g = -e^A_log softplus(a + dt_bias).
 
-    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive   a, b: [B, HV], raw gate and logit of beta   ssm_state_indices: [B]
-    Unlike there, beta stays f32, and is not rounded to b's dtype.
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive          a, b: [B, HV], raw gate, logit of beta          A_log, dt_bias: [HV]
+    initial_state: [slots, HV, V, K], updated in place          out: [B, 1, HV, V], written          ssm_state_indices: [B]
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)
+    Returns (out, initial_state). Unlike in SGLang, beta stays f32. Raises ArgumentError (a ValueError) for operands that do not fit.
     """
     return gated_delta.packed_decode(
         mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel, pad_slot_id=-1
@@ -295,14 +304,18 @@ def fused_sigmoid_gating_delta_rule_update(
     replayssm_beta: Tensor | None = None,
     match_cutedsl_decode: bool = False,
 ) -> Tensor:
-    """-> a new output [B, T, HV, V] of q's dtype; the states of initial_state_source [slots, HV, V, K] are updated, unless disabled.
+    """Steps of Gated DeltaNet, or with is_kda KDA: S <- S D + beta (v - S D k) k^T;  o = scale S q, with D = e^g or diag(e^g).
 
-    q, k: [B, T, HK, K]; v: [B, T, HV, V]; with cu_seqlens [N + 1], the tokens of all rows concatenated   initial_state_indices: [N]
-    a: raw gate, [B, T, HV] or [tokens, HV], of KDA per key channel, and with lower_bound a bounded one; b: logit of beta, like [B, T, HV]
-    intermediate_states_buffer: [rows, cache_steps, HV, V, K] of the states' dtype receives the state after each token, in the row
-    intermediate_state_indices [N]; a row that is not there is not written
-    retrieve_parent_token: [N, T or more], a draft tree, whose tokens go on from that buffer; without it as any tokens, as there
-    Raises UnsupportedError for rings, CuTe DSL's rounding, and another softplus than beta = 1, threshold = 20.
+    g = -e^A_log softplus(a + dt_bias), or for KDA with lower_bound lower_bound sigmoid(e^A_log (a + dt_bias)); beta = sigmoid(b).
+    q, k: [B, T, HK, K]          v: [B, T, HV, V]          a, b: [B, T, HV] or [tokens, HV]; a of KDA: also per key channel, K
+    initial_state_source: [slots, HV, V, K], updated in place          initial_state_indices: [N], slots          cu_seqlens: [N + 1]
+    disable_state_update: the pool is only read          use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6)
+    Returns a new output [B, T, HV, V] of q's dtype. Raises UnsupportedError for rings, match_cutedsl_decode, no pool, lower_bound without
+    is_kda, and for a softplus with beta other than 1 or threshold other than 20; ArgumentError (a ValueError) for operands that do not fit.
+
+    Drafts:
+    intermediate_states_buffer: [rows, cache_steps, HV, V, K], receives the state after each token, in row intermediate_state_indices [N]
+    retrieve_parent_token: [N, T or more], a draft tree, whose tokens continue from that buffer; ignored without it, as in SGLang
     """
     name = "sglang's fused_sigmoid_gating_delta_rule_update"
     pairs = {
@@ -333,7 +346,7 @@ def merge_state(
     output: Tensor | None = None,
     output_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(output, output_lse), new if not given. Outputs [tokens, heads, head_dim], LSEs [tokens, heads] f32, natural logarithms."""
+    """Merges outputs [tokens, heads, head_dim] by LSEs [tokens, heads] f32, natural logarithms: (output, output_lse), new if not given."""
     output = torch.empty_like(prefix_output) if output is None else output
     output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse
     combine_splits((prefix_output, suffix_output), (prefix_lse, suffix_lse), out=output, lse_out=output_lse)
@@ -376,9 +389,8 @@ _ENGINE: replacing.Engine = replacing.Engine(
 def register() -> dict[str, str]:
     """SGLang's plugin (entry point sglang.srt.plugins): replaces its functions with this module's, in this process.
 
-    Returns what became of each, {place: words}; {} where SGLang is not installed, or torch has no CUDA. A function of other parameters than
-    in SGLang 0.5.23 is left as it is, as is one that the variable SSMGEN_ENGINE_KEEP names. Calls that ssmgen refuses go to SGLang's own.
-    Raises ArgumentError if the variable names something else.
+    Returns {place: what became of it}; {} without SGLang or CUDA. Functions of other parameters than in SGLang 0.5.23, and functions that
+    SSMGEN_ENGINE_KEEP names, stay. Calls that ssmgen refuses go to SGLang's own. Raises ArgumentError if the variable names something else.
     """
     return _ENGINE.register()
 

@@ -34,14 +34,20 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     inplace_update: bool = True,
 ) -> tuple[Tensor, None, Tensor]:
-    """(output [B, T, HV, V] of q's dtype, None, states before each chunk [B, chunks, HV, V, K] of the pool's dtype).
+    """Gated DeltaNet over prompts, on a pool of states, per token: S <- a S + beta (v - a S k) k^T, with a = e^g;  o = scale S q.
 
-    q, k: [B, T, H, K]   v: [B, T, HV, V]   g: [B, T, HV], the log decay   beta: [B, T, HV]
+    q, k: [B, T, H, K]          v: [B, T, HV, V]; bf16 or f16, one dtype; K and V are multiples of 16 up to 256
+    g: [B, T, HV], log decay, at most 0          beta: [B, T, HV]; f32, bf16 or f16 each
     initial_state: [slots, HV, V, K], a pool, which receives the states after each sequence, unless inplace_update is False
-    initial_state_indices: [N], slots; a negative one, or none of the pool's, is padding   cu_seqlens: [N + 1], with B = 1; else N is B
-    Chunks have 64 tokens, counted from each sequence's start. Their states are in the order of the sequences; SGLang's prefix caches
-    select some. Their number is the most that T tokens of N sequences can have; states after the last chunk are undefined.
-    Raises UnsupportedError without a pool and its indices, and with head_first.
+    initial_state_indices: [N], slots; a negative one, or one out of the pool, is padding: a zero output, and no state is touched
+    cu_seqlens: [N + 1], start of each packed sequence, with B = 1; else N is B
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+
+    Returns (output [B, T, HV, V] of q's dtype, None, states before each chunk [B, chunks, HV, V, K] of the pool's dtype). Chunks have 64
+    tokens, from each sequence's start, in the order of the sequences. chunks is the largest number that T tokens of N sequences can have;
+    states after the last chunk are undefined.
+    Raises UnsupportedError without a pool and its indices, and with head_first. Raises ArgumentError (a ValueError) for operands that do
+    not fit.
     """
     reasons = [] if not head_first else ["head_first is True; expected False: operands are [B, T, heads, …]"]
     pool, indices = _pool_of("sglang's chunk_gated_delta_rule", v, initial_state, initial_state_indices, cu_seqlens, reasons)
@@ -218,16 +224,28 @@ def chunk_kda(
     chunk_offsets: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """output [B, T, HV, V] of q's dtype, or with output_intermediate_states (output, states before each chunk), as those of
-    chunk_gated_delta_rule; or (output, None) where track_state receives the states that are wanted of them.
+    """Kimi delta attention over prompts, on a pool of states, per token: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  o = scale S
+    q.
 
-    q, k: [B, T, H, K]   v: [B, T, HV, V]   g: the elements of [B, T, HV, K], the log decay, or with A_log the raw gate
-    beta: [B, T, HV], with beta_is_raw a logit   A_log, dt_bias: HV elements, HV K elements
-    lower_bound: with A_log, the log decay is lower_bound sigmoid(e^A_log (g + dt_bias)); without it not looked at, as there
-    initial_state: [slots, HV, V, K], a pool, which receives the states after each sequence   cu_seqlens: [N + 1], with B = 1; else N is B
-    initial_state_indices: [N], slots; a negative one, or none of the pool's, is padding
-    track_state, with track_chunk_idx [N] and cu_seqlens: as in `extend`   Other keywords are ignored, as there.
-    Raises UnsupportedError without a pool and its indices.
+    q, k: [B, T, H, K]          v: [B, T, HV, V]; bf16 or f16, one dtype; K and V are multiples of 16 up to 256
+    g: [B, T, HV, K] elements, log decay, or with A_log the raw gate          beta: [B, T, HV], with beta_is_raw a logit
+    initial_state: [slots, HV, V, K], a pool, which receives the states after each sequence
+    initial_state_indices: [N], slots; a negative one, or one out of the pool, is padding: a zero output, and no state is touched
+    cu_seqlens: [N + 1], start of each packed sequence, with B = 1; else N is B
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+
+    Returns output [B, T, HV, V] of q's dtype. chunk_indices, chunk_offsets and other keywords are ignored, as in SGLang.
+    Raises UnsupportedError without a pool and its indices, and ArgumentError (a ValueError) for operands that do not fit.
+
+    Raw gates:
+    A_log, dt_bias: HV and HV K elements: the log decay is -e^A_log softplus(g + dt_bias)
+    lower_bound: the log decay is lower_bound sigmoid(e^A_log (g + dt_bias)) instead; not read without A_log
+
+    States at positions, for prefix caches:
+    output_intermediate_states: returns (output, states before each chunk of 64 tokens [B, chunks, HV, V, K]), chunks as in
+        chunk_gated_delta_rule; (output, None) with track_state
+    track_state: [N, HV, V, K] f32, receives the state of each sequence after track_chunk_idx [N] chunks, rounded to the pool's dtype; needs
+        cu_seqlens. A row with a negative number is undefined
     """
     name = "sglang's chunk_kda"
     pool, slots = _pool_of(name, v, initial_state, initial_state_indices, cu_seqlens, [])

@@ -44,14 +44,20 @@ def kda_fused_decode(
     onorm_eps: float,
     lower_bound: float | None = None,
 ) -> Tensor:
-    """-> a new tensor [1, B, H, V] of mixed_qkv's dtype: the decode step of Kimi-K3's layer between its projections.
+    """The decode step of Kimi-K3's layer between its projections: convolution, Kimi delta attention, and a gated RMS norm, in one kernel.
 
-    mixed_qkv: [B, 3 H V], q, k and v next to each other, before their convolution   w_q_t, w_k_t, w_v_t: [width, H V]
-    conv_states: [slots, width - 1, 3 H V] of mixed_qkv's dtype, updated in place; so is ssm_states [slots, H, V, K]
-    a: [B, H K], raw gate   b: [B, H], logit of beta   A_log, dt_bias: H elements, H K elements
-    lower_bound: the log decay is lower_bound sigmoid(e^A_log (a + dt_bias)); None for -e^A_log softplus(a + dt_bias)
-    onorm_g, onorm_weight: [B, H V] and [V], of an RMS norm that the sigmoid of the former gates
-    cache_indices: [B], negative slots are padding. Unlike there, a separate kernel joins the weights
+    S <- S D + beta (v - S D k) k^T;  o = scale S q, with D = diag(e^g) and beta = sigmoid(b). g is -e^A_log softplus(a + dt_bias), or
+    lower_bound sigmoid(e^A_log (a + dt_bias)).
+
+    mixed_qkv: [B, 3 H V], q, k and v consecutive, before their convolution          w_q_t, w_k_t, w_v_t: [width, H V]
+    conv_bias: [3 H V]          a: [B, H K], raw gate          b: [B, H], logit of beta          A_log, dt_bias: H and H K elements
+    conv_states: [slots, width - 1, 3 H V] of mixed_qkv's dtype; ssm_states: [slots, H, V, K]. Both are updated in place
+    lower_bound: a number for the second form of the gate; None for the first
+    onorm_g, onorm_weight: [B, H V] and [V], of an RMS norm that the sigmoid of onorm_g gates
+    cache_indices: [B], slots; a negative one is padding: a zero output, and no state is touched
+
+    Returns a new tensor [1, B, H, V] of mixed_qkv's dtype. Unlike in SGLang, a separate kernel joins the weights.
+    Raises ArgumentError (a ValueError) for operands that do not fit.
     """
     taps = (w_q_t, w_k_t, w_v_t)
     if len({t.shape[0] for t in taps}) > 1:
@@ -71,10 +77,13 @@ def kda_fused_decode(
 
 @_takes(**dict.fromkeys("bcx", "[batch, dim]"), weight="[dim, width]", state="[slots, dim, width - 1]", cache_indices="[batch]")
 def fused_lfm_short_conv_decode(b: Tensor, c: Tensor, x: Tensor, weight: Tensor, state: Tensor, cache_indices: Tensor) -> Tensor:
-    """-> a new tensor [batch, dim]: c times the convolution of b x, both products rounded, one token per sequence. The states in place.
+    """The decode step of LFM2's short convolution: out = c conv(b x), one token per sequence, both products rounded.
 
-    b, c, x: [batch, dim], slices of a projection   weight: [dim, width]   state: [slots, dim, width - 1], whose inputs are products b x
-    cache_indices: [batch], negative slots are padding: a zero output
+    b, c, x: [batch, dim], slices of a projection          weight: [dim, width]
+    state: [slots, dim, width - 1], the last products b x, updated in place
+    cache_indices: [batch], slots; a negative one is padding: a zero output, and no state is touched
+
+    Returns a new tensor [batch, dim]. Raises ArgumentError (a ValueError) for operands that do not fit.
     """
     return _gated(b, c, x, weight, None, state, cache_indices)
 

@@ -30,16 +30,21 @@ def seg_la_fwd(
     track_state_indices: Tensor | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """output [tokens, H, V] of q's dtype; the states of the slots are updated in place.
+    """Lightning attention over prompts or one token per sequence: S <- e^-s S + v k^T;  o = softmax_scale S q, None for K^-0.5.
 
-    q, k: [tokens, H, K], packed   v: [tokens, H, V]   s: [slots, H, K, V], a pool   decay_scales: H elements, slopes
-    meta: SGLang's SegLaMeta: batch_size sequences, q_offsets [N + 1] where they begin, s_offsets [N] their slots, s_scales [N] whether
-        their states are read. With no more tokens than sequences each has one, and goes on from its state
-    A sequence whose slot is negative, or none of the pool's, touches no state; its output, of a prompt, is as from zeros.
-    track_lens, with track_state_indices [N]: [N], the state after that number of tokens of each prompt, 1 or more, goes to that slot. A
-        count above the prompt's length requests none. These tokens are computed twice
-    The states of a prompt are transposed before the kernel and after it. Raises UnsupportedError for verification of drafts (caches,
-    meta.mask).
+    q, k: [tokens, H, K], packed          v: [tokens, H, V]          decay_scales: H elements, the slopes s
+    s: [slots, H, K, V], a pool, updated in place
+    meta: SGLang's SegLaMeta: batch_size sequences, q_offsets [N + 1] where they begin, s_offsets [N] their slots, and s_scales [N], whether
+        their states are read. If there are no more tokens than sequences, each has one token, and continues from its state
+
+    Returns output [tokens, H, V] of q's dtype. A sequence whose slot is negative or out of the pool touches no state; its output in a
+    prompt is computed from zeros. The states of a prompt are transposed before the kernel and after it.
+    Raises UnsupportedError for verification of drafts: caches and meta.mask. Raises ArgumentError (a ValueError) for operands that do not
+    fit.
+
+    States at positions, for prefix caches:
+    track_lens, track_state_indices: [N]: the state after track_lens tokens of each prompt, 1 or more, goes to that slot. A count above the
+        prompt's length requests none. These tokens are computed twice
     """
     name = "sglang's seg_la_fwd"
     given = {"caches": caches, "meta.mask": getattr(meta, "mask", None)}

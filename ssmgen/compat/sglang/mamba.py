@@ -35,9 +35,12 @@ def one_head(
 
 @_takes(x="[T, D]", dt="[T, D]", B="[T, N]", C="[T, N]", h0="[D, N]")
 def selective_scan(*, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
-    """One sequence of Mamba-1, of steps dt after their softplus: (the state after it [D, N] of h0's dtype, outputs [T, D]).
+    """Mamba-1 over one sequence, per token and channel: h <- exp(dt A) h + dt x B;  out = C h, with dt after its softplus.
 
-    x, dt: [T, D]   A: [D, N]   B, C: [T, N]   h0: [D, N], the state before it
+    x, dt: [T, D]          A: [D, N], negative          B, C: [T, N]          h0: [D, N], the state before the first token
+
+    Returns (the state after the last token [D, N] of h0's dtype, out [T, D]). Arguments are keywords.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     how: dict[str, Any] = {"initial_states": h0[None], "return_final_states": True} | invariance.whole(_selective_scan)
     y, states = _selective_scan(x[None], dt[None], A, B[None], C[None], **how)
@@ -77,17 +80,37 @@ def mamba_chunk_scan_combined(
     track_seq_idx: Tensor | None = None,
     track_end_locs: Tensor | None = None,
 ) -> Tensor | tuple[Tensor | None, ...] | None:
-    """Prompts of Mamba-2: writes out [batch, T, H, P], and returns states. x, z: like out; dt [batch, T, H]; B, C [batch, T, G, N].
+    """Mamba-2 (SSD) over prompts, per token: S <- exp(dt A) S + dt x B;  out = C S + D x, times silu(z).
 
-    return_varlen_states: sequences are packed in one row, as cu_seqlens [sequences + 1] says; initial_states [sequences, H, P, N], and the
-        states after each are returned. Without it rows are sequences, parted by seq_idx; initial_states [batch, H, P, N]
-    return_final_states: [batch, H, P, N] f32, after each row
-    return_intermediate_states: [batch, chunks, H, P, N], before each chunk of chunk_size tokens of a row; the first is the initial state
-    return_track_states: those, the varlen states, and [1, count, H, P, N], after track_end_locs [count] tokens of the packed row; None
-        without track_end_locs or track_seq_idx
-    state_dtype: the dtype of all states except the final ones; C's if None
-    Returns what is asked for, in the order intermediate, final, varlen; None for nothing.
-    chunk_indices, chunk_offsets and, of packed sequences, seq_idx follow from the others: ignored. States between chunks are f32.
+    H heads of P rows (headdim), N = d_state, multiples of 16 up to 256; G groups of heads that share B and C.
+
+    x, z, out: [batch, T, H, P]; z None for no gate          B, C: [batch, T, G, N]. All are bf16, f16 or f32, of one dtype
+    dt: [batch, T, H]          A: [H], negative          D: [H] or [H, P], dt_bias: [H]; None for none
+    dt_softplus: dt <- log(1 + e^(dt + dt_bias)); dt_limit: dt is then clamped to (low, high)
+    initial_states: [batch, H, P, N], or [sequences, H, P, N] of packed sequences, f32, f16 or bf16; zeros if None
+    out: is written; None: a new output is returned, before the states
+    return_final_states: also return the states after each row, [batch, H, P, N] f32
+
+    Returns the requested results, in the order output, intermediate, final and varlen states; None for nothing.
+    Unlike in SGLang, states between chunks are f32.
+    Raises UnsupportedError for several packed sequences without seq_idx, and for state_dtype other than f32, f16 and bf16. Raises
+    ArgumentError (a ValueError) for return_track_states without return_varlen_states, and for operands that do not fit or require grad.
+
+    Packed sequences:
+    return_varlen_states: sequences are packed in one row, and the states after each are returned, [sequences, H, P, N]
+    cu_seqlens: [sequences + 1] int32 or int64, start of each packed sequence
+    seq_idx: [batch, T] int32: without return_varlen_states, the state restarts from zero where it changes; with it, it must be given for
+        several sequences, and is not read
+    state_dtype: dtype of all states but the final ones; None for C's
+
+    States at positions, for prefix caches:
+    return_intermediate_states: the states before each chunk of chunk_size tokens of a row, [batch, chunks, H, P, N]; the first is the
+        initial state
+    return_track_states: returns these states, the varlen states, and [1, count, H, P, N], the states after track_end_locs [count] tokens of
+        the packed row; the last is None without track_end_locs or track_seq_idx
+
+    Ignored arguments:
+    chunk_indices, chunk_offsets: they follow from the others
     """
     name = "sglang's mamba_chunk_scan_combined"
     if return_track_states and not return_varlen_states:

@@ -36,10 +36,17 @@ def fused_recurrent_kda_packed_decode(
     use_qk_l2norm_in_kernel: bool = False,
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token per sequence; writes and returns out [B, 1, HV, V] and initial_state [slots, HV, V, K]. Slots below 0 are padding.
+    """One token per sequence of Kimi delta attention, with q, k and v packed: S <- S D + beta (v - S D k) k^T;  out = scale S q.
 
-    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive   a: [B, HV K], raw gate   b: [B, HV], logit of beta
-    A_log, dt_bias: [HV], [HV K]   lower_bound: the log decay is lower_bound sigmoid(e^A_log (a + dt_bias))   ssm_state_indices: [B]
+    D = diag(e^g), with g = -e^A_log softplus(a + dt_bias), or lower_bound sigmoid(e^A_log (a + dt_bias)); beta = sigmoid(b).
+
+    mixed_qkv: [B, 2 HK K + HV V], q, k and v consecutive          a: [B, HV K], raw gate          b: [B, HV], logit of beta
+    A_log, dt_bias: [HV], [HV K]          lower_bound: a number for the second form of the gate; None for the first
+    initial_state: [slots, HV, V, K], updated in place          out: [B, 1, HV, V], written          ssm_state_indices: [B]
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)
+
+    Returns (out, initial_state). Slots below 0 and out of the pool are padding: a zero output, and no state is touched.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     name = "fused_recurrent_kda_packed_decode"
     q, k, v = gated_delta.unpacked(name, mixed_qkv, initial_state)
@@ -71,11 +78,21 @@ def causal_conv1d_fn_triton(
     block_table: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """x [dim, tokens] -> a new tensor laid out like it; conv_states in place: causal_conv1d_fn of sglang.kernels.ops.mamba's
-    causal_conv1d_triton, which layers of Kimi delta attention call for prompts.
+    """A causal convolution per channel of packed sequences: out[d, t] = act(bias[d] + sum_j weight[d, j] x[d, t - (width - 1) + j]).
 
-    conv_states: [slots, dim, width - 1 or more] of x's dtype, whose first width - 1 entries are the history
-    seq_lens_cpu, block_table and validate_data change no result: ignored, as other keywords are there
+    x: [dim, tokens]          weight: [dim, width], width 1 … 8          bias: [dim]; None for none
+    activation: None, "silu", "swish", or a bool for "silu"
+    conv_states: [slots, dim, width - 1 or more] of x's dtype; the first width - 1 entries receive each sequence's last inputs
+    query_start_loc: [N + 1], start of each sequence          cache_indices: [N], slot of each; None for slot = sequence
+    has_initial_state: [N] bool, whether conv_states holds the inputs before the first token; None for no
+    pad_slot_id: a slot equal to this, negative or out of the pool is padding: a zero output, and no state is touched
+
+    Returns a new tensor laid out like x. The function causal_conv1d_fn of sglang.kernels.ops.mamba.causal_conv1d_triton, which layers of
+    Kimi delta attention call.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
+
+    Ignored arguments:
+    seq_lens_cpu, block_table, validate_data: they divide SGLang's work, or check; other keywords are ignored as in SGLang
     """
     sequences = query_start_loc.shape[0] - 1
     found: Any = _conv(
@@ -100,12 +117,15 @@ def mixer2_rms_norm_gated(
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    """x [*rows, channels] -> a new tensor like it: its RMS norm, gated by act(z), which is like x, or of x [tokens * heads, size]
-    [tokens, heads, size]. The function rms_norm_gated of sglang.kernels.ops.attention.fla.layernorm_gated.
+    """Gated RMS norm: x rsqrt(mean(x^2) + eps) weight, times act(z); with norm_before_gate=False, x is multiplied by act(z) first.
 
-    weight: [channels]   group_size: channels of a group, None for all   norm_before_gate: z is applied after the norm, else before it
-    activation: "swish", "silu" or "sigmoid"   Without is_rms_norm the mean is subtracted.
-    Raises UnsupportedError for a bias of an RMS norm.
+    x: [*rows, channels]          z: like x, or for x [tokens * heads, size] also [tokens, heads, size]; None for no gate
+    weight, bias: [channels]; bias None for an RMS norm          group_size: channels of a group, over which the norm is; None for all
+    activation: "swish", "silu" or "sigmoid"
+    is_rms_norm: False by default: the mean is subtracted, and bias added
+
+    Returns a new tensor like x. The function rms_norm_gated of sglang.kernels.ops.attention.fla.layernorm_gated.
+    Raises UnsupportedError for a bias of an RMS norm, and ArgumentError (a ValueError) for operands that do not fit.
     """
     name, shape = "sglang's rms_norm_gated", x.shape
     if z is not None and z.dim() == 3 and x.dim() == 2:
@@ -123,9 +143,12 @@ def mixer2_rms_norm_gated(
 def merge_state_v2(
     v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor | None = None, s_merged: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(v_merged, s_merged), new if not given: the merge of two parts of an attention. The function of sgl_kernel.
+    """Merges two parts of an attention, weighted by their softmax sums: the function of sgl_kernel.
 
-    v_a, v_b, v_merged: [tokens, heads, head_dim]   s_a, s_b, s_merged: [tokens, heads], natural logarithms, s_merged of f32
+    v_a, v_b, v_merged: [tokens, heads, head_dim] f32, f16 or bf16
+    s_a, s_b, s_merged: [tokens, heads], natural logarithms; s_merged f32
+
+    Returns (v_merged, s_merged), new if not given. Raises ArgumentError (a ValueError) for operands that do not fit.
     """
     s_a, s_b = (s if s.dtype == torch.float32 else s.float() for s in (s_a, s_b))
     v_merged = torch.empty_like(v_a) if v_merged is None else v_merged

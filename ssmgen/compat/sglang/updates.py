@@ -39,13 +39,23 @@ def fused_recurrent_gated_delta_rule_update(
     cache_steps: int | None = None,
     retrieve_parent_token: Tensor | None = None,
 ) -> Tensor:
-    """-> a new output [B, T, HV, V] of q's dtype; the states of initial_state_source [slots, HV, V, K] are updated, unless disabled.
+    """Prompts and decode steps of Jet-Nemotron's gated delta rule: S <- a S + beta (v - a S k) k^T, with a = e^g;  o = scale S q.
 
-    q, k: [B, T, H, K]   v: [B, T, HV, V]   g: [B, T, HV], the log decay   beta: [B, T, HV], None for ones
-    initial_state_indices: [N], slots; a negative one, or none of the pool's, is padding   cu_seqlens: [N + 1], with B = 1; else N is B
-    intermediate_states_buffer and the arguments after it: drafts, as in fused_sigmoid_gating_delta_rule_update
-    More tokens than sequences, without drafts, run by chunks of 64 tokens; SGLang's kernel goes from token to token.
-    Raises UnsupportedError without a pool and its indices, and without an output.
+    q, k: [B, T, H, K]          v: [B, T, HV, V]          g: [B, T, HV], log decay          beta: [B, T, HV]; None for 1
+    initial_state_source: [slots, HV, V, K], a pool, updated in place unless disable_state_update
+    initial_state_indices: [N], slots; a negative one, or one out of the pool, is padding: a zero output, and no state is touched
+    cu_seqlens: [N + 1], start of each packed sequence, with B = 1; else N is B
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
+
+    Returns a new output [B, T, HV, V] of q's dtype. Unlike in SGLang, more tokens than sequences, without drafts, run by chunks of 64
+    tokens.
+    Raises UnsupportedError without a pool and its indices, and with disable_output_calculation. Raises ArgumentError (a ValueError) for
+    operands that do not fit.
+
+    Drafts:
+    intermediate_states_buffer: [rows, cache_steps, HV, V, K], receives the state after each token, in row intermediate_state_indices [N]; a
+        row that is out of range is not written
+    retrieve_parent_token: [N, T or more], a draft tree, whose tokens continue from that buffer; ignored without it, as in SGLang
     """
     name = "sglang's fused_recurrent_gated_delta_rule_update"
     pool, slots = initial_state_source, initial_state_indices

@@ -18,11 +18,15 @@ _ROWS = {"q": "[B, H, T, K]", "k": "[B, H, T, K]", "v": "[B, H, T, V]"}
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, ed: Tensor, block_size: int = 256, kv_history: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(output [B, H, T, V] of q's dtype, f32 states after the last token [B, H, 1, K, V]); the scale is one.
+    """Lightning attention over prompts, per token: S <- e^-s S + v k^T;  o = S q.
 
-    q, k: [B, H, T, K]   v: [B, H, T, V]   ed: H elements, slopes; the decay of a token is e^-slope
-    kv_history: [B, H, K, V], the states before the first token, zeros if None; it is not written   block_size: ignored
-    The engines' own functions also return the states before each block; their layers read only the last one.
+    q, k: [B, H, T, K]          v: [B, H, T, V]; one dtype, bf16, f16 or f32          ed: H elements, the slopes s, at least 0
+    kv_history: [B, H, K, V], the states before the first token, which stay; None for zeros
+    block_size: ignored
+
+    Returns (output [B, H, T, V] of q's dtype, f32 states after the last token [B, H, 1, K, V]). The engines' functions also return the
+    states before each block, of which their layers read only the last one.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out = torch.empty_like(v.transpose(1, 2), dtype=q.dtype, memory_format=torch.contiguous_format)
@@ -36,10 +40,15 @@ def lightning_attention(
 def linear_decode_forward_triton(
     q: Tensor, k: Tensor, v: Tensor, kv_caches: Tensor, slope_rate: Tensor, slot_idx: Tensor, BLOCK_SIZE: int = 32
 ) -> Tensor:
-    """output [B, H V] of q's dtype; the states of the slots are updated in place, and the scale is one.
+    """One decode step of Lightning attention: S <- e^-s S + v k^T;  o = S q.
 
-    q, k: [B, H, 1, K]   v: [B, H, 1, V]   kv_caches: [slots, H, K, V], a pool   slope_rate: H elements
-    slot_idx: [B], slots; a negative one, or none of the pool's, is padding: a zero output   BLOCK_SIZE: ignored
+    q, k: [B, H, 1, K]          v: [B, H, 1, V]          slope_rate: H elements, the slopes s, at least 0
+    kv_caches: [slots, H, K, V], a pool, updated in place
+    slot_idx: [B], slots; a negative one, or one out of the pool, is padding: a zero output, and no state is touched
+    BLOCK_SIZE: ignored
+
+    Returns output [B, H V] of q's dtype.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
     if problems := [f"{n} is {list(t.shape)}; expected one token" for n, t in (("q", q), ("k", k), ("v", v)) if t.shape[2] != 1]:
         raise ArgumentError("linear_decode_forward_triton", problems)

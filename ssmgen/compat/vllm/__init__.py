@@ -165,7 +165,8 @@ def causal_conv1d_update(
     weight: [dim, width], width 2 … 8          bias: [dim]; None for none          activation: None, "silu", "swish", or a bool for "silu"
     conv_state_indices: [batch], or [batch, T], whose first column is read          query_start_loc: [batch + 1], start of each sequence
 
-    Returns out, or x. Unlike in vLLM, widths are 2 … 8, and slots out of the pool are padding: a zero output, and no state is touched.
+    Returns out, or x. Unlike in vLLM, widths are 2 … 8, and padding, which also means slots out of the pool, gets a zero output and touches
+    no state. Slots equal to null_block_id and negative slots are padding.
     Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
 
     Rare arguments:
@@ -207,13 +208,14 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """A causal convolution per channel of packed sequences: out[d, t] = act(bias[d] + sum_j weight[d, j] x[d, t - (width - 1) + j]).
 
-    x: [dim, tokens]          weight: [dim, width], width 1 … 8          bias: [dim]; None for none          activation: None, "silu" or
-        "swish"
+    x: [dim, tokens]          weight: [dim, width], width 1 … 8          bias: [dim] or None          activation: None, "silu" or "swish"
     conv_states: [slots, dim, width - 1 or more] of x's dtype; the first width - 1 entries receive each sequence's last inputs
     query_start_loc: [N + 1], start of each sequence          cache_indices: [N], slot of each; None for slot = sequence
     has_initial_state: [N] bool, whether conv_states holds the inputs before the first token; None for no
 
-    Returns a new tensor laid out like x. Unlike in vLLM, x's strides are free, and slots out of the pool are padding: a zero output.
+    Returns a new tensor laid out like x. Unlike in vLLM, x's strides are free, and slots equal to null_block_id, negative or out of the
+    pool are
+    padding: a zero output.
     Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
 
     Ignored arguments:
@@ -325,6 +327,7 @@ def fused_sigmoid_gating_delta_rule_update(
     initial_state: [slots, HV, V, K], updated in place          cu_seqlens: [N + 1], packed sequences, B = 1; else N is B
     ssm_state_indices: [N], or [N, T]: each token's state goes to its own column, and the first is read
     num_accepted_tokens: [N]: the column that is read is this less one, instead of the first
+    use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
 
     Returns (a new output of q's dtype, initial_state). Slots of 0 and below, and out of the pool, are padding: a zero output.
     Raises UnsupportedError without a pool and indices, with inplace_final_state=False, and for beta other than 1 or threshold other than 20

@@ -205,11 +205,10 @@ def chunk_kda_with_safe_gate(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention over prompts, with a raw gate: S <- S D + beta (v - S D k) k^T;  o = scale S q. vLLM's GLM layers call it.
 
-    D = diag(e^g'), with g' = -e^A_log softplus(g + g_bias), or with safe_gate lower_bound sigmoid(e^A_log (g + g_bias)).
+    D = diag(e^g), with g = -e^A_log softplus(raw_g + g_bias), or with safe_gate lower_bound sigmoid(e^A_log (raw_g + g_bias)).
 
     q, k: [B, T, H, K]          v: [B, T, HV, V]; bf16 or f16, one dtype; K and V are multiples of 16 up to 256
-    g: [B, T, HV, K], raw gate          beta: [B, T, HV], not a logit          A_log: HV elements          g_bias: HV K elements; None for
-        none
+    raw_g: [B, T, HV, K]          beta: [B, T, HV], not a logit          A_log: HV elements          g_bias: HV K elements or None
     lower_bound: only counts with safe_gate
     use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)          scale: None for K^-0.5
     cu_seqlens: [N + 1], start of each packed sequence, with B = 1; else N is B

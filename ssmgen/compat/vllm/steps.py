@@ -262,8 +262,8 @@ def fused_gdn_decode_post_conv_mtp(
 
     mixed_qkv: [tokens, 2 HK K + HV V], q, k and v consecutive; q and k are divided by sqrt(|x|^2 + 1e-6)
     a, b: [tokens, HV], raw gate and logit of beta          A_log, dt_bias: [HV]          state: [slots, HV, V, K], updated in place
-    state_indices: [N, T]: each token's state goes to its own column          num_accepted_tokens: [N]: the column that is read is this less
-        one
+    state_indices: [N, T]: each token's state goes to its own column
+    num_accepted_tokens: [N]: the column that is read is this less one
     cu_seqlens: [N + 1], start of each packed sequence          output_gate: [tokens, HV, V]          norm_weight: [V]
     norm_eps: of the RMS norm          output_gate_activation: "silu", "swish" or "sigmoid"
     out: [tokens, HV, V], is written; None for a new one like output_gate
