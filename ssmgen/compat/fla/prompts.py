@@ -119,7 +119,7 @@ def chunk_gated_delta_rule(
 
     q, k and v are bf16 or f16, one dtype; g and beta are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
     states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded. Raises
-    NotImplementedError for cp_context and unknown keywords, and ArgumentError if g is None or if operands do not fit or need grad.
+    NotImplementedError for cp_context and unknown keywords, and ArgumentError if g is None or if operands do not fit or require grad.
 
     Rare arguments:
     use_beta_sigmoid_in_kernel: beta is a logit          allow_neg_eigval: uses twice the sigmoid of beta; needs use_beta_sigmoid_in_kernel
@@ -159,7 +159,7 @@ def chunk_delta_rule(
 
     q, k and v are bf16 or f16, one dtype; beta is f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
     states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded. Raises
-    NotImplementedError for unknown keywords, and ArgumentError for operands that do not fit or need grad. chunk_size is ignored.
+    NotImplementedError for unknown keywords, and ArgumentError for operands that do not fit or require grad. chunk_size is ignored.
     """
     _check_chunk_size("chunk_delta_rule", kwargs)
     _none_of(kwargs)
@@ -191,7 +191,7 @@ def chunk_kda(
     q, k and v are bf16 or f16, one dtype; g and beta are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
     states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded. Raises
     NotImplementedError for cp_context, return_intermediate_states and unknown keywords, and ArgumentError for operands that do not fit or
-    need grad.
+    require grad.
 
     Rare arguments:
     use_beta_sigmoid_in_kernel: beta is a logit          allow_neg_eigval: uses twice the sigmoid of beta; needs use_beta_sigmoid_in_kernel
@@ -232,7 +232,7 @@ def chunk_gdn2(
     q, k and v are bf16 or f16, one dtype; gates are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
     states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded. Raises
     NotImplementedError for cp_context, return_intermediate_states and unknown keywords, and ArgumentError for operands that do not fit or
-    need grad.
+    require grad.
 
     Rare arguments:
     use_gate_in_kernel: g is a raw gate, with log decay -e^A_log softplus(g + dt_bias); else A_log, dt_bias and lower_bound do not count
@@ -265,7 +265,7 @@ def chunk_comba(
 
     q, k, v and p are bf16 or f16, one dtype; g and beta are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final
     f32 states, or None without output_final_state). Unlike in fla, states between chunks are f32, and normed q and k are not rounded.
-    Raises ArgumentError for operands that do not fit or need grad.
+    Raises ArgumentError for operands that do not fit or require grad.
     """
     operands = (q, k, v, k if p is None else p, g, _beta("chunk_comba", beta, v))
     return _chunked(
@@ -287,7 +287,7 @@ def chunk_gla(
 
     q, k and v are bf16 or f16, one dtype; g is f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32 states,
     or None without output_final_state). Unlike in fla, states between chunks are f32. Raises ArgumentError for operands that do not fit or
-    need grad.
+    require grad.
     """
     return _chunked(linear.chunk_gla, (q, k, v, g), initial_state, output_final_state, state_v_first, cu_seqlens, scale=scale)
 
@@ -307,7 +307,7 @@ def chunk_dplr_delta_rule(
 
     q, k, v, a and b are bf16 or f16, one dtype; gk is f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32
     states, or None without output_final_state). Unlike in fla, states between chunks are f32. Raises NotImplementedError for cp_context and
-    unknown keywords, and ArgumentError for operands that do not fit or need grad. lower_bound must be below 0, and is ignored.
+    unknown keywords, and ArgumentError for operands that do not fit or require grad. lower_bound must be below 0, and is ignored.
     """
     _none_of(kwargs)
     return _low_rank(
@@ -330,7 +330,7 @@ def chunk_rwkv7(
 
     r, k, v, a and b are bf16 or f16, one dtype; w is f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of r's dtype, final f32
     states, or None without output_final_state). Unlike in fla, states between chunks are f32. Raises NotImplementedError for cp_context,
-    and ArgumentError for operands that do not fit or need grad. lower_bound must be below 0, and is ignored.
+    and ArgumentError for operands that do not fit or require grad. lower_bound must be below 0, and is ignored.
     """
     return _low_rank(
         "chunk_rwkv7", (r, k, v, a, b, w), scale, initial_state, output_final_state, cu_seqlens, chunk_size, cp_context, lower_bound
@@ -363,7 +363,7 @@ def chunk_simple_gla(
 
     q, k and v are bf16, f16 or f32, one dtype; g and g_gamma are f32, bf16 or f16; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype,
     final f32 states, or None without output_final_state). Unlike in fla, states between chunks are f32. Raises NotImplementedError for g
-    and g_gamma together and unknown keywords, and ArgumentError for operands that do not fit or need grad.
+    and g_gamma together and unknown keywords, and ArgumentError for operands that do not fit or require grad.
     """
     _check_power_of_two("chunk_simple_gla", kwargs.pop("chunk_size", None))
     state_v_first = _v_first(state_v_first, kwargs)
@@ -388,7 +388,7 @@ def chunk_lightning_attn(
 
     q, k and v are bf16, f16 or f32, one dtype; K, V up to 256. Returns (o [B, T, HV, V] of q's dtype, final f32 states, or None without
     output_final_state). Unlike in fla, states between chunks are f32. Raises NotImplementedError for unknown keywords, and ArgumentError
-    for layer_idx out of 0 … num_layers - 1, or if operands do not fit or need grad.
+    for layer_idx out of 0 … num_layers - 1, or if operands do not fit or require grad.
     """
     _check_power_of_two("chunk_lightning_attn", kwargs.pop("chunk_size", None))
     _none_of(kwargs)
