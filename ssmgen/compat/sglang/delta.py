@@ -182,14 +182,22 @@ def extend(
     inplace_update: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, None, None]:
-    """(output [1, T, HV, V] of q's dtype, None, None): the method of SGLang's TritonGDNKernel, without states that were not requested.
+    """Gated DeltaNet over packed prompts, the method of SGLang's TritonGDNKernel: S <- a S + beta (v - a S k) k^T, with a = e^g;  o =
+    K^-0.5 S q.
 
-    q, k: [1, T, H, K], which are divided by their norms   v: [1, T, HV, V]   g: [1, T, HV], the log decay   beta: [1, T, HV]
+    q, k: [1, T, H, K], which are divided by sqrt(|x|^2 + 1e-6)          v: [1, T, HV, V]; bf16 or f16, one dtype
+    g: [1, T, HV], log decay, at most 0          beta: [1, T, HV]; f32, bf16 or f16 each
     ssm_states: [slots, HV, V, K], a pool, which receives the states after each sequence, unless inplace_update is False
-    cache_indices: [N], slots; a negative one, or none of the pool's, is padding   query_start_loc: [N + 1]
-    track_state, with track_chunk_idx [N]: [N, HV, V, K] f32, receives the state of each sequence after that number of chunks of 64
-        tokens, rounded to the pool's dtype; a row with a negative number is undefined
-    Other keywords belong to other kernels of SGLang: ignored, as there.
+    cache_indices: [N], slots; a negative one, or one out of the pool, is padding: a zero output, and no state is touched
+    query_start_loc: [N + 1], start of each packed sequence
+
+    Returns (output [1, T, HV, V] of q's dtype, None, None). SGLang's method also returns the states before all chunks. Other keywords
+    belong to other kernels of SGLang, and are ignored, as in SGLang.
+    Raises ArgumentError (a ValueError) for operands that do not fit.
+
+    States at positions, for prefix caches:
+    track_state: a keyword, [N, HV, V, K] f32, receives the state of each sequence after track_chunk_idx [N] chunks of 64 tokens, rounded to
+        the pool's dtype; a row with a negative number is undefined
     """
     tracked, chunk = kwargs.get("track_state"), kwargs.get("track_chunk_idx")
     found: tuple[Tensor, None, None] = _extended(

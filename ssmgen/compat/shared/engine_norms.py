@@ -45,12 +45,17 @@ def rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    """x rsqrt(mean(x^2) + eps) weight act(g), over the last axis: the norm of layers of delta rules. A dense x is overwritten and
-    returned, as there; else there is a new tensor.
+    """Gated RMS norm of the last axis, as layers of delta rules use it: x rsqrt(mean(x^2) + eps) weight act(g).
 
-    x: [*rows, size]   g: the same number of elements, any stride between rows   weight: [size], or None, as is bias
+    x: [*rows, size]          g: the same number of elements, any stride between rows          weight: [size]; None for 1          bias:
+        None
     activation: "swish", its other name "silu", or "sigmoid"
-    Raises UnsupportedError for a bias, for a residual, and for prenorm.
+
+    Returns x, overwritten, if x is dense, as the engines' function does; else a new tensor.
+    Raises UnsupportedError for a bias, a residual and prenorm, and ArgumentError (a ValueError) for operands that do not fit.
+
+    Ignored arguments:
+    residual_in_fp32: only counts with a residual
     """
     name = "the engine's rms_norm_gated"
     if residual is not None or prenorm:

@@ -108,11 +108,22 @@ def glm_flashkda_prefill(
     conv_state: Tensor | None = None,
     recurrent_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, states after each sequence): prompts of GLM5-Next, the method _flashkda_prefill of its layer.
+    """Kimi delta attention over prompts of GLM5-Next, the method _flashkda_prefill: S <- S D + beta (v - S D k) k^T;  o = K^-0.5 S q.
 
-    The layer has A_log, dt_bias and kda_lower_bound; other operands are as in flashkda_prefill. Results lie in vLLM's workspaces.
-    checkpoint: vLLM's MambaPrefillCheckpointMetadata; its states are exported as the layer does, which needs the last three arguments
-    Raises UnsupportedError for checkpoints at other places than multiples of 64.
+    D = diag(e^g'), with g' = kda_lower_bound sigmoid(e^A_log (g + dt_bias)); the layer holds these three.
+
+    q, k: [1, T, H, K], which are divided by sqrt(|x|^2 + 1e-6)          v: [1, T, HV, V]
+    g: [1, T, HV, K], raw gate          beta: [1, T, HV], logit
+    initial_state: [N, HV, V, K], states before each sequence          cu_seqlens: [N + 1], start of each packed sequence
+    out: [1, T, HV, V], is written; None for one in vLLM's workspaces
+
+    Returns (out, states after each sequence), the latter in vLLM's workspaces.
+    Raises UnsupportedError for checkpoints at other places than multiples of 64, and ArgumentError (a ValueError) for operands that do not
+    fit.
+
+    States at positions, for prefix caches:
+    checkpoint: vLLM's MambaPrefillCheckpointMetadata; its states are exported as the layer does
+    raw_qkv, conv_state, recurrent_state: needed with checkpoint, and passed to that export
     """
     name = "vllm's Glm5NextLinearAttention._flashkda_prefill"
     if checkpoint is not None and any(offset % _prompts.CHUNK for offset in checkpoint.offsets or (1,)):
