@@ -26,8 +26,8 @@ SM90 = Arch.parse("sm_90a")
 
 
 def scanned(model: Mamba, monkeypatch: pytest.MonkeyPatch) -> tuple[list, Callable[[], object]]:
-    """The problems that calls pose, of transformers' modeling files, of this package itself and of engines; two sequences.
-    And what makes vLLM's with states after chunks join them."""
+    """The problems of calls on two sequences by transformers' modeling files, this package and the engines; and a function that adds vLLM's
+    problems with states after chunks."""
     H, P, N, posed_by = 2, model.headdim, model.d_state, []
 
     def bf16(*shape: int) -> torch.Tensor:

@@ -115,7 +115,7 @@ def problem_of(**kwargs: Any) -> Any:
 
 
 def make(sizes: Sizes, *lead: int, seed: int = 0, decay: float = 1.0, z: bool = False) -> dict[str, Any]:
-    """A call on dense operands: […, H, P] and the like. decay: of A; as large as it, or as small, are sums of d A."""
+    """A call on dense operands: […, H, P] and the like. decay: the scale of A, and so of the sums of dt A."""
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int, dtype: torch.dtype = sizes.x) -> Tensor:

@@ -43,7 +43,7 @@ class Case:
     dst: str = ""  # row: one slot per sequence; token: one per token; own: the slots that the sequence may start from
     accepted: torch.dtype | None = None
     kept: torch.dtype | None = None  # type of intermediate states
-    columns: int = 0  # of intermediate states and of a ragged tree, beyond the most tokens
+    columns: int = 0  # of intermediate states and of a ragged tree: the number beyond the longest sequence's tokens
     rows: torch.dtype | None = None  # intermediate_state_indices
     parents: torch.dtype | None = None
     update: bool = True
