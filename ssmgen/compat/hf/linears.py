@@ -14,10 +14,12 @@ from torch.nn.functional import linear
 from ...calls.checks import DTYPES
 from ...families.skinny_linear.call import skinny_linear
 from ...families.skinny_linear.problem import MAX_K, ROWS
+from ...launch.runtime import device_arch
+from ...spec.kernel import SM90
 from . import projections
 
 MOST = ROWS[-1]  # rows
-MOST_F32 = 1  # with f32 weights, cuBLAS was faster for 8 rows
+MOST_FMA = 1  # without tensor cores (f32 weights; GPUs before sm_90), cuBLAS was faster for 8 rows
 
 
 def objection(module: torch.nn.Linear) -> str:
@@ -37,10 +39,23 @@ def objection(module: torch.nn.Linear) -> str:
     return "" if bias is None or (bias.dtype in DTYPES and bias.is_contiguous()) else "their biases are not contiguous floats"
 
 
+def tensor_cores(device: torch.device) -> bool:
+    """Whether skinny_linear has tensor cores for 16-bit weights on this device. A CPU runs the reference and counts as such a device."""
+    return device.type != "cuda" or device_arch(device.index) >= SM90
+
+
 def forward(self: torch.nn.Linear, x: Tensor) -> Tensor:
-    """The forward of a linear layer: skinny_linear for few rows, else PyTorch's."""
+    """The forward of a linear layer on tensor cores: skinny_linear for up to 16 rows (of f32 one), else PyTorch's."""
+    return _product(self, x, MOST_FMA if self.weight.dtype is torch.float32 else MOST)
+
+
+def forward_by_fma(self: torch.nn.Linear, x: Tensor) -> Tensor:
+    """The forward of a linear layer without tensor cores: skinny_linear for one row, else PyTorch's."""
+    return _product(self, x, MOST_FMA)
+
+
+def _product(self: torch.nn.Linear, x: Tensor, most: int) -> Tensor:
     weight, bias = self.weight, self.bias
-    most = MOST_F32 if weight.dtype is torch.float32 else MOST
     if x.dtype != weight.dtype or torch.is_grad_enabled() or not 0 < x.numel() <= most * x.shape[-1]:
         return linear(x, weight, bias)
     if x.stride(-1) != 1 or sum(n > 1 for n in x.shape[:-1]) > 1:  # rows have one distance, or are copied unless they are contiguous
@@ -62,12 +77,13 @@ class Linears:
                 else:
                     self.modules.append(module)
         for module in self.modules:
-            module.__dict__["forward"] = MethodType(forward, module)
+            module.__dict__["forward"] = MethodType(forward if tensor_cores(module.weight.device) else forward_by_fma, module)
 
     @property
     def words(self) -> str:
         """The changed layers and the others, for a report."""
-        done = f"{len(self.modules)} linear layers multiply up to {MOST} rows (f32: {MOST_F32}) by skinny_linear, and more by PyTorch"
+        rows = f"up to {MOST} rows (f32, and GPUs before sm_90: {MOST_FMA})"
+        done = f"{len(self.modules)} linear layers multiply {rows} by skinny_linear, and more by PyTorch"
         return "; ".join([done, *(f"{count} stay PyTorch's: {why}" for why, count in self._left.items())])
 
     def load(self, sizes: Iterable[int]) -> None:
@@ -84,6 +100,6 @@ class Linears:
     def undo(self) -> None:
         """PyTorch's forward, where ours still is. A second time: nothing."""
         for module in self.modules:
-            if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
+            if getattr(module.__dict__.get("forward"), "__func__", None) in (forward, forward_by_fma):
                 del module.__dict__["forward"]
         self.modules = []
