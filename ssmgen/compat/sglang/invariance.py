@@ -32,7 +32,7 @@ class _Served:
 
 
 def is_deterministic() -> bool | None:
-    """Whether the server of this process was started in the mode; None before SGLang publishes its settings, ahead of the model."""
+    """Whether the server of this process was started in the mode; None until SGLang publishes its settings, before it loads the model."""
     context = sys.modules.get(_CONTEXT)
     if context is None:
         return None
