@@ -41,6 +41,7 @@ LOOK_SECONDS = 0.25
 ATTEMPTS = 3  # processes that may die with an item; then it is given up, so that it does not kill all of them
 CONNECT_SECONDS = 60.0  # longest wait for the store to start
 REQUEST_SECONDS = 60.0  # longest wait for an answer of the store
+JOIN_SECONDS = 5.0  # longest wait at the end for a sign of life under way: the store may not answer any more
 LEASE_HELP = "With several processes: seconds without a sign of life after which one counts as dead."
 
 
@@ -117,7 +118,8 @@ class Crew:
         self._ask("add", f"beat/{self.me}", 1)
         self._ask("set", f"name/{self.seat.rank}", self.name)
         self._ask("set", f"member/{self.seat.rank}", self.me)
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._beating.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -125,6 +127,8 @@ class Crew:
         with contextlib.suppress(CrewError):  # rank 0 may have ended, and the store with it
             for key in f"idle/{self.me}", f"bye/{self.seat.rank}":
                 self._ask("set", key, "1")
+        # A thread that returns from a request to the store while Python ends aborts the process: C++ cannot unwind that frame.
+        self._beating.join(JOIN_SECONDS)
 
     def _connected(self, server: bool) -> Any:
         try:

@@ -224,6 +224,22 @@ def test_one_task_after_the_other_in_one_store():
             assert known.finish(lambda told: 5) == 3, "as it ended"
 
 
+def test_no_sign_of_life_is_under_way_after_the_end():
+    """A thread that is in the store's C++ code while Python ends would abort the process."""
+    asked, answered = threading.Event(), []
+
+    class Slow(Crew):
+        def _beat(self):
+            asked.set()
+            time.sleep(0.3)
+            super()._beat()
+            answered.append(True)
+
+    with Slow(Seat(0, 1, 0, 1, "127.0.0.1", free_port()), "a task", LEASE) as member:
+        assert asked.wait(30)
+    assert answered and not member._beating.is_alive()
+
+
 def test_who_is_left_without_the_store_says_so():
     with crew_of(1) as (first,):
         one = Crew(Seat(1, 2, 1, 2, "127.0.0.1", first.seat.port), "a task", LEASE).__enter__()
