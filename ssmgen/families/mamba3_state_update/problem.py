@@ -9,6 +9,7 @@ from ...engine.rows import RowProblem
 from ...spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
 
 MOST_RANK = 8
+MOST_IN_FOUR_LANES = 128  # elements of a row: 32 in each lane, for two rows at once
 
 
 class Rate(Enum):
@@ -93,6 +94,20 @@ class Mamba3Problem(RowProblem):
     @property
     def row_loads(self) -> Loads:
         return self.state_loads
+
+    @property
+    def products(self) -> bool:
+        """Whether tensor cores multiply: for several ranks, 16 rows at a time, whose elements fit in four lanes' registers."""
+        return self.rank > 1 and self.headdim % 16 == 0 and self.d_state % 16 == 0 and self.d_state <= MOST_IN_FOUR_LANES
+
+    @property
+    def vec_of_products(self) -> int:
+        """Neighbouring elements of a lane: as many of 16 bytes as divide the row among four lanes."""
+        return 8 if self.state.size == 2 and self.d_state % 32 == 0 else 4
+
+    @property
+    def lanes_per_row(self) -> int | None:
+        return 4 if self.products else None  # as the tensor cores' sums lie
 
     @property
     def rotates(self) -> bool:
