@@ -102,7 +102,7 @@ class Mamba3Problem(RowProblem):
 
     @property
     def vec_of_products(self) -> int:
-        """Neighbouring elements of a lane: as many of 16 bytes as divide the row among four lanes."""
+        """Neighbouring elements of a lane: 16 bytes, or fewer if those do not divide a row among four lanes."""
         return 8 if self.state.size == 2 and self.d_state % 32 == 0 else 4
 
     @property

@@ -61,7 +61,7 @@ class Mamba3Spec(RowSpec, Mamba3Problem):
     @property
     def shared_bytes(self) -> int:
         """Rows of k before, k now and q; two factors and the output of each row and rank; sines and cosines; the ranks' norms. For tensor
-        cores, rows and factors are in two parts, those of k and the factors for a multiple of four ranks, and rows are further apart."""
+        cores, rows and factors are in two parts, k and the factors have a multiple of four ranks, and there are gaps between rows."""
         n, ranks, eight = self.d_state, -(-self.rank // 4) * 4, self.vec == 8
         parts = 2 * (ranks * (n + 8) + (4 if eight else 8)) + self.rank * (n + (4 if eight else 16)) + 2 * ranks * self.headdim
         numbers = 2 * parts if self.products else self.rank * (3 * n + 2 * self.headdim)
