@@ -46,10 +46,9 @@ class Mamba3Spec(RowSpec, Mamba3Problem):
                 f"prefetch is {self.prefetch} with accepted tokens; expected 0: the column that a call starts from is in memory",
             ),
             *must(
-                not self.products
-                or (self.lanes == 4 and self.vec == self.vec_of_products and self.ilp > 1 and self.headdim % self.tile == 0),
-                f"lanes, vec, ilp and tile are {(self.lanes, self.vec, self.ilp, self.tile)}; expected 4, {self.vec_of_products}, 2 or 4, and "
-                f"{self.headdim}: tensor cores take 16 rows",
+                not self.products or ((self.lanes, self.vec, self.headdim % self.tile) == (4, self.vec_of_products, 0) and self.ilp > 1),
+                f"lanes, vec, ilp and tile are {(self.lanes, self.vec, self.ilp, self.tile)}; expected 4, {self.vec_of_products}, 2 or 4 "
+                f"and {self.headdim}: tensor cores take 16 rows",
             ),
             *must(bytes_ <= SHARED_BYTES, f"a block takes {bytes_} bytes of shared memory; expected at most {SHARED_BYTES}"),
         ]
