@@ -9,7 +9,7 @@ from ...engine.rows import RowProblem
 from ...spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
 
 MOST_RANK = 8
-MOST_IN_FOUR_LANES = 128  # elements of a row: 32 in each lane, for two rows at once
+MOST_ROWS = MOST_ELEMENTS = 128  # of a head, for products: four lanes hold two rows, and a block's operands fit in 48 KiB
 
 
 class Rate(Enum):
@@ -97,8 +97,9 @@ class Mamba3Problem(RowProblem):
 
     @property
     def products(self) -> bool:
-        """Whether tensor cores multiply: for several ranks, 16 rows at a time, whose elements fit in four lanes' registers."""
-        return self.rank > 1 and self.headdim % 16 == 0 and self.d_state % 16 == 0 and self.d_state <= MOST_IN_FOUR_LANES
+        """Whether tensor cores multiply: for several ranks, 16 rows at a time."""
+        rows, elements = self.headdim, self.d_state
+        return self.rank > 1 and rows % 16 == 0 and rows <= MOST_ROWS and elements % 16 == 0 and elements <= MOST_ELEMENTS
 
     @property
     def vec_of_products(self) -> int:

@@ -67,6 +67,8 @@ CASES = {
     "rank-8": replace(HALVES, rank=8, d_state=16),
     "rank-8-8-rows": replace(HALVES, rank=8, d_state=16, headdim=8),
     "n48-f16": replace(HALVES, d_state=48, angles=3, state=F16),
+    "rank-8-128-rows": replace(HALVES, rank=8, d_state=128, headdim=128, nheads=2, ngroups=1, angles=64),
+    "rank-8-256-rows": replace(HALVES, rank=8, d_state=128, headdim=256, nheads=2, ngroups=1, angles=64),
     "n8": replace(HALVES, d_state=8, angles=3),
     "pairs-not-aligned": replace(PAIRS, **ELEMENTS),
     "norm": replace(HALVES, norm_weight=F32),
