@@ -97,9 +97,11 @@ class Mamba3Problem(RowProblem):
 
     @property
     def products(self) -> bool:
-        """Whether tensor cores multiply: for several ranks, 16 rows at a time."""
+        """Whether tensor cores multiply: for several ranks, 16 rows at a time. Eight ranks and f32 states together need too many
+        registers."""
         rows, elements = self.headdim, self.d_state
-        return self.rank > 1 and rows % 16 == 0 and rows <= MOST_ROWS and elements % 16 == 0 and elements <= MOST_ELEMENTS
+        fits = rows % 16 == 0 and rows <= MOST_ROWS and elements % 16 == 0 and elements <= MOST_ELEMENTS
+        return fits and 1 < self.rank <= (4 if self.state is DType.F32 else MOST_RANK)
 
     @property
     def vec_of_products(self) -> int:

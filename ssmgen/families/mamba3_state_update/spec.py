@@ -130,6 +130,10 @@ def _whole(problem: Mamba3Problem, how: dict[str, Any]) -> dict[str, Any]:
     """The same lane map with a block for all rows of a head: in several steps, or for several tokens in one."""
     if problem.products:
         how = how | {"vec": problem.vec_of_products, "ilp": 2, "threads": 2 * problem.headdim}
+        # Left alone, ptxas spills where it needs a few registers more than 128.
+        plain = problem.rank <= 4 and problem.state.size == 2 and not (problem.philox_rounds or problem.norm_weight)
+        aligned = problem.state_loads is problem.operand_loads is Loads.VECTOR
+        how |= {"min_blocks": 0 if plain and aligned else 1 if problem.several else max(1, 128 // problem.headdim)}
     elif problem.several:
         how = how | {"ilp": row_engine.layout(problem)["ilp"]}
     of_warp = 32 // how["lanes"] * how["ilp"]
