@@ -29,7 +29,7 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import Call, Case, Launch, keeping
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.prompts import (
     HEADS,
     HOST_TOKENS,
@@ -146,6 +146,12 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"shapes": tuple((key_heads, model.nheads, n, PROMPT) for n in sequences_of(quick)), "head_k": head_k, "head_v": head_v}
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Prompts of models, or the shapes above."""
+    asked = [{"shape": (m.shape[2], m.nheads, n, PROMPT), "head_k": m.shape[1], "head_v": m.shape[0]} for m in given for n in batches]
+    return asked or [{"shape": shape} for shape in SHAPES]
+
+
 BENCH = Bench(
     op="chunk_delta_rule",
     method=__doc__,
@@ -167,4 +173,6 @@ BENCH = Bench(
     quick={"shapes": ((16, 32, 1, 2048), (4, 16, 1, 8192))},
     of_model=of_model,
     mistakes=pool_mistakes,
+    tuned=tuned,
+    label=lambda at: f"delta {at.shape} of {at.head_k} x {at.head_v}",
 )  # fmt: skip

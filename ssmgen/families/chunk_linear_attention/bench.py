@@ -15,7 +15,7 @@ so that its outputs rotate too. Host times are eager calls with prepared argumen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -30,7 +30,7 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import Case, Launch, keeping
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.prompts import (
     HEADS,
     HOST_TOKENS,
@@ -146,6 +146,16 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"shapes": shapes, "forms": (Form(model.kind),), "head_k": head_k, "head_v": head_v}
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Prompts of models, or the cases above."""
+    asked: list[dict[str, Any]] = [
+        {"form": Form(m.kind), "shape": (m.shape[2], m.nheads, batch, PROMPT), "head_k": m.shape[1], "head_v": m.shape[0]}
+        for m in given
+        for batch in batches
+    ]
+    return asked or [{"form": form, "shape": shape} for form, shape in CASES]
+
+
 BENCH = Bench(
     op="chunk_linear_attention",
     method=__doc__,
@@ -170,4 +180,6 @@ BENCH = Bench(
     quick={"shapes": ((16, 16, 1, 2048),), "forms": (Form.KDA, Form.GLA, Form.RWKV7)},
     of_model=of_model,
     settle=settle,
+    tuned=tuned,
+    label=lambda at: f"{at.form.value} {at.shape} of {at.head_k} x {at.head_v}",
 )

@@ -15,7 +15,7 @@ Host times are eager calls, arguments at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -29,7 +29,7 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import GATE, Case, Launch, keeping
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.prompts import (
     HEADS,
     HOST_TOKENS,
@@ -133,6 +133,16 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"shapes": shapes, "forms": (FORMS[model.kind],), "headdim": headdim, "d_state": d_state}
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Prompts of models, or the shapes above."""
+    asked = [
+        {"form": FORMS[m.kind], "shape": (m.nheads, m.shape[2], batch, PROMPT), "headdim": m.shape[0], "d_state": m.shape[1]}
+        for m in given
+        for batch in batches
+    ]
+    return asked or [{"shape": shape} for shape in SHAPES]
+
+
 BENCH = Bench(
     op="chunk_scan",
     method=__doc__,
@@ -154,4 +164,6 @@ BENCH = Bench(
     quick={"shapes": ((128, 8, 1, 2048), (16, 1, 1, 8192))},
     of_model=of_model,
     mistakes=pool_mistakes,
+    tuned=tuned,
+    label=lambda at: f"scan {at.shape} of {at.headdim} x {at.d_state}",
 )  # fmt: skip

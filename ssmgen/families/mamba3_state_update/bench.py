@@ -6,7 +6,8 @@ slot's bytes, read and written. Inputs and slots rotate over more bytes than the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 import ssmgen
 
 from ...bench import axes
-from ...bench.axes import At, share_of
+from ...bench.axes import At, share_of, users
 from ...bench.case import HOST_BATCH, MAX_SETS, Case, drawn, slots_of, some_of, some_rows
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.schema import COUNT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
@@ -104,6 +105,13 @@ def words(row: Mapping[str, Any]) -> str:
     )
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Decode steps of models."""
+    for model in given or users("mamba3_state_update"):
+        for state, T, batch in product(axes.states_of(model), tokens, batches):
+            yield {"model": model, "state": state, "tokens": T, "batch": batch}
+
+
 BENCH = Bench(
     op="mamba3_state_update",
     method=__doc__,
@@ -122,4 +130,6 @@ BENCH = Bench(
     ceiling="in_place",
     copied=True,
     fields={"heads": COUNT, "rank": COUNT},
+    tuned=tuned,
+    label=lambda at: f"{at.model} {at.state.value} T {at.tokens} batch {at.batch}",
 )

@@ -13,8 +13,9 @@ so that its outputs rotate too. Host times are eager calls with prepared argumen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from itertools import product
 from typing import Any
 
 import click
@@ -27,7 +28,7 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import GATE, Call, Case, Launch, keeping
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.prompts import HOST_TOKENS, PACKED, PROMPT, even_cuts, moving, packed_words, prompt_sets, sequences_of
 from ...select.models import Model
 
@@ -94,6 +95,12 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"shapes": tuple((dim, n, PROMPT) for n in sequences_of(quick)), "d_state": d_state}
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Prompts of models, or the shapes above."""
+    asked = [((m.shape[0], batch, PROMPT), m.shape[1]) for m in given for batch in batches] or [(shape, 16) for shape in SHAPES]
+    return [{"shape": shape, "d_state": d_state, "form": form} for (shape, d_state), form in product(asked, Form)]
+
+
 BENCH = Bench(
     op="selective_scan",
     method=__doc__,
@@ -116,4 +123,6 @@ BENCH = Bench(
     peers={"mamba_ssm.selective_scan_fn": mamba_ssm},
     quick={"shapes": ((8192, 1, 2048),)},
     of_model=of_model,
+    tuned=tuned,
+    label=lambda at: f"selective scan, {at.form.value} {at.shape} of {at.d_state} states",
 )
