@@ -22,6 +22,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
+from ...engine.chunks.problem import Chunked, Stated
 from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 from .operands import KERNELS
 
@@ -48,7 +49,7 @@ class Gate(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScanProblem(Problem):
+class ScanProblem(Problem, Chunked, Stated):
     """The fields that a call fixes: dtypes, sizes of a head's state, present operands. Heads, groups, tokens and strides are not fixed."""
 
     headdim: int
@@ -88,18 +89,9 @@ class ScanProblem(Problem):
         return self.gate is not Gate.DT
 
     @property
-    def ragged(self) -> bool:
-        return self.cu_seqlens is not Index.NONE
-
-    @property
     def overwrites(self) -> bool:
         """Whether final states may overwrite initial states."""
         return self.started or (self.initial and self.final)
-
-    @property
-    def marked(self) -> bool:
-        """Whether states at positions are wanted."""
-        return self.checkpoints is not Index.NONE
 
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
@@ -111,14 +103,7 @@ class ScanProblem(Problem):
                 f"the tokens or heads of {'q, k, v' if self.attention else 'x, B, C, z'} or out begin at an odd element; "
                 "expected multiples of 4 bytes. Pass contiguous tensors.",
             ),
-            *must(not (self.pool and self.final), "pool and final are both yes; expected one of them: a pool receives the final states"),
-            *must(
-                not (self.started and self.initial),
-                "initial and started are both yes; expected one of them: each says where a sequence starts",
-            ),
-            *must(
-                self.pool or (self.index is Index.NONE and not self.started), "index or started is set without a pool; expected pool=yes"
-            ),
+            *self.state_faults(),
             *must(
                 not self.attention or not (self.dt or self.A or self.D or self.dt_bias or self.z or self.dt_softplus or self.dt_limit),
                 f"gate is {self.gate.value} with dt, A, D, dt_bias, z, dt_softplus or dt_limit; expected gate=dt",
