@@ -29,7 +29,7 @@ from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import GATE, Call, Case, Launch, keeping
 from ...bench.engine import Bench, Values
-from ...bench.prompts import HOST_TOKENS, PACKED, PROMPT, even_cuts, moving, packed_words, prompt_sets, sequences_of
+from ...bench.prompts import PACKED, PROMPT, packed_words, prompt_case, prompt_sets, sequences_of
 from ...select.models import Model
 
 SHAPES = [(8192, 1, 2048), (8192, 1, 8192), (8192, 1, 32768), (8192, 8, 2048)]
@@ -63,21 +63,9 @@ def inputs(at: At, device: torch.device) -> Case:
         chosen |= {n: call[n][some] for n in ("A", "D", "delta_bias")}
         return {**call, **chosen, "final_states_out": call["final_states_out"][:, some]}
 
-    return Case(
-        function=ssmgen.selective_scan,
-        sets=sets,
-        bytes=moved,
-        rotating=rotating | {"final_states_out": torch.zeros(sets, count, dim, N, device=device)},
-        shared={"A": A, "D": torch.ones(dim, device=device), "delta_bias": bias, "delta_softplus": True, "channels_first": first}
-        | {"return_final_states": True}
-        | ({"cu_seqlens": even_cuts(count, length, device)} if at.packed else {}),
-        part=part,
-        limits=dict.fromkeys(("out", "final_states"), GATE[torch.bfloat16]),
-        outputs=("out", "final_states_out"),
-        beside={"mul": moving(moved, sets, device)},
-        ratios=("mul",),
-        host=count * length <= HOST_TOKENS,
-    )
+    rotating |= {"final_states_out": torch.zeros(sets, count, dim, N, device=device)}
+    shared = {"A": A, "D": torch.ones(dim, device=device), "delta_bias": bias, "delta_softplus": True, "channels_first": first}
+    return prompt_case(at, ssmgen.selective_scan, moved, GATE[torch.bfloat16], rotating, shared | {"return_final_states": True}, part)
 
 
 def mamba_ssm(case: Case) -> Launch | None:
