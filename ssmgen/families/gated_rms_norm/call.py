@@ -130,12 +130,7 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
             problems.append(f"{name} has strides {list(t.stride())}; expected 1 for its last axis. Pass a contiguous tensor.")
         if any(s >= 2**32 for s in t.stride()):
             problems.append(f"{name} has strides {list(t.stride())}; expected strides below 2^32 elements")
-    for name in OPERANDS.written:
-        if name in named and checks.overlaps_itself(named[name]):
-            problems.append(
-                f"{name} has strides {list(named[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
+    checks.check_distinct(named, OPERANDS.written, problems)
     if x.numel() // size >= 2**31:
         problems.append(f"x is {list(x.shape)}; expected fewer than 2^31 groups in all rows")
     views = {name: _in_rows(name, t, groups, size, problems) for name, t in named.items() if name not in SHARED}
@@ -175,8 +170,7 @@ def grid_of(spec: NormSpec, views: Mapping[str, Tensor]) -> int:
 def kernel_values(spec: NormSpec, views: Mapping[str, Tensor], options: Any) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     values: dict[str, int | float] = {"units": size_of(views), "eps": options.eps} | divisor("groups", views["out"].shape[1])
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:
