@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from ...engine.window import MAX_WIDTH, Saved, StateLayout
-from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec.kernel import LATER, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d_update"
@@ -184,6 +184,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "causal_conv1d_update/causal_conv1d_update.cu.j2"
+    table: ClassVar[Any] = OPERANDS
 
     vec: int  # channels per lane
     threads: int = 128
@@ -212,17 +213,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             *must(
                 self.taps is Loads.ELEMENT or run % 4 == 0, f"a lane's taps have {run} bytes; expected a multiple of 4. Use taps=element."
             ),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements."""
-        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
         strides = OPERANDS.stride_params(self)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...compile.occupancy import LIMITS, SHARED_RESERVED
+from ...compile.occupancy import shared_violations
 from ...engine.chunks.problem import Chunked, Stated
 from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 from .operands import KERNELS
@@ -130,6 +130,7 @@ class ScanSpec(KernelSpec, ScanProblem):
     template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
     word: ClassVar[str] = "scan"  # in names of kernels
     states_alone: ClassVar[bool] = False  # whether it computes the state from zeros, and no outputs
+    table: ClassVar[Any] = KERNELS
 
     tile: int  # rows of headdim per block, 16 per walker
     stages: int = 3  # chunks in shared memory: the walkers', the mixers', and the chunks that are loading
@@ -245,7 +246,6 @@ class ScanSpec(KernelSpec, ScanProblem):
             *must(self.tile % 16 == 0 and 16 <= self.tile <= 128, f"tile is {self.tile}; expected 16 … 128 in steps of 16"),
         ]:
             return problems
-        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
             *must(self.headdim % self.tile == 0, f"tile is {self.tile}; expected a divisor of headdim {self.headdim}"),
             *must(
@@ -271,27 +271,22 @@ class ScanSpec(KernelSpec, ScanProblem):
                 f"parts is {self.parts} on {arch}; expected 1 before sm_90: final states may overwrite initial ones that other "
                 "parts still read",
             ),
-            *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for asynchronous copies and bf16"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *shared_violations(arch, self.shared_bytes),
+            *self.arch_violations(arch, "asynchronous copies and bf16"),
         ]
 
     @property
     def g_by_token(self) -> bool:
         return self.gate is Gate.LOG
 
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return KERNELS.of(self)
-
-    def roles(self) -> list[str]:
-        """The same, as the kernel names them."""
-        return self.operands()
-
     @property
     def mapped(self) -> dict[str, int]:
         """Operands whose tiles are copied by tensor maps, and how many columns at once."""
         return {}
+
+    def roles(self) -> list[str]:
+        """The operands, as the kernel names them."""
+        return self.operands()
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
