@@ -26,6 +26,7 @@ from .reference import gated_rms_norm as reference
 from .spec import OPERATOR, NormSpec
 
 TABLE = FUNCTIONS[OPERATOR]
+_GATED = FUNCTIONS["gated_layer_norm"].names  # gated_rms_norm has these too, except a bias
 
 
 class Options(NamedTuple):
@@ -142,13 +143,13 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
     return {name: views[name] for name in named}
 
 
-def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
-    """The problem of checked operands and their addresses."""
-    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names}
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options, centred: bool = False) -> NormProblem:
+    """The problem of checked operands and their addresses. centred: the mean is subtracted."""
     gated = "gate" in views
     problem: dict[str, Any] = {
         "size": views["x"].shape[-1],
-        **dtypes,
+        **{name: DTYPES[views[name].dtype] if name in views else None for name in _GATED},
+        "centred": centred,
         "norm_first": gated and options.norm_before_gate,
         "activation": ACTIVATIONS[options.activation] if gated else Activation.SILU,
         "grouped": views["x"].shape[1] > 1,
@@ -181,9 +182,9 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 FAMILY = Family(OPERATOR, TABLE.written, problem_of, size_of, grid_of, kernel_values, TABLE.in_place)
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32, centred: bool = False) -> None:
     activation = ACTIVATIONS[options.activation].value
-    how: dict[str, Any] = {"eps": options.eps, "norm_before_gate": options.norm_before_gate, "activation": activation}
+    how: dict[str, Any] = {"eps": options.eps, "norm_before_gate": options.norm_before_gate, "activation": activation, "centred": centred}
     reference(**{**views, **how}, dtype=dtype)
 
 
