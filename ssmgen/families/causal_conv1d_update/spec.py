@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...engine.window import MAX_WIDTH, Saved, StateLayout
+from ...engine.window import MAX_WIDTH, Saved, StateLayout, Windowed
 from ...spec.kernel import LATER, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .operands import OPERANDS
 
@@ -46,7 +46,7 @@ class Tokens(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateProblem(Problem):
+class UpdateProblem(Problem, Windowed):
     """The fields that a call fixes. Batch and channels are not fixed."""
 
     width: int
@@ -91,15 +91,6 @@ class UpdateProblem(Problem):
         return self.advance is Advance.ROLL
 
     @property
-    def runs(self) -> bool:
-        return self.layout is StateLayout.RUNS
-
-    @property
-    def any_place(self) -> bool:
-        """Whether channels and entries of the state have any distances."""
-        return self.layout is StateLayout.ANY
-
-    @property
     def saves(self) -> bool:
         """Whether the window after each token is kept."""
         return self.saved is not Saved.NO
@@ -107,15 +98,6 @@ class UpdateProblem(Problem):
     @property
     def saves_any(self) -> bool:
         return self.saved is Saved.ANY
-
-    @property
-    def loose(self) -> bool:
-        """Whether x and out are loaded and stored element by element."""
-        return self.loads is Loads.ELEMENT
-
-    @property
-    def loose_taps(self) -> bool:
-        return self.taps is Loads.ELEMENT
 
     @property
     def gates(self) -> tuple[str, ...]:
