@@ -137,6 +137,30 @@ def overlaps_itself(t: Tensor) -> bool:
     return False
 
 
+def check_distinct(named: Mapping[str, Tensor], names: Iterable[str], problems: list[str]) -> None:
+    """Adds an error for each of these tensors that has two elements at one address. Missing tensors are skipped."""
+    problems += [
+        f"{name} has strides {list(named[name].stride())}, and two of its elements share memory; expected one address per element. "
+        "Pass a contiguous tensor."
+        for name in names
+        if name in named and overlaps_itself(named[name])
+    ]
+
+
+def check_dense(name: str, t: Tensor, problems: list[str], axes: int = 3, turned: bool = False) -> bool:
+    """Whether the last axes are dense; adds an error if not. turned: the last two are in memory the other way round."""
+    sizes = t.shape[-axes:]
+    rows, n = sizes[-2:]
+    dense = [*torch.empty((*sizes[:-2], n, rows) if turned else sizes, device="meta").stride()]
+    if turned:
+        dense[-2:] = dense[:-3:-1]
+    if all(n == 1 or have == want for n, have, want in zip(sizes, t.stride()[-axes:], dense, strict=True)):
+        return True
+    words = {2: "two", 3: "three"}[axes]
+    problems.append(f"{name} has strides {list(t.stride())}; expected dense last {words} axes, {dense}")
+    return False
+
+
 def pages(t: Tensor) -> tuple[int, int]:
     """(bytes from one entry of the first axis to the next, bytes that an entry spans); zeros for a tensor without several entries."""
     if t.dim() == 0 or t.shape[0] < 2:

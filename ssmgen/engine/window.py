@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from ..spec.kernel import Loads
+
 MAX_WIDTH = 8  # taps
 
 
@@ -22,3 +24,31 @@ class Saved(Enum):
     NO = "no"
     RUNS = "runs"
     ANY = "any"
+
+
+class Windowed:
+    """Part of a problem with a window per channel: how kernels load it, the inputs and the taps."""
+
+    __slots__ = ()
+    layout: StateLayout
+    loads: Loads  # of x and out
+    taps: Loads
+
+    @property
+    def runs(self) -> bool:
+        """Whether a window is one contiguous run."""
+        return self.layout is StateLayout.RUNS
+
+    @property
+    def any_place(self) -> bool:
+        """Whether channels and inputs of a window have arbitrary strides."""
+        return self.layout is StateLayout.ANY
+
+    @property
+    def loose(self) -> bool:
+        """Whether x and out are loaded and stored element by element."""
+        return self.loads is Loads.ELEMENT
+
+    @property
+    def loose_taps(self) -> bool:
+        return self.taps is Loads.ELEMENT

@@ -164,10 +164,6 @@ class Table:
         rows = [row for row in self if not names or row.name in names]
         return Table([replace(row, optional=row.optional and row.name not in needed) for row in rows], self.words)
 
-    def renamed(self, names: Mapping[str, str]) -> Table:
-        """The same table for a function with other names for some operands: {the name here: its name}."""
-        return Table([replace(row, name=names.get(row.name, row.name)) for row in self], self.words)
-
     def beside(self, *more: Operand) -> Table:
         """The same table with more operands at its end."""
         return Table([*self, *more], self.words)

@@ -131,12 +131,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         problems.append("seq_idx and query_start_loc are both given; expected one: each divides the length. Leave out one.")
     if not all(fits):
         return {}
-    for name in ("out", "final_states", "conv_states"):
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(
-                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
+    checks.check_distinct(views, ("out", "final_states", "conv_states"), problems)
     for name, t in views.items():
         check_strides(name, t, problems)
     if max(x.shape) >= 2**31:
@@ -232,8 +227,7 @@ def kernel_values(spec: ConvSpec, views: Mapping[str, Tensor], options: Options)
     values: dict[str, int | float] = {"length": length, "sequences": _sequences(views), "pad_slot_id": options.pad_slot_id}
     values |= divisor("dim", dim) | divisor("pieces", _pieces(spec, views)) | divisor("channel_blocks", _channel_blocks(spec, dim))
     values |= {"slots": views["conv_states"].shape[0]} if "conv_states" in views else {}
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:

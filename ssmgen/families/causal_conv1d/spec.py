@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from ...engine.window import MAX_WIDTH
-from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec.kernel import Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d"
@@ -111,6 +111,7 @@ class ConvSpec(KernelSpec, ConvProblem):
     """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
+    table: ClassVar[Any] = OPERANDS
 
     vec: int  # elements per access; channel-first: along the length, channel-last: channels
     vectors: int = 2  # channel-first: of vec tokens, per lane; channel-last: tokens per lane
@@ -174,17 +175,8 @@ class ConvSpec(KernelSpec, ConvProblem):
                 self.taps is Loads.ELEMENT or first or self.loads is Loads.VECTOR or self.words,
                 "taps is vector for lanes whose channels are apart; expected element",
             ),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements."""
-        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
         strides = OPERANDS.stride_params(self)

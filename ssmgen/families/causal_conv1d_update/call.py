@@ -141,12 +141,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         )
     if not all(fits):
         return {}
-    for name in ("out", "conv_state", "intermediate_conv_window"):
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(
-                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
+    checks.check_distinct(views, ("out", "conv_state", "intermediate_conv_window"), problems)
     for name, t in views.items():
         check_strides(name, t, problems)
     return views
@@ -168,11 +163,7 @@ def _check_tree(named: Mapping[str, Tensor], batch: int, tokens: int | None, pro
     for name in given:
         columns = named[name].shape[-1] if tokens is None and named[name].dim() else tokens or 0
         checks.check_shape(name, named[name], {"[batch, T]": (batch, columns)}, problems)
-    if "parents_out" in named and checks.overlaps_itself(named["parents_out"]):
-        problems.append(
-            f"parents_out has strides {list(named['parents_out'].stride())}, and two of its elements share memory; "
-            "expected one address per element. Pass a contiguous tensor."
-        )
+    checks.check_distinct(named, ("parents_out",), problems)
     return len(problems) == before
 
 
@@ -282,14 +273,13 @@ def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: Option
     """Every kernel argument that is not a pointer."""
     _, dim, length = views["x"].shape
     slots, _, state_len = views["conv_state"].shape
-    values = {"dim": dim, "length": length} | divisor("channel_blocks", _channel_blocks(spec, dim))
+    values: dict[str, int | float] = {"dim": dim, "length": length, **divisor("channel_blocks", _channel_blocks(spec, dim))}
     values |= {"slots": slots, "state_len": state_len, "pad_slot_id": options.pad_slot_id}
     if "intermediate_conv_window" in views:
         values["window_rows"], values["window_tokens"] = views["intermediate_conv_window"].shape[:2]
     if "parents" in views:
         values["parent_columns"] = views["parents"].shape[1]
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 FAMILY = Family(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...engine.window import MAX_WIDTH, Saved, StateLayout
-from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...engine.window import MAX_WIDTH, Saved, StateLayout, Windowed
+from ...spec.kernel import LATER, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d_update"
@@ -46,7 +46,7 @@ class Tokens(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateProblem(Problem):
+class UpdateProblem(Problem, Windowed):
     """The fields that a call fixes. Batch and channels are not fixed."""
 
     width: int
@@ -91,15 +91,6 @@ class UpdateProblem(Problem):
         return self.advance is Advance.ROLL
 
     @property
-    def runs(self) -> bool:
-        return self.layout is StateLayout.RUNS
-
-    @property
-    def any_place(self) -> bool:
-        """Whether channels and entries of the state have any distances."""
-        return self.layout is StateLayout.ANY
-
-    @property
     def saves(self) -> bool:
         """Whether the window after each token is kept."""
         return self.saved is not Saved.NO
@@ -107,15 +98,6 @@ class UpdateProblem(Problem):
     @property
     def saves_any(self) -> bool:
         return self.saved is Saved.ANY
-
-    @property
-    def loose(self) -> bool:
-        """Whether x and out are loaded and stored element by element."""
-        return self.loads is Loads.ELEMENT
-
-    @property
-    def loose_taps(self) -> bool:
-        return self.taps is Loads.ELEMENT
 
     @property
     def gates(self) -> tuple[str, ...]:
@@ -184,6 +166,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "causal_conv1d_update/causal_conv1d_update.cu.j2"
+    table: ClassVar[Any] = OPERANDS
 
     vec: int  # channels per lane
     threads: int = 128
@@ -212,17 +195,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             *must(
                 self.taps is Loads.ELEMENT or run % 4 == 0, f"a lane's taps have {run} bytes; expected a multiple of 4. Use taps=element."
             ),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements."""
-        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
         strides = OPERANDS.stride_params(self)

@@ -111,8 +111,7 @@ def kernel_values(spec: LinearAttentionSpec, views: Mapping[str, Tensor], option
                 values[name] = views[operand].shape[1]
         if "intermediate_states" in views:
             values["kept_rows"] = views["intermediate_states"].shape[0]
-    values |= OPERANDS.stride_values(spec, views, int(options.commit))
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views, int(options.commit))
 
 
 def grid_of(spec: LinearAttentionSpec, views: Mapping[str, Tensor]) -> int:

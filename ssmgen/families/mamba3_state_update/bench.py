@@ -9,7 +9,8 @@ mamba_ssm is the official step without its norms of B and C and without the acti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import ssmgen
 
 from ...bench import axes
 from ...bench import report as reports
-from ...bench.axes import At, share_of
+from ...bench.axes import At, share_of, users
 from ...bench.case import HOST_BATCH, MAX_SETS, Case, Launch, drawn, slots_of, some_of, some_rows
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.schema import COUNT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
@@ -148,6 +149,13 @@ def words(row: Mapping[str, Any]) -> str:
     )
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Decode steps of models."""
+    for model in given or users("mamba3_state_update"):
+        for state, T, batch in product(axes.states_of(model), tokens, batches):
+            yield {"model": model, "state": state, "tokens": T, "batch": batch}
+
+
 BENCH = Bench(
     op="mamba3_state_update",
     method=__doc__,
@@ -167,4 +175,6 @@ BENCH = Bench(
     ceiling="in_place",
     copied=True,
     fields={"heads": COUNT, "rank": COUNT},
+    tuned=tuned,
+    label=lambda at: f"{at.model} {at.state.value} T {at.tokens} batch {at.batch}",
 )

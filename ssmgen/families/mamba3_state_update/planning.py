@@ -80,8 +80,7 @@ def kernel_values(spec: Mamba3Spec, views: Mapping[str, Tensor], options: Option
     values |= {"tokens": views["x"].shape[1], "eps": options.eps, "A_floor": options.A_floor}
     if spec.accepted is not Index.NONE:
         values["columns"] = views["state_indices"].shape[1]
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 FAMILY = Family(

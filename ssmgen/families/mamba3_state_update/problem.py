@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...engine.rows import RowProblem
+from ...engine.recurrences.problem import StepProblem
 from ...spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
 
 MOST_RANK = 8
@@ -34,7 +34,7 @@ class Rotary(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba3Problem(RowProblem):
+class Mamba3Problem(StepProblem):
     """The problem that a call fixes. The numbers of sequences and of tokens are not part of it."""
 
     d_state: int
@@ -76,10 +76,6 @@ class Mamba3Problem(RowProblem):
     zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
 
     @property
-    def heads(self) -> int:
-        return self.nheads
-
-    @property
     def rows(self) -> int:
         return self.headdim
 
@@ -90,10 +86,6 @@ class Mamba3Problem(RowProblem):
     @property
     def row_dtype(self) -> DType:
         return self.state
-
-    @property
-    def row_loads(self) -> Loads:
-        return self.state_loads
 
     @property
     def products(self) -> bool:
@@ -116,21 +108,6 @@ class Mamba3Problem(RowProblem):
     def rotates(self) -> bool:
         return self.angles > 0
 
-    @property
-    def split(self) -> bool:
-        """Whether states go to separate slots."""
-        return self.pool is PoolMode.SPLIT
-
-    @property
-    def each(self) -> bool:
-        """Whether the states after each token have a slot."""
-        return self.update is Update.EACH
-
-    @property
-    def loose(self) -> bool:
-        """Whether kernels take all strides of operands, and load rows of B and C element by element."""
-        return self.operand_loads is Loads.ELEMENT
-
     def faults(self) -> list[str]:
         """Constraints that no variant can meet."""
         n, most = self.d_state, self.d_state // 2
@@ -142,26 +119,14 @@ class Mamba3Problem(RowProblem):
             *must(self.rotates == (self.angle is not None), f"angles is {self.angles} and angle is {self.angle}; expected both or neither"),
             *must(self.nheads % self.ngroups == 0, f"nheads is {self.nheads}; expected a multiple of ngroups, {self.ngroups}"),
             *must(self.rank == 1 or self.mimo is not None, f"rank is {self.rank} and mimo is none; expected mimo_x for several ranks"),
-            *must(
-                self.headdim * n * self.nheads < 2**31,
-                f"a slot of the state has {self.headdim * n * self.nheads} elements; expected fewer than 2^31",
-            ),
-            *must(
-                self.pool is PoolMode.SINGLE or self.index is not Index.NONE,
-                "pool is split and index is none; expected a type of state_indices",
-            ),
+            *self.slot_faults(),
             *must(
                 not self.philox_rounds or self.state is not DType.F32,
                 f"philox_rounds is {self.philox_rounds} and state is {self.state.value}; expected f16 or bf16",
             ),
-            *must(
-                self.accepted is Index.NONE or self.index is not Index.NONE,
-                "accepted is set and index is none; expected a type of state_indices",
-            ),
             *must(self.update is not Update.NONE, "update is none; expected final or each"),
             *must(
-                not self.each or (self.several and self.split),
-                "update is each with one token or pool=single; expected several tokens and pool=split",
+                self.several or not (self.each or self.picks),
+                f"update is {self.update.value} and accepted is {self.accepted.value} with one token; expected final and none",
             ),
-            *must(self.several or self.accepted is Index.NONE, "accepted is set with one token; expected several"),
         ]

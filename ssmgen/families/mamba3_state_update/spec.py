@@ -26,6 +26,7 @@ class Mamba3Spec(RowSpec, Mamba3Problem):
     """A problem, and how one variant computes it."""
 
     family: ClassVar[str] = OPERATOR
+    table: ClassVar[Any] = OPERANDS
 
     @property
     def template(self) -> str:
@@ -70,10 +71,6 @@ class Mamba3Spec(RowSpec, Mamba3Problem):
     def stem(self) -> str:
         kind = f"mamba3{'_tokens' if self.several else ''}_h{self.nheads}p{self.headdim}n{self.d_state}g{self.ngroups}r{self.rank}"
         return f"{kind}_{self.state.value}_{self.how()}"
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
 
     def parameters(self) -> list[Param]:
         norms = self.row_norm is not None or self.norm_weight is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
+from ...engine.recurrences.slots import check_slots, slot_shapes
 from ...spec.kernel import must
 from .operands import OPERANDS, POOLS
 from .problem import MOST_RANK, Rate, Rotary
@@ -104,45 +105,20 @@ def _check_company(named: Mapping[str, Tensor], problems: list[str]) -> None:
 
 def _own_shapes(named: Mapping[str, Tensor], sizes: Mapping[str, int], lead: tuple[int, ...], words: str) -> dict[str, checks.Shapes]:
     """Shapes that other operands of a call decide: {operand: {shape in words: sizes}}"""
-    batch, own = sizes["batch"], (sizes["head"], sizes["row"])
+    own = (sizes["head"], sizes["row"])
     by_rank = _by_rank(named)
     out = f"[{words}, rank, heads, headdim], as there is no mimo_o," if by_rank else f"[{words}, heads, headdim]"
     allowed: dict[str, checks.Shapes] = {"out": {out: (*lead, *((sizes["rank"],) if by_rank else ()), *own)}}
-    allowed["state_indices"] = {"[batch]": (batch,)}
-    if "num_accepted_tokens" in named:
-        columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
-        allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
-    target = named.get("dst_state_indices")
-    if target is not None:
-        each = target.dim() == 2 and len(lead) == 2
-        allowed["dst_state_indices"] = {"[batch, tokens]": (batch, sizes["token"])} if each else {"[batch]": (batch,)}
-    return allowed
+    return allowed | slot_shapes(named, sizes["batch"], sizes["token"] if len(lead) == 2 else None)
 
 
 def _check_layout(views: Mapping[str, Tensor], sizes: Mapping[str, int], problems: list[str]) -> None:
-    state, source, target = views["state"], views.get("state_indices"), views.get("dst_state_indices")
-    H, P, N = state.shape[1:]
-    if any(n > 1 and have != want for n, have, want in zip((H, P, N), state.stride()[1:], (P * N, N, 1), strict=True)):
-        problems.append(f"state has strides {list(state.stride())}; expected dense last three axes, {[P * N, N, 1]}")
+    checks.check_dense("state", views["state"], problems)
     for name in _DENSE:
         if name in views and views[name].shape[-1] > 1 and views[name].stride(-1) != 1:
             problems.append(f"{name} has strides {list(views[name].stride())}; expected a last stride of 1")
-    for name in (*POOLS, "out"):
-        if name in views and checks.overlaps_itself(views[name]):
-            strides = list(views[name].stride())
-            problems.append(f"{name} has strides {strides}, and two of its elements share memory; expected separate memory per element")
-    if source is None:
-        if state.shape[0] < sizes["batch"]:
-            problems.append(
-                f"state has {state.shape[0]} slots; expected {sizes['batch']}, one per sequence of the batch. Pass state_indices."
-            )
-        problems += [
-            f"{n} is given without state_indices; expected both" for n in ("dst_state_indices", "num_accepted_tokens") if n in views
-        ]
-    elif target is not None and source.dtype != target.dtype:
-        problems.append(f"dst_state_indices is {target.dtype}; expected {source.dtype}, the dtype of state_indices")
-    if "num_accepted_tokens" in views and target is None and source is not None and source.shape[-1] > 1:
-        problems.append("num_accepted_tokens is given without dst_state_indices; expected the slots of the new states")
+    checks.check_distinct(views, (*POOLS, "out"), problems)
+    check_slots(views, sizes["batch"], problems)
     for name, t in views.items():
         if name != "state":
             first = 1 if name in POOLS else 2 if name in OPERANDS.tokenwise and views["x"].dim() == 4 else 1

@@ -111,7 +111,7 @@ def kernel_values(spec: ReplaySpec, views: Mapping[str, Tensor], options: Option
     values["out_slot"] = views["out"].stride(0)
     if "rand_seed" in views:
         values["rand_seed_slot"] = int(views["rand_seed"].numel() > 1)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values
 
 
 FAMILY = Family(

@@ -83,8 +83,7 @@ def kernel_values(spec: SsuSpec, views: Mapping[str, Tensor], options: Options) 
         values["kept_rows"] = views["intermediate_states"].shape[0]
     if dt_limit is not None:
         values["dt_min"], values["dt_max"] = map(float, dt_limit)
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 def sequences(views: Mapping[str, Tensor]) -> int:

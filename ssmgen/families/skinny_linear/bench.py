@@ -8,7 +8,8 @@ eager calls with prepared arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import click
@@ -19,8 +20,9 @@ import ssmgen
 from ...bench import axes
 from ...bench.axes import At
 from ...bench.case import Call, Case, Launch, kept, sets_of
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...calls.checks import TORCH_DTYPES
+from ...select.models import Model
 from ...spec.kernel import DType
 
 # N x K: Mamba-Codestral's projections; a smaller model's; a head.
@@ -67,6 +69,11 @@ def words(row: Mapping[str, Any]) -> str:
     return f"{' x '.join(map(str, row['shape']))}, {row['dtype']}"
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """The shapes above, of 8 and 16 rows."""
+    return [{"shape": shape, "rows": rows} for shape, rows in product(SHAPES, (8, 16))]
+
+
 BENCH = Bench(
     op="skinny_linear",
     method=__doc__,
@@ -84,4 +91,6 @@ BENCH = Bench(
     size=lambda row: str(row["rows"]),
     peers={"cublas": cublas},
     quick={"rows": (1, 8)},
+    tuned=tuned,
+    label=lambda at: f"product of {at.rows} rows, {' x '.join(map(str, at.shape))}",
 )  # fmt: skip

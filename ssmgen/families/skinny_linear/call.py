@@ -138,11 +138,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         for n in WEIGHTS
         if n in named and named[n].stride(0) * named[n].element_size() % 16
     ]
-    written = [n for n in OUTS if n in named and checks.overlaps_itself(named[n])]
-    problems += [
-        f"{n} has strides {list(named[n].stride())}, and two of its elements share memory; expected separate memory per element"
-        for n in written
-    ]
+    checks.check_distinct(named, OUTS, problems)
     return {name: _in_rows(name, t, problems) if name in ("x", *OUTS) else t for name, t in named.items()}
 
 
@@ -181,8 +177,7 @@ def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
 def kernel_values(spec: Any, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     values: dict[str, int | float] = {name.replace("weight", "n"): views[name].shape[0] for name in WEIGHTS if name in views}
-    values |= {"rows": views["x"].shape[0]} | OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | {"rows": views["x"].shape[0]} | OPERANDS.stride_values(spec, views)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:

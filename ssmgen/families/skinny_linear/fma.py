@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...spec.kernel import SM90, Arch, Loads, Needs, Pdl, is_pow2, must
+from ...spec.kernel import Arch, Loads, Needs, Pdl, is_pow2, must
 from .spec import SkinnyKernel
 
 
@@ -64,8 +64,7 @@ class FmaSpec(SkinnyKernel):
                 self.tile * self.depth <= 16,
                 f"tile * depth is {self.tile * self.depth}; expected at most 16, the vectors that a lane holds",
             ),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
 
     def constants(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ...compile.occupancy import LIMITS, SHARED_RESERVED
+from ...compile.occupancy import SHARED_RESERVED, most_shared
 from ...spec.kernel import SM90, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, must
 from .operands import OPERANDS
 from .problem import OPERATOR, SkinnyProblem
@@ -29,9 +29,7 @@ REGISTERS, SPARE = 224, 44  # that a thread may have, of 288; those for all but 
 class SkinnyKernel(KernelSpec, SkinnyProblem):
     """Common to both kinds of kernels."""
 
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
+    table: ClassVar[Any] = OPERANDS
 
     def early_operands(self) -> list[str]:
         """Weights are constant."""
@@ -127,7 +125,7 @@ class SkinnySpec(SkinnyKernel):
             *must(self.slots in (1, 2, 4), f"slots is {self.slots}; expected 1, 2 or 4"),
         ]:
             return problems
-        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
+        most = most_shared(arch)
         shared, room = self.dynamic_bytes + 16 * self.stages, REGISTERS // self.min_blocks - SPARE
         return [
             *must(self.x is not DType.F32, "x is f32; expected bf16 or f16, for tensor cores"),

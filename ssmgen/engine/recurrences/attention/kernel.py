@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ....spec.kernel import FP8, Arch, Index, Loads, Narrow, Needs, Param, Ring, Update, must
 from ...rows import RowSpec, Rule
@@ -28,6 +28,8 @@ MAX_SHARED = 48 * 1024  # bytes, of static arrays
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel(RowSpec, LinearAttentionProblem):
     """A problem, and how one variant computes it. A family's spec adds its name and its template."""
+
+    table: ClassVar[Any] = OPERANDS
 
     chunk: int = 8  # tokens staged at a time, in calls with several; fewer if shared memory is too small
 
@@ -156,17 +158,9 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
         own = self.read is not None or self.erase is not None
         return self.delta is not Delta.NONE and not own and not (self.gk is not None and self.delta is Delta.DECAYED)
 
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
     def ringed(self) -> list[str]:
         """Operands that the ring keeps."""
         return self._given(RINGED) if self.stores else []
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements."""
-        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
         slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]

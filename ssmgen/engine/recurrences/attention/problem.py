@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ....spec.kernel import LATER, DType, Index, Layout, Loads, Narrow, PoolMode, Ring, Update, must
-from ...rows import RowProblem
+from ..problem import StepProblem
 
 
 class Delta(Enum):
@@ -46,7 +46,7 @@ FROZEN_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearAttentionProblem(RowProblem):
+class LinearAttentionProblem(StepProblem):
     """The problem that a call fixes. An absent operand's dtype is None. Batch, tokens, strides and scale are not part of it."""
 
     dim_k: int
@@ -94,10 +94,6 @@ class LinearAttentionProblem(RowProblem):
     kept_index: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in the buffer of intermediate states
 
     @property
-    def heads(self) -> int:
-        return self.nheads
-
-    @property
     def rows(self) -> int:
         return self.dim_v
 
@@ -108,10 +104,6 @@ class LinearAttentionProblem(RowProblem):
     @property
     def row_dtype(self) -> DType | Narrow:
         return self.state
-
-    @property
-    def row_loads(self) -> Loads:
-        return self.state_loads
 
     @property
     def lanes_per_row(self) -> int | None:
@@ -135,29 +127,14 @@ class LinearAttentionProblem(RowProblem):
         return self.ring is Ring.STORE
 
     @property
-    def split(self) -> bool:
-        """Whether states go to separate slots."""
-        return self.pool is PoolMode.SPLIT
-
-    @property
-    def each(self) -> bool:
-        """Whether the state after each token has a slot."""
-        return self.update is Update.EACH
-
-    @property
     def picks(self) -> bool:
-        """Whether num_accepted_tokens picks the column of state_indices to start from."""
+        """A commit takes num_accepted_tokens as the number of tokens to replay."""
         return self.accepted is not Index.NONE and not self.commit
 
     @property
     def batched(self) -> bool:
         """Whether operands of tokens have an axis of sequences."""
         return not self.commit and self.tokens is not Tokens.RAGGED
-
-    @property
-    def loose(self) -> bool:
-        """Whether operands with an element per key channel are loaded element by element, at any stride."""
-        return self.operand_loads is Loads.ELEMENT
 
     @property
     def low_rank(self) -> bool:
@@ -205,26 +182,7 @@ class LinearAttentionProblem(RowProblem):
                 self.key_heads >= 1 and self.nheads % self.key_heads == 0,
                 f"nheads is {self.nheads}; expected a multiple of key_heads {self.key_heads}",
             ),
-            *must(
-                self.dim_k * self.dim_v * self.nheads < 2**31,
-                "one slot of the state has 2^31 elements or more; expected fewer, for 32-bit offsets",
-            ),
-            *must(
-                self.pool is PoolMode.SINGLE or self.index is not Index.NONE,
-                "pool is split and index is none; expected a type of state_indices for index",
-            ),
-            *must(
-                self.pool is PoolMode.SINGLE or self.update is not Update.NONE,
-                "pool is split and update is none; expected pool=single, or a state that is written",
-            ),
-            *must(
-                self.update is not Update.EACH or self.pool is PoolMode.SPLIT,
-                "update is each and pool is single; expected pool=split, a slot per token",
-            ),
-            *must(
-                self.commit or self.accepted is Index.NONE or self.index is not Index.NONE,
-                f"accepted is {self.accepted.value} with index=none; expected a type of state_indices for index",
-            ),
+            *self.slot_faults(),
             *must(
                 (self.tokens is Tokens.RAGGED) == (self.cu_seqlens is not Index.NONE),
                 f"tokens is {self.tokens.value} and cu_seqlens is {self.cu_seqlens.value}; "
