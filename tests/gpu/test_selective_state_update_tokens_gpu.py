@@ -38,7 +38,7 @@ def test_pdl_changes_nothing(name):
         for _ in range(4):
             ssmgen.selective_state_update(**call.kwargs, pdl=pdl)
         results.append([bits(t).clone() for t in written(call)])
-        assert all(torch.same(a, b) for a, b in zip(results[-1], results[0], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results[-1], results[0], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_variants_are_bit_equal(case):
         torch.cuda.synchronize()
         result = [bits(t).clone() for t in written(call)]
         first = first or result
-        assert all(torch.same(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
+        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
     assert len(layouts) > 1
 
 
@@ -85,7 +85,7 @@ def test_a_pool_that_is_not_updated_keeps_its_bits(name):
     call = make_call(next(c for c in matrix() if c.id == name), "cuda")
     before = bits(call.kwargs["state"]).clone()
     call.run()
-    assert torch.same(bits(call.kwargs["state"]), before)
+    assert torch.equal(bits(call.kwargs["state"]), before)
 
 
 def test_states_and_intermediates_above_2_31_elements():
@@ -147,7 +147,7 @@ def test_philox_is_triton_s(rounds):
     for seed in (0, 42, 123456, 2**31 - 1):
         out = torch.zeros(64, 4, dtype=I64, device="cuda")
         draw[(1,)](torch.tensor([seed], device="cuda"), counters, out, rounds)
-        assert torch.same(out & 0xFFFFFFFF, torch.stack(philox(seed, counters, rounds), -1))
+        assert torch.equal(out & 0xFFFFFFFF, torch.stack(philox(seed, counters, rounds), -1))
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
