@@ -12,7 +12,7 @@ import pytest
 import torch
 from bits import same as equal
 from emulated_calls import emulate
-from la_cases import BF16, F16, F32, GDN, I32, RAW, RULES, Call, Case, expected, kv_matrix, make_call, matrix, usual
+from la_cases import BF16, F16, F32, I32, RAW, RULES, Call, Case, expected, kv_matrix, make_call, matrix, usual
 from selection import costly, kept
 
 import ssmgen
@@ -222,34 +222,6 @@ def test_faults_of_a_problem(change, words):
 
 
 # Registration with torch, and calls that are answered without a launch.
-
-
-@costly(4)
-@pytest.mark.parametrize("name", ["gdn-t4-accepted", "kda-each", "gla-both"])
-def test_opcheck(name):
-    call = make_call(next(c for c in matrix() if c.id == name), "cpu")
-    form, *rest = call.built.options
-    torch.library.opcheck(torch.ops.ssmgen.linear_attention.default, (call.case.rule, *call.built.given, *form, *rest, None))
-
-
-@costly(2)
-@pytest.mark.parametrize("rule", RULES)
-def test_torch_compile_fullgraph(rule):
-    call, eager = (make_call(Case(rule, rule=rule, group=1, K=64, tokens=2), "cpu") for _ in range(2))
-    kwargs = {n: v for n, v in call.kwargs.items() if n != "out"}
-    torch.compiler.reset()
-    compiled = torch.compile(lambda given: call.function(**given).float() + 1, fullgraph=True, backend="eager")(kwargs)
-    assert torch.equal(compiled, eager.run().float() + 1) and equal(call.kwargs["state"], eager.kwargs["state"])
-
-
-def test_explain_and_supported_of_a_call_without_a_gpu():
-    call = make_call(GDN, "cpu")
-    found = ssmgen.explain(call.function, **call.kwargs, arch="sm_90a")
-    assert found.chosen.spec.dim_k == 128 and found.chosen.spec.key_heads == 2 and "-> " in str(found)
-    assert ssmgen.supported(call.function, **call.kwargs, arch="sm_80") == (True, [])
-    assert not ssmgen.supported(call.function, **call.kwargs | {"state_indices": INT.float()[:3]}, arch="sm_80")[0]
-    yes, reasons = ssmgen.supported(call.function, **call.kwargs)
-    assert not yes and ", which has no CUDA architecture; expected arch" in reasons[0]
 
 
 @pytest.mark.parametrize("rule", RULES)

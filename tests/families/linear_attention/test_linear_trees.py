@@ -114,15 +114,6 @@ def test_nothing_spills(name):
     assert not compiled(spec, SM90).resources.spills
 
 
-@costly(1)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ["gdn-rows", "ragged-kda"])
-def test_opcheck(name):
-    call = make_call(BY_NAME[name], "cpu")
-    form, *rest = call.built.options
-    torch.library.opcheck(torch.ops.ssmgen.linear_attention.default, (call.case.rule, *call.built.given, *form, *rest, None))
-
-
 def test_explain_without_a_gpu():
     call = make_call(BY_NAME["gdn-rows"], "cpu")
     spec = ssmgen.explain(call.function, **call.kwargs, arch="sm_90a").chosen.spec
