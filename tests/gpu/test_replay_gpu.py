@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import launch_laws
 import pytest
 import torch
+from bits import same
 from card_calls import arch, launch, prepare
 from replay_cases import (
     BF16,
@@ -14,7 +16,6 @@ from replay_cases import (
     F32,
     HISTORY,
     I32,
-    I64,
     RAGGED,
     RING,
     SHAPES,
@@ -23,14 +24,11 @@ from replay_cases import (
     assert_matches,
     expected,
     make,
-    same,
     shaped,
 )
 from replay_runs import Run
 from varying import named, vary
 
-import ssmgen
-from ssmgen.errors import CaptureError
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.select import registry
@@ -213,78 +211,13 @@ def test_far_apart(name, gap):
 
 
 def test_ten_thousand_launches_are_equal():
-    """A graph that restores its outputs, makes the calls, and counts the bits that differ from the first run."""
     case = replace(STEP, state=BF16, seeds="slots", arrivals=True, batch=32, **shaped("h16"))
-    calls = [make(c, DEVICE) for c in (case, replace(case, ring=True), replace(case, two_kernels=True), replace(case, **RAGGED))]
-    kept = [{n: t.clone() for n, t in call.results().items()} for call in calls]
-    wrong = torch.zeros((), dtype=I64, device=DEVICE)
-
-    def bits(t: torch.Tensor) -> torch.Tensor:
-        return t.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[t.element_size()])
-
-    def once(want: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
-        for call, before in zip(calls, kept, strict=True):
-            for name, t in call.results().items():
-                t.copy_(before[name])
-            call.run()
-        if want is None:
-            return [{n: bits(t).clone() for n, t in call.results().items()} for call in calls]
-        for call, results in zip(calls, want, strict=True):
-            for name, t in call.results().items():
-                wrong.add_((bits(t) != results[name]).sum())
-        return want
-
-    want = once(None)
-    once(want)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        once(want)
-    for _ in range(2500):
-        graph.replay()
-    assert wrong.item() == 0
-    want[0]["state"].view(-1)[7] += 1  # and it counts errors
-    graph.replay()
-    assert wrong.item() == 1
+    cases = case, replace(case, ring=True), replace(case, two_kernels=True), replace(case, **RAGGED)
+    launch_laws.launches_write_the_same_bits([make(c, DEVICE) for c in cases], 2500)
 
 
 @BOTH
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
-def test_first_launch_ever_may_be_inside_a_capture_once_warm(base, two):
-    """No other test has these dtypes, so the kernels are not loaded yet."""
+def test_the_first_launch_may_be_in_a_graph(base, two):
     case = replace(base, x=F16, z=F32, D=F16, A=BF16, dt=F32, heads=12, groups=3, two_kernels=two)
-    call = make(case, DEVICE)
-    want = expected(call)
-    assert not ssmgen.is_warm(call.function, **call.kwargs)
-    with pytest.raises(CaptureError, match=rf"ssmgen.warm\(ssmgen.{call.function.__name__}"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        call.run()
-    assert ssmgen.warm(call.function, **call.kwargs) >= 1 and ssmgen.warm(call.function, **call.kwargs) == 0
-    assert ssmgen.is_warm(call.function, **call.kwargs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.run()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_matches(call, want)
-
-
-def test_bound_calls_relaunch():
-    for case in (replace(STEP, arrivals=True), replace(RING, two_kernels=True)):
-        bound_call, eager = make(case, DEVICE), make(case, DEVICE)
-        bound = ssmgen.bind(bound_call.function, **bound_call.kwargs)
-        for _ in range(3):
-            assert bound() is bound_call.kwargs["out"]
-            eager.run()
-        torch.cuda.synchronize()
-        assert not equal(bound_call, eager)
-
-
-@BOTH
-def test_torch_compile_fullgraph(base):
-    def step(kwargs):
-        function = ssmgen.checkpoint_selective_state_update if base.ring else ssmgen.replay_selective_state_update
-        return function(**kwargs | {"x": kwargs["x"] * 2, "out": None}).float() + 1
-
-    eager, compiled = (make(replace(base, arrivals=True), DEVICE) for _ in range(2))
-    want, got = step(eager.kwargs), torch.compile(step, fullgraph=True, backend="aot_eager")(compiled.kwargs)
-    assert same(got, want) and equal(eager, compiled) == []
+    launch_laws.the_first_launch_may_be_in_a_graph("replay", case)

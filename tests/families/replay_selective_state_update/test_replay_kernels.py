@@ -10,8 +10,9 @@ from typing import Any
 import kernel_laws as laws
 import pytest
 import torch
+from bits import same
 from emulated_calls import emulate
-from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make, same
+from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make
 from selection import costly
 
 from ssmgen import emulator
