@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import launch_laws
 import pytest
+import replay_runs as laws
 import torch
 from bits import same
 from card_calls import arch, launch, prepare
@@ -69,16 +70,7 @@ def test_fewer_terms_are_as_exact_as_they_say(base, precision, scale):
 
 @BOTH
 def test_every_count(base):
-    counts = (*range(base.window + 1), base.window + 1, 2**31 - 1, -1, -(2**31))
-    case = replace(base, index=None, batch=len(counts), accepted=counts, tokens=4, state=BF16, **shaped("h16"))
-    call, before = make(case, DEVICE), make(case, DEVICE).kwargs["state"]
-    want = expected(call)
-    call.run()
-    assert_matches(call, want)
-    for s, count in enumerate(counts):
-        live = count if 0 < count <= base.window else 0
-        written = live + case.tokens > base.window if base.ring else live > 0
-        assert same(call.kwargs["state"][s], before[s]) == (not written), f"count {count}"
+    laws.every_count_is_taken(replace(base, state=BF16, **shaped("h16")), DEVICE)
 
 
 RUNS = [
@@ -93,25 +85,12 @@ RUNS = [
 @pytest.mark.parametrize("shape", SHAPES)
 @named(*RUNS)
 def test_twenty_steps_of_random_acceptance_equal_the_sequential_recurrence(case, shape):
-    """Measured: 2e-7 ... 6e-7 of the outputs, 1.1e-7 of the states."""
-    run = Run(replace(case, batch=6, **shaped(shape)), DEVICE)
-    for _ in range(20):
-        run.step()
-        for name, host in run.host.items():
-            assert torch.equal(run.kwargs[name], host), f"{name} is not what a caller's bookkeeping gives"
-    run.materialized()
-    assert run.out_error <= 1e-5 and run.state_error <= 1e-5, (run.out_error, run.state_error)
+    laws.steps_equal_the_recurrence(replace(case, batch=6, **shaped(shape)), DEVICE)
 
 
 @named(*vary(STEP, seeds={"state": F16}), *vary(RING, seeds={"state": BF16}))
 def test_seeds_count_the_states_that_were_written(case):
-    run = Run(replace(case, batch=5, seeds="slots", arrivals=True, **shaped("h16")), DEVICE)
-    for _ in range(12):
-        before, seeds = run.kwargs["state"].clone(), run.kwargs["rand_seed"].clone()
-        run.step()
-        assert torch.equal(run.kwargs["rand_seed"], run.host["rand_seed"])
-        written = [not same(a, b) for a, b in zip(before, run.kwargs["state"], strict=True)]
-        assert (run.kwargs["rand_seed"] != seeds).tolist() == written
+    laws.seeds_count_the_states_that_were_written(replace(case, **shaped("h16")), DEVICE)
 
 
 @named(*vary(STEP, f32={}, bf16={"state": BF16}), *vary(RING, f32={}, f16={"state": F16}))

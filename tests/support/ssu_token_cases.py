@@ -157,6 +157,15 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
     return Call(case, memory, kwargs, sequences)
 
 
+def one_token(call: Call, t: int) -> Call:
+    """The single-token call that does token t of another one alone, on the same state."""
+    gone = ("intermediate_states", "parents", "rand_seed", "philox_rounds")
+    kwargs = {n: v[:, t] if n in ("x", "dt", "B", "C", "z", "out") else v for n, v in call.kwargs.items() if n not in gone}
+    found = Call(replace(call.case, tokens=None, kept=None, parents=None, seed=""), call.memory, kwargs, call.sequences)
+    assert not found.problem.several
+    return found
+
+
 def step(h: Approx, reach: Tensor, x: Mapping[str, Approx], case: Case) -> tuple[Approx, Tensor, Approx]:
     """(new state [H, P, N], its reach, output [H, P]) of one token. `reach`: absolute values of all terms that the state is a sum of."""
     dt = x["dt"] + x["dt_bias"] if "dt_bias" in x else x["dt"]

@@ -281,16 +281,7 @@ STEPS = [
 @emulated
 @pytest.mark.parametrize("case", STEPS, ids=lambda c: c.id)
 def test_token_t_equals_single_steps(case):
-    """Bit for bit, across two chunks of staged tokens; so do the states in between. A call that writes no state equals one that does."""
-    case = replace(case, **SMALL, tokens=9, kept=0 if case.update else None)
-    many, single = make_call(case, "cpu"), make_call(replace(case, update=True), "cpu")
-    emulate(many)
-    for t in range(case.tokens):
-        emulate(one_token(single, t))
-        if case.update:
-            assert equal(many.kwargs["intermediate_states"][:, t], single.kwargs["state"][: case.batch]), f"state after token {t}"
-        assert equal(many.kwargs["out"][:, t], single.kwargs["out"][:, t]), f"output of token {t}"
-    assert equal(many.kwargs["state"], (single if case.update else make_call(case, "cpu")).kwargs["state"])
+    laws.tokens_equal_single_steps(of, replace(case, **SMALL, tokens=9, kept=0 if case.update else None), one_token)
 
 
 @emulated

@@ -65,15 +65,6 @@ def test_variants_are_bit_equal(case):
     laws.variants_are_equal(of, case, laws.lane_maps(space(make_call(case, "cpu").problem, SM90), 6))
 
 
-def one_token(call: Call, t: int) -> Call:
-    """The single-token call that does token t of another one alone, on the same state."""
-    gone = ("intermediate_states", "parents", "rand_seed", "philox_rounds")
-    kwargs = {n: v[:, t] if n in ("x", "dt", "B", "C", "z", "out") else v for n, v in call.kwargs.items() if n not in gone}
-    found = Call(replace(call.case, tokens=None, kept=None, parents=None, seed=""), call.memory, kwargs, call.sequences)
-    assert not found.problem.several
-    return found
-
-
 STEPS = [
     Case("plain"), Case("gate", z=True, x=F32), Case("limit", limit=(0.01, 0.1)),
     Case("bare", D=False, dt_bias=False, softplus=False, x=F16),
@@ -84,15 +75,7 @@ STEPS = [
 @emulated
 @pytest.mark.parametrize("case", STEPS, ids=lambda c: c.id)
 def test_token_t_equals_single_steps(case):
-    """Bit for bit, across two chunks of staged tokens; so do the states in between."""
-    case = replace(case, **SMALL, tokens=9, kept=F32)
-    many, single = make_call(case, "cpu"), make_call(case, "cpu")
-    emulate(many)
-    for t in range(case.tokens):
-        emulate(one_token(single, t))
-        assert equal(many.kwargs["intermediate_states"][:2, t], single.kwargs["state"][:2]), f"state after token {t}"
-        assert equal(many.kwargs["out"][:, t], single.kwargs["out"][:, t]), f"output of token {t}"
-    assert equal(many.kwargs["state"][:2], single.kwargs["state"][:2])
+    laws.tokens_equal_single_steps(of, replace(case, **SMALL, tokens=9, kept=F32), of.one_token)
 
 
 @emulated
