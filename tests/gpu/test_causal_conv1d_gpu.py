@@ -11,8 +11,8 @@ import pytest
 import torch
 from card_calls import arch, prepare
 from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHIFT, SHORT, STATEFUL, Case, UpdateCase, make, make_update
-from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, expected, needs_emulator
-from emulated_calls import chosen
+from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, expected
+from emulated_calls import chosen, needs_emulator
 from ssu_cases import BF16, F16, F32
 from varying import named
 

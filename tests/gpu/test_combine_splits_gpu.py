@@ -9,22 +9,8 @@ import pytest
 import torch
 from bits import same as equal
 from card_calls import arch, far, launch, needs_pdl, waits_for_its_producer
-from combine_cases import (
-    BF16,
-    DENSE,
-    F16,
-    F32,
-    I32,
-    I64,
-    INF,
-    LSES,
-    PAIR,
-    PREFIX,
-    check_special,
-    make,
-    needs_emulator,
-)
-from emulated_calls import chosen, emulate
+from combine_cases import BF16, DENSE, F16, F32, I32, I64, INF, LSES, PAIR, PREFIX, check_special, make
+from emulated_calls import chosen, emulate, needs_emulator
 from varying import named
 
 import ssmgen

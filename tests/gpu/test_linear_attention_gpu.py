@@ -10,6 +10,7 @@ import pytest
 import torch
 from bits import bits, same
 from card_calls import arch, launch, needs_pdl, waits_for_its_producer
+from emulated_calls import needs_emulator
 from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, make_call
 from varying import named
 
@@ -227,7 +228,7 @@ AGREE = [
 ]
 
 
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 @pytest.mark.parametrize("case", AGREE, ids=lambda c: c.id)
 def test_emulator_agrees_bit_for_bit_without_exponentials(case):
     """Gates of 0: the decay is 2^0 on both sides, and everything else is sums, products, fused multiply-adds and roundings."""

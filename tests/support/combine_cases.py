@@ -15,15 +15,11 @@ from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 from varying import vary
 
-from ssmgen import emulator
 from ssmgen.families.combine_splits import call as op
 from ssmgen.families.combine_splits.reference import combine_splits as reference
-from ssmgen.spec.kernel import Arch
 
 I32, I64 = torch.int32, torch.int64
 INF, NAN = math.inf, math.nan
-SM90 = Arch.parse("sm_90a")
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from guarded_call import GuardedCall
 from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 from varying import vary
 
-from ssmgen import emulator
 from ssmgen.families.gated_rms_norm import call as op
-from ssmgen.spec.kernel import Arch
 
 NAN = math.nan
-SM90 = Arch.parse("sm_90a")
 NAMES = {F32: "f32", F16: "f16", BF16: "bf16"}
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import conv_laws as laws
 import pytest
 import torch
 from conv_cases import FIRST, I32, I64, LAST, POOL, RING, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call, make_update
-from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from conv_laws import LAST_AXIS, Draw, assert_matches, emulate, emulated, equal, expected
 from conv_matrices import matrix, update_matrix
+from emulated_calls import SM90, needs_emulator
 from selection import costly, few
 from ssu_cases import BF16, F16, F32
 from varying import named

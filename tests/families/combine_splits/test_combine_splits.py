@@ -10,26 +10,8 @@ from functools import partial
 import pytest
 import torch
 from bits import same as equal
-from combine_cases import (
-    BF16,
-    DENSE,
-    F16,
-    F32,
-    I32,
-    INF,
-    LSES,
-    NAN,
-    PAIR,
-    PREFIX,
-    SM90,
-    Call,
-    Case,
-    check_special,
-    make,
-    matrix,
-    needs_emulator,
-)
-from emulated_calls import emulate
+from combine_cases import BF16, DENSE, F16, F32, I32, INF, LSES, NAN, PAIR, PREFIX, Call, Case, check_special, make, matrix
+from emulated_calls import SM90, emulate, needs_emulator
 from selection import costly, covering
 from subjects import is_accurate
 from varying import named

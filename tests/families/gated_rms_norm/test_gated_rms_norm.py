@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 from bits import same as equal
-from emulated_calls import emulate
-from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, SM90, Case, assert_matches, expected, make, matrix, needs_emulator
+from emulated_calls import SM90, emulate, needs_emulator
+from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, Case, assert_matches, expected, make, matrix
 from selection import costly, covering
 from subjects import is_accurate
 from varying import named

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_calls import emulate
-from norm_cases import BF16, F16, F32, SM90, needs_emulator
+from emulated_calls import SM90, emulate, needs_emulator
+from norm_cases import BF16, F16, F32
 from selection import costly
 
 import ssmgen

@@ -11,21 +11,18 @@ import la_cases as of
 import pytest
 import torch
 from bits import same as equal
-from emulated_calls import emulate
+from emulated_calls import SM90, emulate, needs_emulator
 from la_cases import BF16, F16, F32, I32, RAW, RULES, Call, Case, expected, kv_matrix, make_call, matrix, usual
 from selection import costly, kept
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
 from ssmgen.engine.recurrences.attention.reference import reference as reference
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.select import registry
-from ssmgen.spec.kernel import Arch, DType, Index, PoolMode
+from ssmgen.spec.kernel import DType, Index, PoolMode
 
-SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -234,14 +231,14 @@ def test_public_functions_say_their_shapes(rule):
 
 
 @costly(16, 40)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", kept(matrix() + kv_matrix()[::4], usual), ids=lambda c: c.id)
 def test_within_rounding_of_float64(case):
     laws.is_within_rounding(of, case)
 
 
 @costly(2)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("name", ["qwen3", "i64-pad7", "no-pool", "ragged-pool"])
 def test_prefetch_stays_within_the_pool(name):
     laws.prefetch_stays_within_the_pool(of, next(c for c in matrix() if c.id == f"gdn-{name}"))
@@ -257,7 +254,7 @@ VARIED = [
 
 
 @costly(2)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
     laws.variants_are_equal(of, case, laws.lane_maps(space(make_call(case, "cpu").problem, SM90), 6))
@@ -278,13 +275,13 @@ STEPS = [
 
 
 @costly(2)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", STEPS, ids=lambda c: c.id)
 def test_token_t_equals_single_steps(case):
     laws.tokens_equal_single_steps(of, replace(case, **SMALL, tokens=9, kept=0 if case.update else None), one_token)
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "rwkv7"])
 def test_a_sequence_in_company_equals_it_alone(rule):
     """A sequence gives equal results in a packed batch and alone, in a call with a tokens axis."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import selective_cases as laws
 import torch
+from emulated_calls import needs_emulator
 from kernel_laws import edited
 from selection import costly
 from selective_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same, variant
@@ -30,7 +31,6 @@ from ssmgen.spec.kernel import Arch, DType, Index, Loads, parse_spec
 
 SMALL = Sizes()
 EXACT = replace(SMALL, x=F32)
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 by_both = pytest.mark.parametrize(
     "run", [ssmgen.selective_scan, pytest.param(emulated, marks=needs_emulator)], ids=["reference", "emulated"]
 )
