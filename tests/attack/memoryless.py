@@ -18,6 +18,7 @@ import combine_cases
 import conv_cases
 import conv_matrices
 import la_cases
+import la_trees
 import layer_calls
 import layer_cases
 import norm_cases
@@ -78,6 +79,7 @@ def _families() -> list[tuple[str, Callable[[Any], tuple[Callable[..., Any], Arg
         ("ssu", ssu, [c for c in ssu_cases.matrix() if c.batch < 100]),
         ("tokens", lambda c: (ssmgen.selective_state_update, ssu_token_cases.make_call(c, "cpu").kwargs), ssu_token_cases.matrix()),
         ("la", own(la_cases.make_call), la_cases.matrix() + la_cases.kv_matrix()),
+        ("tree", own(la_cases.make_call), la_trees.cases()),
         ("conv", conv, conv_matrices.matrix() + conv_matrices.update_matrix()),
         ("combine", lambda c: (ssmgen.combine_splits, combine_cases.make(c, "cpu").kwargs), combine_cases.matrix()),
         ("norm", lambda c: (ssmgen.gated_rms_norm, norm_cases.make(c, "cpu").kwargs), norm_cases.matrix()),

@@ -19,7 +19,6 @@ from ssmgen.cache import process_lock
 from ssmgen.cache.entry import Entry, cache_key
 from ssmgen.cache.layer import Layer
 from ssmgen.cache.store import Cache
-from ssmgen.cache.trust import distrust
 from ssmgen.cache.upkeep import verify
 from ssmgen.compile import nvrtc
 from ssmgen.compile.render import render
@@ -182,16 +181,6 @@ def test_sealed_entry_of_another_source_is_not_used(tmp_path, sound):
     damaged_is_a_miss_and_is_replaced(tmp_path, sound, damage)
 
 
-def test_directory_in_the_place_of_an_entry(tmp_path, sound):
-    Cache(tmp_path).get(spec(), ARCH)
-    path = only_file(tmp_path)
-    path.unlink()
-    path.mkdir()
-    with pytest.warns(UserWarning, match="in memory only"):
-        entry, hit = Cache(tmp_path).get(spec(), ARCH)
-    assert not hit and entry.cubin == sound
-
-
 # Processes.
 
 
@@ -318,25 +307,6 @@ def test_no_home(home, sound):
     env_drop = {"XDG_CACHE_HOME": ""}
     out, err, code = run(program, None, **variables, **env_drop)
     assert code == 0 and out.split() == ["False", digest(sound)] and err.count("in memory only") == 1
-
-
-def test_world_writable_directory_is_refused(tmp_path, sound):
-    tmp_path.chmod(0o777)
-    out, err, code = run(GET, tmp_path)
-    assert code == 0 and out.split()[1] == digest(sound) and "writable by everyone" in err
-    assert not list(tmp_path.rglob("*.ssmgen"))
-
-
-@pytest.mark.skipif(not ROOT_USER, reason="only root can give a directory away")
-def test_directory_of_another_user_is_refused(tmp_path):
-    os.chown(tmp_path, 12345, 12345)
-    assert "belongs to user 12345" in distrust(tmp_path)
-
-
-def test_new_directories_are_private(tmp_path):
-    root = tmp_path / "deep" / "cache"
-    Cache(root).get(spec(), ARCH)
-    assert only_file(root).parent.stat().st_mode & 0o077 == 0
 
 
 # Layers.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_calls import needs_emulator
 from selection import costly
 
 if not torch.distributed.is_available():
@@ -21,7 +22,7 @@ from sharded_calls import BF16, F32
 from sharded_cases import failures
 
 import ssmgen
-from ssmgen import distributed, emulator
+from ssmgen import distributed
 from ssmgen.calls.context import Asked
 from ssmgen.calls.kernels import Kernels
 from ssmgen.engine.chunks import context as delta
@@ -31,8 +32,6 @@ from ssmgen.families.chunk_scan import context as scan
 from ssmgen.families.chunk_scan import parts as scan_parts
 from ssmgen.spec.kernel import Arch, Pdl
 from tools import context as context_tool
-
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 @pytest.mark.matrix

@@ -1,4 +1,4 @@
-"""selective_state_update without a GPU: the reference implementation, the errors, the operator's registration."""
+"""selective_state_update without a GPU: the reference implementation, the errors, the other signatures."""
 
 from __future__ import annotations
 
@@ -125,42 +125,6 @@ def test_a_long_stride_is_refused():
     assert "below 2^31" in text
 
 
-# Registration with torch.
-
-
-def operands(case: Case):
-    call = make_call(case, "cpu")
-    tensors = [*call.args[:9], call.kwargs["out"], call.kwargs.get("state_indices"), call.kwargs.get("dst_state_indices"), *[None] * 8]
-    return call, (*tensors, case.softplus, None if case.limit is None else list(case.limit), case.pad_slot_id, 0, True, True, None)
-
-
-@pytest.mark.parametrize("case", [M2, Case("m1", headdim=32, d_state=16, tied=False, z=BF16, limit=(0.0, 0.1))], ids=lambda c: c.id)
-def test_opcheck(case):
-    _, args = operands(case)
-    torch.library.opcheck(torch.ops.ssmgen.selective_state_update.default, args)
-
-
-def test_torch_compile_fullgraph():
-    call, eager = make_call(M2, "cpu"), make_call(M2, "cpu")
-
-    def step(*args):
-        return ssmgen.selective_state_update(*args, state_indices=call.kwargs["state_indices"]).float() + 1
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*call.args)
-    want = ssmgen.selective_state_update(*eager.args, state_indices=eager.kwargs["state_indices"]).float() + 1
-    assert torch.equal(compiled, want) and torch.equal(call.args[0][call.written], eager.args[0][eager.written])
-
-
-def test_fake_tensors_go_through_the_dispatcher():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    call = make_call(M2, "cpu")
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in call.args]
-        out = ssmgen.selective_state_update(*fakes, state_indices=mode.from_tensor(call.kwargs["state_indices"]))
-    assert out.shape == call.kwargs["out"].shape and type(out) is not torch.Tensor
-
-
 def test_parameters_are_taken_without_grad_mode():
     call = make_call(M2, "cpu")
     weight = torch.nn.Parameter(torch.randn(4))
@@ -215,15 +179,6 @@ def test_short_forms_of_tied_operands():
     a = ssmgen.selective_state_update(*long.args, **long.kwargs)
     b = ssmgen.selective_state_update(*args, **short.kwargs)
     assert torch.equal(a, b)
-
-
-def test_bind_on_cpu():
-    call, eager = make_call(M2, "cpu"), make_call(M2, "cpu")
-    bound = ssmgen.bind(ssmgen.selective_state_update, *call.args, **call.kwargs)
-    assert bound() is call.kwargs["out"] and bound() is call.kwargs["out"]
-    for _ in range(2):
-        ssmgen.selective_state_update(*eager.args, **eager.kwargs)
-    assert torch.equal(call.args[0][call.written], eager.args[0][eager.written])
 
 
 def test_warm_names_the_operators_there_are():

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from emulated_calls import needs_emulator
 from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
 from engine_stand_ins import found as place_of
 from mamba1_oracles import LENGTHS, SLOTS, TOKENS, D, N, by_channels, by_tokens, operands, part, sequences, vllm_call, walk
@@ -14,7 +15,7 @@ from selective_cases import BOUNDS, emulated
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssmgen import emulator, selective_scan
+from ssmgen import selective_scan
 from ssmgen.compat import mamba_ssm, vllm
 from ssmgen.compat.sglang import mamba as sglang_mamba
 from ssmgen.compat.shared import mamba1_prompts
@@ -125,7 +126,7 @@ def test_sglang_layers(sglang):
 # All of them.
 
 
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 def test_kernels_make_what_is_asked_for(monkeypatch):
     """In the emulator: packed sequences in a pool, some from a state, and one whose slot is padding."""
     names = list(inspect.signature(selective_scan).parameters)

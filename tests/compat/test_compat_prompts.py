@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from emulated_calls import needs_emulator
 from engine_calls import pages
 from prompt_oracles import (
     BF16,
@@ -33,7 +34,7 @@ from prompt_oracles import (
 from scan_cases import BOUNDS, emulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssmgen import chunk_scan, emulator
+from ssmgen import chunk_scan
 from ssmgen.compat import mamba_ssm, sglang, trtllm, vllm
 from ssmgen.compat.shared import mamba_prompts
 from ssmgen.errors import ArgumentError, UnsupportedError
@@ -269,7 +270,7 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
         function(**{n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in call.items()})
 
 
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 @pytest.mark.parametrize("way", ["mamba_ssm", "vllm", "pool", "sglang"])
 def test_kernels_make_what_is_asked_for(way, monkeypatch):
     """In the emulator: states at equal positions, out of order, and at none; dense states and states in slots."""

@@ -10,8 +10,8 @@ import kernel_laws as laws
 import pytest
 import torch
 from click.testing import CliRunner
+from emulated_calls import SM90, needs_emulator
 
-from ssmgen import emulator
 from ssmgen.cli import main
 from ssmgen.compile.render import render
 from ssmgen.emulator import check as emulator_check
@@ -31,9 +31,7 @@ from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.select.catalog import SPECS
 from ssmgen.spec.kernel import Arch, DType, KernelSpec, parse_spec
 
-pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
-
-SM90 = Arch.parse("sm_90a")
+pytestmark = needs_emulator
 
 
 def test_check_command(tmp_path, monkeypatch):

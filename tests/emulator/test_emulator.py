@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_calls import emulate
+from emulated_calls import SM80, SM90, emulate, needs_emulator
 from kernel_laws import edited, found_in_words, found_when_planted
 from selection import costly
 from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, small_matrix
@@ -16,10 +16,9 @@ from ssmgen import emulator
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.families.selective_state_update.spec import space
 from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch, KernelSpec, Param
+from ssmgen.spec.kernel import KernelSpec, Param
 
-pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
-SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
+pytestmark = needs_emulator
 
 
 # The whole matrix of the GPU tests.

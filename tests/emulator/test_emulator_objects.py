@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from click.testing import CliRunner
+from emulated_calls import needs_emulator
 from test_emulator import launch_on
 
 from ssmgen import emulator
@@ -12,7 +13,7 @@ from ssmgen.cache import objects
 from ssmgen.cache.upkeep import objects as kept_in
 from ssmgen.cli import main
 
-pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+pytestmark = needs_emulator
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from emulated_calls import needs_emulator
 from test_emulator import run_broken
 
-from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 
-pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+pytestmark = needs_emulator
 
 # A warp gives its number to the next block's array, and tells another by a barrier in shared memory, once it has waited for the cluster.
 TELLS = """

@@ -11,29 +11,25 @@ import odd_sizes
 import pytest
 import test_ring as rings
 import torch
-from emulated_calls import emulate
+from emulated_calls import SM90, emulate, needs_emulator
 from selection import costly
 from subjects import is_accurate
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.spec.kernel import Arch
 
-SM90 = Arch.parse("sm_90a")
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @costly(16)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize(("operator", "case"), odd_sizes.CASES, ids=odd_sizes.IDS)
 def test_results_are_within_their_bounds(operator, case):
     is_accurate(operator, case, "cpu", emulate)
 
 
 @costly(1)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", [odd_sizes.LINEAR, next(c for c in odd_sizes.linear() if c.id == "gdn-kv-k66v35")], ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
     """All have one lane map; rows in flight and in a block differ, by the rules and as drawn."""
@@ -45,7 +41,7 @@ def test_variants_are_bit_equal(case):
     decode_cases.variants_are_equal(la_cases, case, specs)
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("name", ["gated_delta_rule", "kda"])
 def test_rings(name, monkeypatch):
     monkeypatch.setattr(rings, "K", 6)

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from product_cases import COMMIT, FENCE, LANDED, NO_FENCE, SYNC, WAIT, close, emulated, product_of, random, run, with_library
+from emulated_calls import needs_emulator
+from product_cases import COMMIT, FENCE, LANDED, NO_FENCE, SYNC, WAIT, close, product_of, random, run, with_library
 
 from ssmgen.compile import nvrtc
 from ssmgen.emulator import EmulatorError
@@ -14,7 +15,7 @@ from ssmgen.errors import CompileError
 from ssmgen.spec.kernel import Arch
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("columns", [64, 128])
@@ -24,7 +25,7 @@ def test_a_product(columns, by_columns, dtype):
     assert close(out, a.double() @ b.double())
 
 
-@emulated
+@needs_emulator
 def test_32_columns_of_wider_ones():
     """Columns 32 to 63 of 64, by columns, and rows 8 to 39, by rows: matrices may begin within others."""
     for by_columns, begin, part in ((True, 64, slice(32, 64)), (False, 1024, slice(8, 40))):
@@ -58,7 +59,7 @@ LEGAL = {
 }
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("form", LEGAL)
 def test_other_legal_forms(form):
     old, new = LEGAL[form]
@@ -116,7 +117,7 @@ BUGS = {
 }  # fmt: skip
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug(bug):
     old, new, words = BUGS[bug]
@@ -131,13 +132,13 @@ def test_planted_bug(bug):
     assert words in str(e.value) and "block 0, thread " in str(e.value)
 
 
-@emulated
+@needs_emulator
 def test_a_block_has_all_four_warps():
     with pytest.raises(EmulatorError, match="a product of a warpgroup, of whose four warps the block has 3"):
         run(product_of(64, False).replace("i += 128", "i += 96"), random(64, 64), random(64, 64), torch.zeros(64, 64), block=96)
 
 
-@emulated
+@needs_emulator
 def test_another_order_in_shared_memory_is_another_product():
     a, b = random(64, 64), random(64, 64)
     out = run(product_of(64, False).replace("(piece ^ row % 8)", "piece"), a, b.T.contiguous(), torch.full((64, 64), torch.nan))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from product_cases import NO_FENCE, Run, close, emulated, numbers_of, random, run, with_library
+from emulated_calls import needs_emulator
+from product_cases import NO_FENCE, Run, close, numbers_of, random, run, with_library
 from torch import Tensor
 
 from ssmgen.compile import nvrtc
@@ -74,7 +75,7 @@ def run_filled(
     return run(text, *named, torch.full((64, 64), torch.nan), block=160, shared=32768), (a.double() @ b.double()).sum(0)
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("left", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("right", [False, True], ids=["by-rows", "by-columns"])
@@ -98,7 +99,7 @@ NEGATED = """
 """
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize(
     ("old", "new", "sign"),
     [(COPIES_WAIT, "", 1), (ARRIVE, "      commit_copies();\n" + ARRIVE, 1), (FENCE, NEGATED + FENCE, -1)],
@@ -165,7 +166,7 @@ BUGS = {
 }
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug(bug):
     old, new, words = BUGS[bug]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated_calls import needs_emulator
 from kernel_laws import found_when_planted
-from product_cases import NO_FENCE, Run, close, emulated, random, run, with_library
+from product_cases import NO_FENCE, Run, close, random, run, with_library
 from torch import Tensor
 
 from ssmgen.compile import nvrtc
@@ -63,13 +64,13 @@ def run_panels(text: str, dtype: torch.dtype = torch.bfloat16, run: Run = run) -
     return run(text, a, panels_of(b), torch.full((64, 64), torch.nan)), a.double() @ b.double().T
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 def test_a_triangle_in_panels(dtype):
     assert close(*run_panels(PANELS, dtype))
 
 
-@emulated
+@needs_emulator
 def test_as_first_operand():
     """Its product with itself."""
     out, _ = run_panels(PANELS.replace(PRODUCT, "wgmma_64_shared<0, 0>(d, right + k * 2048, right + k * 2048, k > 0)"))
@@ -77,7 +78,7 @@ def test_as_first_operand():
     assert close(out, b @ b.T)
 
 
-@emulated
+@needs_emulator
 def test_its_place_in_memory():
     """Another order gives a different product: the emulator swizzles halves as the hardware does."""
     a, b = random(64, 64), random(64, 64).tril()
@@ -100,7 +101,7 @@ BUGS = {
 }
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_in_panels(bug):
     found_when_planted(PANELS, BUGS[bug], lambda text: run_panels(text))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated_calls import needs_emulator
 from kernel_laws import found_when_planted
-from product_cases import FENCE, NO_FENCE, SYNC, Run, close, close_twice, emulated, product_of, random, run, with_library
+from product_cases import FENCE, NO_FENCE, SYNC, Run, close, close_twice, product_of, random, run, with_library
 from torch import Tensor
 
 from ssmgen.compile import nvrtc
@@ -26,7 +27,7 @@ def is_turned(run: Run = run) -> bool:
     return torch.equal(run(TURN, a, a, torch.full((8, 8), torch.nan), block=32), a.T.float())
 
 
-@emulated
+@needs_emulator
 def test_a_matrix_is_turned():
     assert is_turned()
 
@@ -79,7 +80,7 @@ def run_ring(text: str, run: Run = run) -> tuple[Tensor, Tensor]:
     return out, (a.double() @ b.double()).sum(1)
 
 
-@emulated
+@needs_emulator
 def test_a_ring_of_bulk_copies_needs_no_fence():
     out, want = run_ring(RING)
     assert close(out / 4, want / 4)
@@ -95,7 +96,7 @@ RING_BUGS = {
 }
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", RING_BUGS)
 def test_planted_bug_in_a_ring(bug):
     found_when_planted(RING, RING_BUGS[bug], lambda text: run_ring(text))
@@ -130,12 +131,12 @@ def run_twice(text: str, run: Run = run) -> tuple[Tensor, Tensor]:
     return run(text, a, b.T.contiguous(), torch.full((64, 64), torch.nan)), a.double() @ inner
 
 
-@emulated
+@needs_emulator
 def test_a_product_of_a_stored_product():
     assert close_twice(*run_twice(TWICE))
 
 
-@emulated
+@needs_emulator
 def test_a_warpgroup_meets_at_a_barrier_by_number():
     """The block has another warp, which has ended."""
     text = TWICE.replace(SYNC, "  meet(1, 128);\n").replace("warp = t / 32;", "warp = t / 32;\n  if (t >= 128) return;")
@@ -159,7 +160,7 @@ TWICE_BUGS = {
 }
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", TWICE_BUGS)
 def test_planted_bug_in_stored_matrices(bug):
     found_when_planted(TWICE, TWICE_BUGS[bug], lambda text: run_twice(text))
@@ -195,13 +196,13 @@ def run_peers(text: str, run: Run = run) -> tuple[Tensor, Tensor]:
     return run(text, a.view(torch.bfloat16), a, torch.full((2, 512), torch.nan), blocks=2), want
 
 
-@emulated
+@needs_emulator
 def test_each_block_of_a_cluster_has_its_barriers_and_reads_its_peers():
     out, want = run_peers(PEERS)
     assert torch.equal(out, want)
 
 
-@emulated
+@needs_emulator
 def test_a_block_stores_to_its_peers():
     sent = """  load_4_shared(numbers, 4 * t, r);
   store_4_to_peer(numbers, 4 * t, 1 - rank, r);
@@ -228,7 +229,7 @@ PEER_BUGS = {
 }
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", PEER_BUGS)
 def test_planted_bug_among_peers(bug):
     found_when_planted(PEERS, PEER_BUGS[bug], lambda text: run_peers(text))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from product_cases import Run, emulated, random, run
+from emulated_calls import needs_emulator
+from product_cases import Run, random, run
 from torch import Tensor
 
 from ssmgen.emulator import EmulatorError
@@ -43,7 +44,7 @@ def run_tf32(text: str, launch: Run) -> tuple[Tensor, Tensor]:
     return out.double(), torch.cat([seen[0] @ seen[1].T + 1, given[0][3:4].double().log2()])
 
 
-@emulated
+@needs_emulator
 def test_a_product_of_what_tf32_has_of_numbers():
     out, want = run_tf32(PRODUCT, run)
     assert torch.allclose(out, want, rtol=2.0**-21, atol=2.0**-22)
@@ -56,7 +57,7 @@ BUGS = {
 }
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", BUGS)
 def test_bugs_are_found(bug):
     old, new, message = BUGS[bug]

@@ -8,13 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from emulated_calls import SM90, needs_emulator
 
 from ssmgen import emulator
 from ssmgen.compile.render import render
-from ssmgen.spec.kernel import Arch
 from ssmgen.variants import generate
 
-SM90 = Arch.parse("sm_90a")
 # (template's folder, name): names that still hide another. None may be added.
 KNOWN = {
     *(("chunk_linear_attention", name) for name in ("lane", "quad", "piece", "fourth", "first_row")),  # declared again, for ptxas
@@ -42,7 +41,7 @@ def hidden(folder: Path, texts: dict[str, str]) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.matrix
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 def test_no_name_hides_another_one(tmp_path):
     specs = {spec.name: spec for spec, _ in generate.default_variants([SM90])}
     found = hidden(tmp_path, {name: render(spec, SM90) for name, spec in specs.items()})
@@ -51,7 +50,7 @@ def test_no_name_hides_another_one(tmp_path):
     assert not new, "give these other names"
 
 
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 def test_a_hidden_name_is_found(tmp_path):
     text = 'extern "C" __global__ void f(float* out, int begin) {\n  { const int NAME = 1; out[NAME] = begin; }\n}'
     found = hidden(tmp_path, {"a": text.replace("NAME", "begin"), "b": text.replace("NAME", "at")})

@@ -6,11 +6,13 @@ import random
 from dataclasses import replace
 
 import conv_laws as laws
+import launch_laws
 import pytest
 import torch
-from card_calls import arch, launch, prepare
-from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHIFT, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_update
-from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, expected, needs_emulator
+from card_calls import arch, prepare
+from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHIFT, SHORT, STATEFUL, Case, UpdateCase, make, make_update
+from conv_laws import LAST_AXIS, Draw, activated, assert_matches, bits, equal, expected
+from emulated_calls import chosen, needs_emulator
 from ssu_cases import BF16, F16, F32
 from varying import named
 
@@ -18,18 +20,12 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d_update import spec as step
-from ssmgen.select import registry
 from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import KernelSpec
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 forward, update = ssmgen.causal_conv1d, ssmgen.causal_conv1d_update
-
-
-def chosen(call: Call) -> KernelSpec:
-    return registry.select(call.op.OPERATOR, call.problem, call.op.FAMILY.size_of(call.views), arch(), arch().number >= 90)
 
 
 # The grids of causal-conv1d's own tests, at bounds instead of tolerances.
@@ -180,20 +176,8 @@ VARIED = [
 
 @named(*VARIED)
 def test_variants_are_bit_equal(case):
-    call = make(case, DEVICE)
-    want = expected(call)
     space = (conv if isinstance(case, Case) else step).space
-    specs = list(space(call.problem, arch()))
-    specs = random.Random(0).sample(specs, min(16, len(specs)))
-    prepare(specs)
-    first = None
-    for spec in specs:
-        call = make(case, DEVICE)
-        launch(spec, call.op.FAMILY, call.views, call.options, call.operands)()
-        torch.cuda.synchronize()
-        first = first or call.results()
-        assert all(equal(a, b) for a, b in zip(call.results(), first, strict=True)), f"{spec} differs from {specs[0]}"
-    assert_matches(call, want)
+    launch_laws.variants_are_bit_equal("causal_conv1d", case, launch_laws.some(space(make(case, DEVICE).problem, arch()), 16))
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
@@ -246,7 +230,7 @@ def test_no_sequences_and_no_channels():
 )
 def test_emulator_agrees_bit_for_bit_without_exponentials(case):
     card, host = make(case, DEVICE), make(case, "cpu")
-    spec = chosen(card)
+    spec = chosen(card, arch())
     card.run()
     values = host.op.kernel_values(spec, host.views, host.options)
     packed = Arguments(spec, values).at([t.data_ptr() for t in host.operands.values()])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import launch_laws as laws
 import pytest
 import torch
 from card_calls import arch, far, launch, needs_pdl, waits_for_its_producer
-from conv_cases import BF16, FIRST, I64, LAST, POOL, ROLL, SHORT, STATEFUL, Case, UpdateCase, make, make_call
-from conv_laws import LAST_AXIS, Draw, assert_matches, bits, equal, expected
+from conv_cases import BF16, FIRST, I64, LAST, POOL, ROLL, SHORT, STATEFUL, UpdateCase, make
+from conv_laws import LAST_AXIS, Draw, equal
 from ssu_cases import F16, F32
 from varying import named
 
 import ssmgen
-from ssmgen.errors import ArgumentError, CaptureError
+from ssmgen.errors import ArgumentError
 from ssmgen.select import registry
 
 pytestmark = pytest.mark.gpu
@@ -88,129 +89,29 @@ def test_tokens_above_2_31_elements_apart(kind, room):
 
 
 def test_ten_thousand_launches_are_equal():
-    """A graph that restores the states, makes both calls, and counts the bits that differ from the first run."""
-    calls = [make(c, DEVICE) for c in (replace(LAST, id="l", lengths=SHORT, **POOL), replace(FIRST, id="f", **STATEFUL), UpdateCase("u"))]
-    kept = [[t.clone() for t in call.results()] for call in calls]
-    wrong = torch.zeros((), dtype=I64, device=DEVICE)
-
-    def once(want: list[list[torch.Tensor]] | None) -> list[list[torch.Tensor]]:
-        for call, before in zip(calls, kept, strict=True):
-            for t, b in zip(call.results(), before, strict=True):
-                t.copy_(b)
-            call.run()
-        if want is None:
-            return [[bits(t).clone() for t in call.results()] for call in calls]
-        for call, results in zip(calls, want, strict=True):
-            for t, w in zip(call.results(), results, strict=True):
-                wrong.add_((bits(t) != w).sum())
-        return want
-
-    want = once(None)
-    once(want)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        once(want)
-    for _ in range(10_000):
-        graph.replay()
-    assert wrong.item() == 0
+    cases = replace(LAST, id="l", lengths=SHORT, **POOL), replace(FIRST, id="f", **STATEFUL), UpdateCase("u")
+    laws.launches_write_the_same_bits([make(case, DEVICE) for case in cases], 10_000)
 
 
-def fresh(i: int) -> list[Case | UpdateCase]:
-    """Cases with dtypes that no other test has, so that their kernels are not loaded yet."""
-    types = {"x": F32, "weight": F16, "bias": F16, "width": 5 + i}
-    return [replace(LAST, id="last", **types, **STATEFUL), replace(FIRST, id="first", **types), UpdateCase("update", **types)]
+FRESH = {"x": F32, "weight": F16, "bias": F16, "width": 5}  # dtypes that no other test has
 
 
-def test_first_launch_ever_may_be_inside_a_capture_once_warm():
-    for case in fresh(0):
+@named(
+    *[replace(LAST, id="last", **FRESH, **STATEFUL), replace(FIRST, id="first", **FRESH), UpdateCase("update", **FRESH)],
+    *[replace(LAST, id="last-pool", lengths=SHORT, **POOL, **FRESH | {"width": 6}), UpdateCase("tokens", tokens=2, **FRESH | {"width": 6})],
+    UpdateCase("roll", ROLL, tokens=4, **FRESH | {"width": 7}),
+)
+def test_the_first_launch_may_be_in_a_graph(case):
+    laws.the_first_launch_may_be_in_a_graph("causal_conv1d", case)
+
+
+@pytest.mark.parametrize("case", [FIRST, UpdateCase("u", tokens=2)], ids=["forward", "update"])
+def test_a_call_like_one_before_is_looked_at_again(case):
+    laws.a_call_like_one_before_is_looked_at_again("causal_conv1d", case, shifted="x")
+    if case is FIRST:
         call = make(case, DEVICE)
-        want = expected(call)
-        assert not ssmgen.is_warm(call.function, **call.kwargs)
-        assert ssmgen.warm(call.function, **call.kwargs) == 1 and ssmgen.warm(call.function, **call.kwargs) == 0
-        assert ssmgen.is_warm(call.function, **call.kwargs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call.run()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_matches(call, want)
-
-
-def test_capture_of_an_unloaded_kernel_names_the_remedy():
-    for case in fresh(1):
-        call = make(case, DEVICE)
-        want = expected(call)
-        words = rf"ssmgen.warm\(ssmgen.{call.op.OPERATOR}"
-        with pytest.raises(CaptureError, match=words), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            call.run()
-        call.run()  # and outside the capture everything works
-        torch.cuda.synchronize()
-        assert_matches(call, want)
-
-
-@named(replace(LAST, id="last", lengths=SHORT, **POOL), UpdateCase("update", tokens=2), UpdateCase("roll", ROLL, tokens=4))
-def test_graph_replay_equals_eager(case):
-    eager, captured = make(case, DEVICE), make(case, DEVICE)
-    ssmgen.warm(captured.function, **captured.kwargs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured.run()
-    for _ in range(4):
-        eager.run()
-        graph.replay()
-    torch.cuda.synchronize()
-    assert all(equal(a, b) for a, b in zip(eager.results(), captured.results(), strict=True))
-
-
-def test_bound_calls_relaunch():
-    for case in (replace(FIRST, id="f", **STATEFUL), UpdateCase("u", tokens=2)):
-        bound_call, eager = make(case, DEVICE), make(case, DEVICE)
-        bound = ssmgen.bind(bound_call.function, **bound_call.kwargs)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-            for _ in range(3):
-                result = bound()
-        torch.cuda.synchronize()
-        assert (result[0] if isinstance(result, tuple) else result) is bound_call.kwargs["out"]
-        for _ in range(3):
-            eager.run()
-        assert all(equal(a, b) for a, b in zip(bound_call.results(), eager.results(), strict=True))
-
-
-def test_same_pattern_elsewhere_in_memory():
-    """A plan found by its pattern is used with the new tensors' pointers, and alignment and overlap are looked at again."""
-    for seed in (1, 2):
-        for case in (FIRST, UpdateCase("u", tokens=2)):
-            call = make(case, DEVICE, seed)
-            want = expected(call)
-            call.run()
-            assert_matches(call, want)
-    call = make_call(FIRST, DEVICE)
-    want = expected(call)
-    x = call.kwargs["x"]
-    shifted = torch.empty(x.numel() + 3, dtype=x.dtype, device=DEVICE)[3:].as_strided(x.shape, x.stride()).copy_(x)
-    forward(**call.kwargs | {"x": shifted})
-    assert_matches(call, want)
-    with pytest.raises(ArgumentError, match="out overlaps x"):
-        forward(**call.kwargs | {"out": call.kwargs["x"]})
-
-
-@LAST_AXIS
-def test_torch_compile_fullgraph(last):
-    def two(x, past, state, weight, bias):
-        out, final = forward(x, weight, bias, activation="silu", initial_states=past, return_final_states=True)
-        return update(out[..., -1] * 2, state, weight, bias, "silu").float() + 1, final
-
-    def operands():
-        draw = Draw(DEVICE, BF16, last)
-        return draw.tokens(2, length=9), draw.states(2), draw.states(2), *draw.weights
-
-    eager, compiled = operands(), operands()
-    want = two(*eager)
-    got = torch.compile(two, fullgraph=True, backend="aot_eager")(*compiled)
-    assert all(torch.equal(a, b) for a, b in zip((*got, *compiled), (*want, *eager), strict=True))
+        with pytest.raises(ArgumentError, match="out overlaps x"):
+            call.function(**call.kwargs | {"out": call.kwargs["x"]})
 
 
 # Programmatic dependent launch.
@@ -233,9 +134,7 @@ def chain(pdl: bool, last: bool) -> list[torch.Tensor]:
 @needs_pdl
 @LAST_AXIS
 def test_pdl_on_and_off_are_bit_equal_on_a_chain(last):
-    want = chain(False, last)
-    for _ in range(5):
-        assert all(equal(a, b) for a, b in zip(chain(True, last), want, strict=True))
+    laws.pdl_changes_no_bit(lambda pdl: chain(pdl, last))
 
 
 @needs_pdl

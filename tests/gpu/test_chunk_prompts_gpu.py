@@ -3,15 +3,15 @@ same bits every time."""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import prompt_laws as laws
 import pytest
 import torch
-from bits import bits
 from prompt_cases import (
     ADVERSARIAL,
     BF16,
@@ -33,6 +33,7 @@ from prompt_cases import (
     starts_of,
     states,
 )
+from repeats import are_alike
 from ssu_cases import Memory
 
 import ssmgen
@@ -116,39 +117,38 @@ def test_a_longer_prompt_of_a_model(run):
 
 
 @by_both
-@four
-def test_lengths_are_accurate(case, run):
-    laws.lengths_are_accurate(run, case, ragged(case))
-
-
-@by_both
 @each
 def test_packing_changes_no_bit(case, run):
     laws.packing_changes_no_bit(run, case, ragged(case))
 
 
+def of_ragged(law: Callable[..., None], **more: Any) -> Callable[[Any, Case], None]:
+    return lambda run, case: law(run, case, lengths=ragged(case), **more)
+
+
+LAWS: dict[str, Callable[[Any, Case], None]] = {
+    "lengths": of_ragged(laws.lengths_are_accurate),
+    **{f"cut-{at}": partial(laws.a_cut_changes_no_bit, tokens=2048, at=at) for at in (64, 640, 1984)},
+    **{
+        f"pool-{state}-{layout}": partial(laws.a_pool_is_touched_where_it_should_be, state=state, layout=layout)
+        for state, layout in product((F32, BF16, F16), ("vk", "kv"))
+    },
+    "neighbours": of_ragged(laws.neighbours_do_not_matter),
+    "checkpoints-f32": of_ragged(laws.checkpoints_are_final_states, state=F32),
+    "checkpoints-bf16": of_ragged(laws.checkpoints_are_final_states, state=BF16),
+    "batches": laws.batches_change_no_bit,
+}
+
+
 @by_both
 @four
-@pytest.mark.parametrize("at", [64, 640, 1984])
-def test_a_cut_changes_no_bit(case, run, at):
-    laws.a_cut_changes_no_bit(run, case, 2048, at)
+@pytest.mark.parametrize("law", LAWS)
+def test_laws(case, run, law):
+    LAWS[law](run, case)
 
 
 def test_a_cut_within_64_tokens_changes_no_bit():
     laws.a_cut_changes_no_bit(public, RWKV7, 200, 96)
-
-
-@by_both
-@four
-@pytest.mark.parametrize(("state", "layout"), [(F32, "vk"), (F32, "kv"), (BF16, "vk"), (BF16, "kv"), (F16, "vk"), (F16, "kv")])
-def test_a_pool_is_touched_where_it_should_be(case, run, state, layout):
-    laws.a_pool_is_touched_where_it_should_be(run, case, state, layout)
-
-
-@by_both
-@four
-def test_neighbours_do_not_matter(case, run):
-    laws.neighbours_do_not_matter(run, case, ragged(case))
 
 
 @by_both
@@ -189,19 +189,6 @@ def test_decoding_goes_on(case, run, tokens):
     laws.decoding_goes_on(run, case, tokens)
 
 
-@by_both
-@four
-@pytest.mark.parametrize("state", [F32, BF16])
-def test_checkpoints_are_final_states(case, run, state):
-    laws.checkpoints_are_final_states(run, case, state, ragged(case))
-
-
-@by_both
-@four
-def test_batches_change_no_bit(case, run):
-    laws.batches_change_no_bit(run, case)
-
-
 def test_nothing_is_written_beyond_what_is_said():
     """All buffers are guarded and poisoned; the workspace has exactly its stated size."""
     lengths = (65, 0, 130, 1)
@@ -229,23 +216,12 @@ def test_what_a_workspace_held_does_not_matter():
     assert same(public(DELTA, **call, workspace=room), wanted)
 
 
-def digest(*tensors: Any) -> str:
-    return hashlib.sha256(b"".join(bits(t).cpu().numpy().tobytes() for t in tensors)).hexdigest()
-
-
 @by_both
 @four
 def test_the_same_bits_every_time(case, run):
     """Consecutive calls share one workspace. Each call's first kernel may then overlap the last kernel of the call before."""
     call = make(case, 4, 300) | {"workspace": torch.full((2 * 10**7,), 0xFF, dtype=torch.uint8, device="cuda")}
-    sums, seen = set(), set()
-    for i in range(1000 if case.per_head else 300):
-        out, state = run(case, **call, return_final_states=True)
-        total = bits(out).sum(dtype=torch.int64), bits(state).sum(dtype=torch.int64)
-        sums.add(tuple(map(int, total)))
-        if i % 100 == 0:
-            seen.add(digest(out, state))
-    assert len(sums) == len(seen) == 1
+    assert are_alike(partial(run, case, **call, return_final_states=True), 1000 if case.per_head else 300)
 
 
 @four

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
+import launch_laws as laws
 import pytest
 import torch
-from bits import bits
 from bits import same as equal
-from card_calls import arch, far, launch, needs_pdl, prepare, waits_for_its_producer
-from combine_cases import (
-    BF16,
-    DENSE,
-    F16,
-    F32,
-    I32,
-    I64,
-    INF,
-    LSES,
-    PAIR,
-    PREFIX,
-    Call,
-    assert_matches,
-    check_special,
-    expected,
-    make,
-    named,
-    needs_emulator,
-)
-from emulated_calls import emulate
+from card_calls import arch, far, launch, needs_pdl, waits_for_its_producer
+from combine_cases import BF16, DENSE, F16, F32, I32, I64, INF, LSES, PAIR, PREFIX, check_special, make
+from emulated_calls import chosen, emulate, needs_emulator
+from varying import named
 
 import ssmgen
 from ssmgen.bench.timing import host_us
 from ssmgen.compat import flashinfer, vllm
-from ssmgen.errors import ArgumentError, CaptureError
+from ssmgen.errors import ArgumentError
 from ssmgen.families.combine_splits import call as op
 from ssmgen.families.combine_splits import spec as kernels
 from ssmgen.select import registry
-from ssmgen.spec.kernel import KernelSpec, Pdl
+from ssmgen.spec.kernel import Pdl
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
-def chosen(call: Call, pdl: bool | None = None) -> KernelSpec:
-    return registry.select(op.OPERATOR, call.problem, op.size_of(call.views), arch(), arch().number >= 90 if pdl is None else pdl)
 
 
 LARGE = [
@@ -78,19 +56,7 @@ VARIED = [
 
 @named(*VARIED)
 def test_variants_are_bit_equal(case):
-    call = make(case, DEVICE)
-    want = expected(call)
-    specs = list(kernels.space(call.problem, arch()))
-    specs = random.Random(0).sample(specs, min(20, len(specs)))
-    prepare(specs)
-    first = None
-    for spec in specs:
-        call = make(case, DEVICE)
-        launch(spec, op.FAMILY, call.views, call.options, call.named)()
-        torch.cuda.synchronize()
-        first = first or call.results()
-        assert all(equal(a, b) for a, b in zip(call.results(), first, strict=True)), f"{spec} differs from {specs[0]}"
-    assert_matches(call, want)
+    laws.variants_are_bit_equal("combine_splits", case, laws.some(kernels.space(make(case, DEVICE).problem, arch()), 20))
 
 
 @pytest.mark.parametrize("splits", [2, 7, 40, 200])
@@ -112,7 +78,7 @@ def test_batch_size_and_position_change_nothing(splits):
 def test_emulator_agrees_bit_for_bit_where_weights_are_exact(case):
     """Equal LSEs, powers of two of them: nothing depends on how exponentials and reciprocals are approximated."""
     card, host = make(case, DEVICE), make(case, "cpu")
-    spec = chosen(card)
+    spec = chosen(card, arch())
     card.run()
     emulate(host, spec, arch())
     assert all(equal(a.cpu(), b) for a, b in zip(card.results(), host.results(), strict=True))
@@ -146,36 +112,12 @@ def test_tensors_above_2_31_elements(axis, odd, room):
 
 def test_many_launches_are_equal_in_place_too():
     """A barrier is needed in place: other warps of a block may still read a row's LSE while it is written."""
-    case = replace(PAIR, rows=(700, 32), d_v=512, in_place=True, empty=0.0)
-    call = make(case, DEVICE)
-    before = [t.clone() for t in call.results()]
-    want = None
-    for _ in range(300):
-        for t, b in zip(call.results(), before, strict=True):
-            t.copy_(b)
-        call.run()
-        got = [bits(t).clone() for t in call.results()]
-        want = want or got
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    laws.launches_write_the_same_bits([make(replace(PAIR, rows=(700, 32), d_v=512, in_place=True, empty=0.0), DEVICE)], 300)
 
 
-def test_capture_graph_and_bound_calls():
-    for case in (replace(PREFIX, d_v=1020, o=F16), replace(PAIR, d_v=1012)):  # that no other test has, so that they are not loaded yet
-        call, again = make(case, DEVICE), make(case, DEVICE)
-        want = expected(call)
-        assert not ssmgen.is_warm(ssmgen.combine_splits, **call.kwargs)
-        with pytest.raises(CaptureError, match=r"ssmgen.warm\(ssmgen.combine_splits"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            call.run()
-        assert ssmgen.warm(ssmgen.combine_splits, **call.kwargs) == 1 and ssmgen.is_warm(ssmgen.combine_splits, **call.kwargs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call.run()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_matches(call, want)
-        bound = ssmgen.bind(ssmgen.combine_splits, **again.kwargs)
-        bound()
-        assert all(equal(a, b) for a, b in zip(call.results(), again.results(), strict=True))
+@named(replace(PREFIX, d_v=1020, o=F16), replace(PAIR, d_v=1012))
+def test_the_first_launch_may_be_in_a_graph(case):
+    laws.the_first_launch_may_be_in_a_graph("combine_splits", case)
 
 
 def test_a_graph_follows_num_splits():
@@ -191,12 +133,9 @@ def test_a_graph_follows_num_splits():
     assert equal(out, ssmgen.combine_splits(o, lse, starts)) and not out[0].any()
 
 
-def test_same_pattern_elsewhere_in_memory():
-    for seed in (1, 2):
-        call = make(DENSE, DEVICE, seed)
-        want = expected(call)
-        call.run()
-        assert_matches(call, want)
+def test_a_call_like_one_before_is_looked_at_again():
+    laws.a_call_like_one_before_is_looked_at_again("combine_splits", DENSE)
+    call = make(DENSE, DEVICE)
     with pytest.raises(ArgumentError, match="out overlaps o in memory"):
         ssmgen.combine_splits(call.kwargs["o"], call.kwargs["lse"], out=call.kwargs["o"][0])
 
@@ -242,9 +181,7 @@ def chain(pdl: bool) -> list[torch.Tensor]:
 
 @needs_pdl
 def test_pdl_on_and_off_are_bit_equal_on_a_chain():
-    want = chain(False)
-    for _ in range(5):
-        assert all(equal(a, b) for a, b in zip(chain(True), want, strict=True))
+    laws.pdl_changes_no_bit(chain)
 
 
 @needs_pdl
@@ -262,16 +199,5 @@ def test_pdl_waits_for_a_producer_that_triggers_early(case, rule, trigger):
     call = make(case, DEVICE)
     found = registry.explain(op.OPERATOR, call.problem, op.size_of(call.views), arch(), True).chosen
     assert (found.rule, found.spec.pdl) == (rule, trigger)
-    hasty = launch(found.spec, op.FAMILY, call.views, call.options, call.named, hasty=found.spec.kernels)
-    waits_for_its_producer(lambda pdl: call.run(pdl=pdl), hasty, call.memory.buffers["o"][0], call.named["lse_out"], call.kwargs["out"])
-
-
-def test_torch_compile_fullgraph():
-    def merged(o, lse, starts):
-        out, total = ssmgen.combine_splits(o, lse, starts, lse_base=2, return_lse=True)
-        return out.float() * 2, total + 1
-
-    call = torch.randn(5, 4, 64, device=DEVICE), torch.randn(5, 4, device=DEVICE), torch.tensor([0, 2, 5], device=DEVICE)
-    want = merged(*call)
-    got = torch.compile(merged, fullgraph=True, backend="aot_eager")(*call)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)) and got[0].dtype is F32
+    hasty = launch(found.spec, op.FAMILY, call.views, call.options, call.operands, hasty=found.spec.kernels)
+    waits_for_its_producer(lambda pdl: call.run(pdl=pdl), hasty, call.memory.buffers["o"][0], call.operands["lse_out"], call.kwargs["out"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated_calls import needs_emulator
 from ssu_cases import BF16, F16, F32, Case, make_call
 
 import ssmgen
@@ -12,7 +13,7 @@ from ssmgen.families.selective_state_update import planning as op
 from ssmgen.launch import runtime
 from ssmgen.spec.arguments import Arguments
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not emulator.available(), reason="needs g++")]
+pytestmark = [pytest.mark.gpu, needs_emulator]
 
 EXACT = {"dt_bias": None, "softplus": False, "out": F32, "z": None}
 CASES = [

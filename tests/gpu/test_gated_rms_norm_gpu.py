@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
+import launch_laws as laws
 import pytest
 import torch
-from bits import bits
 from bits import same as equal
-from card_calls import arch, far, launch, needs_pdl, prepare, waits_for_its_producer
-from norm_cases import F16, F32, GDN, KDA, MAMBA, PLAIN, Call, assert_matches, expected, make, named
+from card_calls import arch, far, launch, needs_pdl, waits_for_its_producer
+from norm_cases import F16, F32, GDN, KDA, MAMBA, PLAIN, make
+from varying import named
 
 import ssmgen
 from ssmgen.bench.timing import host_us
-from ssmgen.errors import ArgumentError, CaptureError
+from ssmgen.errors import ArgumentError
 from ssmgen.families.gated_rms_norm import call as op
 from ssmgen.families.gated_rms_norm import spec as kernels
 from ssmgen.select import registry
-from ssmgen.spec.kernel import KernelSpec, Pdl
+from ssmgen.spec.kernel import Pdl
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
-def chosen(call: Call, pdl: bool | None = None) -> KernelSpec:
-    return registry.select(op.OPERATOR, call.problem, op.size_of(call.views), arch(), arch().number >= 90 if pdl is None else pdl)
 
 
 LARGE = [
@@ -52,19 +48,7 @@ VARIED = [
 
 @named(*VARIED)
 def test_variants_are_bit_equal(case):
-    call = make(case, DEVICE)
-    want = expected(call)
-    specs = list(kernels.space(call.problem, arch()))
-    specs = random.Random(0).sample(specs, min(24, len(specs)))
-    prepare(specs)
-    first = None
-    for spec in specs:
-        call = make(case, DEVICE)
-        launch(spec, op.FAMILY, call.views, call.options, call.named)()
-        torch.cuda.synchronize()
-        first = first or call
-        assert equal(call.out, first.out), f"{spec} differs from {specs[0]}"
-    assert_matches(call, want)
+    laws.variants_are_bit_equal("gated_rms_norm", case, laws.some(kernels.space(make(case, DEVICE).problem, arch()), 24))
 
 
 @pytest.mark.parametrize(("groups", "size"), [(4, 64), (32, 128), (1, 5120), (8, 1024)])
@@ -98,42 +82,17 @@ def test_tensors_above_2_31_elements(axis, name, odd, room):
 
 
 def test_many_launches_are_equal_in_place_too():
-    case = replace(MAMBA, rows=(500,), size=5120, groups=1, in_place="x")
-    call = make(case, DEVICE)
-    before, want = call.out.clone(), None
-    for _ in range(300):
-        call.out.copy_(before)
-        call.run()
-        got = bits(call.out).clone()
-        want = got if want is None else want
-        assert torch.equal(got, want)
+    laws.launches_write_the_same_bits([make(replace(MAMBA, rows=(500,), size=5120, groups=1, in_place="x"), DEVICE)], 300)
 
 
-def test_capture_graph_and_bound_calls():
-    for case in (replace(MAMBA, size=1236), replace(GDN, size=124)):  # that no other test has, so that they are not loaded yet
-        call, again = make(case, DEVICE), make(case, DEVICE)
-        want = expected(call)
-        assert not ssmgen.is_warm(ssmgen.gated_rms_norm, **call.kwargs)
-        with pytest.raises(CaptureError, match=r"ssmgen.warm\(ssmgen.gated_rms_norm"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            call.run()
-        assert ssmgen.warm(ssmgen.gated_rms_norm, **call.kwargs) == 1 and ssmgen.is_warm(ssmgen.gated_rms_norm, **call.kwargs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call.run()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_matches(call, want)
-        bound = ssmgen.bind(ssmgen.gated_rms_norm, **again.kwargs)
-        bound()
-        assert equal(call.out, again.out)
+@named(replace(MAMBA, size=1236), replace(GDN, size=124))
+def test_the_first_launch_may_be_in_a_graph(case):
+    laws.the_first_launch_may_be_in_a_graph("gated_rms_norm", case)
 
 
-def test_same_pattern_elsewhere_in_memory():
-    for seed in (1, 2):
-        call = make(GDN, DEVICE, seed)
-        want = expected(call)
-        call.run()
-        assert_matches(call, want)
+def test_a_call_like_one_before_is_looked_at_again():
+    laws.a_call_like_one_before_is_looked_at_again("gated_rms_norm", GDN)
+    call = make(GDN, DEVICE)
     x = call.kwargs["x"]
     with pytest.raises(ArgumentError, match="out overlaps weight in memory"):
         ssmgen.gated_rms_norm(x, call.kwargs["gate"], x[0, 0], out=x)
@@ -165,9 +124,7 @@ def chain(pdl: bool) -> list[torch.Tensor]:
 
 @needs_pdl
 def test_pdl_on_and_off_are_bit_equal_on_a_chain():
-    want = chain(False)
-    for _ in range(5):
-        assert all(equal(a, b) for a, b in zip(chain(True), want, strict=True))
+    laws.pdl_changes_no_bit(chain)
 
 
 @needs_pdl
@@ -186,14 +143,5 @@ def test_pdl_waits_for_a_producer_that_triggers_early(case, rule, trigger):
     call = make(case, DEVICE)
     found = registry.explain(op.OPERATOR, call.problem, op.size_of(call.views), arch(), True).chosen
     assert (found.rule, found.spec.pdl) == (rule, trigger)
-    hasty = launch(found.spec, op.FAMILY, call.views, call.options, call.named, hasty=found.spec.kernels)
+    hasty = launch(found.spec, op.FAMILY, call.views, call.options, call.operands, hasty=found.spec.kernels)
     waits_for_its_producer(lambda pdl: call.run(pdl=pdl), hasty, call.memory.buffers["x"][0], call.out, call.out)
-
-
-def test_torch_compile_fullgraph():
-    def layer(x, gate, weight):
-        return ssmgen.gated_rms_norm(x, gate, weight, 1e-6, norm_before_gate=True).float() * 2
-
-    call = torch.randn(5, 4, 64, device=DEVICE).bfloat16(), torch.randn(5, 4, 64, device=DEVICE), torch.randn(64, device=DEVICE)
-    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*call)
-    assert torch.equal(got, layer(*call)) and got.dtype is F32

@@ -207,24 +207,6 @@ def test_overlap_is_found_for_pointers_not_seen_before():
         ssmgen.selective_state_update(*call.args, **(call.kwargs | {"out": call.args[1]}))
 
 
-def test_torch_compile_and_opcheck():
-    call, eager = make_call(M2, "cuda"), make_call(M2, "cuda")
-    state, x, dt, A, B, C, D, z, dt_bias, softplus = call.args
-    idx, out = call.kwargs["state_indices"], call.kwargs["out"]
-    operands = (state, x, dt, A, B, C, D, z, dt_bias, out, idx, *[None] * 9, softplus, None, -1, 0, True, True, None)
-    torch.library.opcheck(torch.ops.ssmgen.selective_state_update.default, operands)
-
-    def step(*args):
-        return ssmgen.selective_state_update(*args, state_indices=idx) * 2
-
-    fresh = make_call(M2, "cuda")
-    got = torch.compile(step, fullgraph=True, backend="aot_eager")(*fresh.args)
-    want = ssmgen.selective_state_update(*eager.args, state_indices=eager.kwargs["state_indices"]) * 2
-    assert torch.equal(got, want)
-    used = eager.written.cuda()
-    assert torch.equal(fresh.args[0][used], eager.args[0][used])
-
-
 def test_fork_before_cuda_is_used():
     """A child that forks after the import, as a data loader's does, can use the card."""
     program = (

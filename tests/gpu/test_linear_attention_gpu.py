@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import launch_laws
 import pytest
 import torch
 from bits import bits, same
 from card_calls import arch, launch, needs_pdl, waits_for_its_producer
-from decode_cases import assert_matches
-from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, expected, make_call
+from emulated_calls import needs_emulator
+from la_cases import BF16, F16, F32, GDN, I32, I64, RAW, RULES, Call, Case, make_call
+from varying import named
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.errors import ArgumentError, CaptureError
+from ssmgen.errors import ArgumentError
 from ssmgen.families.linear_attention import planning as op
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.select import registry
@@ -58,19 +60,11 @@ VARIED = [
 ]
 
 
-@pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
+@named(*VARIED)
 def test_variants_are_bit_equal(case):
     specs = list(space(make_call(case, "cuda").problem, arch()))
     random.Random(0).shuffle(specs)
-    chosen = [*{(s.lanes, s.vec): s for s in specs}.values(), *specs[:8]]
-    first = None
-    for spec in chosen:
-        call = make_call(case, "cuda")
-        launch(spec, op.FAMILY, call.views, call.built.options, call.operands)()
-        torch.cuda.synchronize()
-        result = call.kwargs["state"], call.kwargs["out"]
-        first = first or result
-        assert all(same(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
+    launch_laws.variants_are_bit_equal("linear_attention", case, [*{(s.lanes, s.vec): s for s in specs}.values(), *specs[:8]])
 
 
 def tokens_of(call: Call, which: int | slice) -> Call:
@@ -132,7 +126,7 @@ def test_all_rows_padded(case):
     call.kwargs["state_indices"].fill_(-1)
     before = [bits(call.kwargs[n]).clone() for n in ("state", "intermediate_states") if n in call.kwargs]
     assert not call.run().any()
-    assert all(torch.same(bits(call.kwargs[n]), b) for n, b in zip(("state", "intermediate_states"), before, strict=False))
+    assert all(torch.equal(bits(call.kwargs[n]), b) for n, b in zip(("state", "intermediate_states"), before, strict=False))
 
 
 @pytest.mark.parametrize(("shape", "edges"), [((0,), None), ((3, 0), None), ((0,), 1), ((0,), 3)])
@@ -172,24 +166,11 @@ def test_pool_above_2_32_elements():
 # Launches.
 
 
-def test_same_pattern_elsewhere_in_memory():
-    """A call like one before is launched with its own tensors, and alignment is looked at again."""
-    for seed in (1, 2):
-        call = make_call(POOL, "cuda", seed=seed)
-        want = expected(call)
-        call.run()
-        torch.cuda.synchronize()
-        assert_matches(call, want)
-    third = make_call(POOL, "cuda", seed=3)
-    want = expected(third)
-    k = third.kwargs["k"]
-    shifted = torch.empty(k.numel() + 1, dtype=k.dtype, device="cuda")[1:].view(k.shape)
-    shifted.copy_(k)
-    third.function(**third.kwargs | {"k": shifted})
-    torch.cuda.synchronize()
-    assert_matches(third, want)
+def test_a_call_like_one_before_is_looked_at_again():
+    launch_laws.a_call_like_one_before_is_looked_at_again("linear_attention", POOL, shifted="k")
+    call = make_call(POOL, "cuda")
     with pytest.raises(ArgumentError, match="out overlaps v"):
-        third.function(**third.kwargs | {"out": third.kwargs["v"]})
+        call.function(**call.kwargs | {"out": call.kwargs["v"]})
 
 
 def test_changed_metadata_of_the_same_object_is_noticed():
@@ -200,58 +181,26 @@ def test_changed_metadata_of_the_same_object_is_noticed():
         call.run()
 
 
-@pytest.mark.parametrize("case", [replace(POOL, V=88), replace(STEPS, V=88)], ids=lambda c: c.id)
-def test_first_launch_ever_may_be_inside_a_capture_once_warm(case):
-    """No other test has this shape, so its kernel is not loaded yet."""
-    call, eager = make_call(case, "cuda"), make_call(case, "cuda")
-    with pytest.raises(CaptureError, match=r"ssmgen.warm\(ssmgen.gated_delta_rule"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        call.run()
-    assert not ssmgen.is_warm(call.function, **call.kwargs)
-    assert ssmgen.warm(call.function, **call.kwargs) == 1 and ssmgen.is_warm(call.function, **call.kwargs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.run()
-    for _ in range(4):
-        graph.replay()
-        eager.run()
-    torch.cuda.synchronize()
-    assert all(same(call.kwargs[n], eager.kwargs[n]) for n in ("state", "out"))
+@named(replace(POOL, V=88), replace(STEPS, V=88))
+def test_the_first_launch_may_be_in_a_graph(case):
+    launch_laws.the_first_launch_may_be_in_a_graph("linear_attention", case)
 
 
-@pytest.mark.parametrize("case", [replace(POOL, dst="row", batch=70), replace(STEPS, batch=70)], ids=lambda c: c.id)
-def test_1000_launches_write_the_same_bits(case):
-    call = make_call(case, "cuda")
-    call.run()
-    want = [bits(call.kwargs[n]).clone() for n in ("state", "out")]
-    different = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        call.run()
-        different += sum((bits(call.kwargs[n]) != w).sum() for n, w in zip(("state", "out"), want, strict=True))
-    assert int(different) == 0
+def test_1000_launches_write_the_same_bits():
+    cases = replace(POOL, dst="row", batch=70), replace(STEPS, batch=70)
+    launch_laws.launches_write_the_same_bits([make_call(case, "cuda") for case in cases], 1000)
 
 
 # Programmatic dependent launch.
-
-
-def decode_chain(case: Case, pdl: bool, steps: int = 16) -> list[torch.Tensor]:
-    call = make_call(case, "cuda")
-    outs = []
-    for _ in range(steps):
-        call.kwargs["out"] = torch.full_like(call.kwargs["out"], float("nan"))
-        outs.append(call.function(**call.kwargs, pdl=pdl))
-    torch.cuda.synchronize()
-    return [bits(t).clone() for t in (call.kwargs["state"], *outs)]
 
 
 CHAINS = [POOL, replace(POOL, id="t3", tokens=3), replace(POOL, id="kv", layout="kv"), replace(POOL, id="ragged", lengths=(3, 1, 9, 2))]
 
 
 @needs_pdl
-@pytest.mark.parametrize("case", CHAINS, ids=lambda c: c.id)
+@named(*CHAINS)
 def test_pdl_on_and_off_are_bit_equal_on_a_chain(case):
-    want = decode_chain(case, pdl=False)
-    for _ in range(5):
-        assert all(torch.same(a, b) for a, b in zip(decode_chain(case, pdl=True), want, strict=True))
+    launch_laws.pdl_changes_no_bit(lambda pdl: launch_laws.decode_chain(make_call(case, "cuda"), pdl))
 
 
 @needs_pdl
@@ -279,7 +228,7 @@ AGREE = [
 ]
 
 
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 @pytest.mark.parametrize("case", AGREE, ids=lambda c: c.id)
 def test_emulator_agrees_bit_for_bit_without_exponentials(case):
     """Gates of 0: the decay is 2^0 on both sides, and everything else is sums, products, fused multiply-adds and roundings."""

@@ -8,8 +8,9 @@ from itertools import product
 
 import pytest
 import torch
+from bits import same
 from card_calls import arch, launch, needs_pdl, waits_for_its_producer
-from replay_cases import BF16, F32, I32, RING, STEP, make, same
+from replay_cases import BF16, F32, I32, RING, STEP, make
 from torch import Tensor
 
 import ssmgen

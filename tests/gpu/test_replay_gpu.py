@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import launch_laws
 import pytest
+import replay_runs as laws
 import torch
+from bits import same
 from card_calls import arch, launch, prepare
 from replay_cases import (
     BF16,
@@ -14,7 +17,6 @@ from replay_cases import (
     F32,
     HISTORY,
     I32,
-    I64,
     RAGGED,
     RING,
     SHAPES,
@@ -23,14 +25,11 @@ from replay_cases import (
     assert_matches,
     expected,
     make,
-    same,
     shaped,
 )
 from replay_runs import Run
 from varying import named, vary
 
-import ssmgen
-from ssmgen.errors import CaptureError
 from ssmgen.families.replay_selective_state_update import planning as op
 from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.select import registry
@@ -71,16 +70,7 @@ def test_fewer_terms_are_as_exact_as_they_say(base, precision, scale):
 
 @BOTH
 def test_every_count(base):
-    counts = (*range(base.window + 1), base.window + 1, 2**31 - 1, -1, -(2**31))
-    case = replace(base, index=None, batch=len(counts), accepted=counts, tokens=4, state=BF16, **shaped("h16"))
-    call, before = make(case, DEVICE), make(case, DEVICE).kwargs["state"]
-    want = expected(call)
-    call.run()
-    assert_matches(call, want)
-    for s, count in enumerate(counts):
-        live = count if 0 < count <= base.window else 0
-        written = live + case.tokens > base.window if base.ring else live > 0
-        assert same(call.kwargs["state"][s], before[s]) == (not written), f"count {count}"
+    laws.every_count_is_taken(replace(base, state=BF16, **shaped("h16")), DEVICE)
 
 
 RUNS = [
@@ -95,25 +85,12 @@ RUNS = [
 @pytest.mark.parametrize("shape", SHAPES)
 @named(*RUNS)
 def test_twenty_steps_of_random_acceptance_equal_the_sequential_recurrence(case, shape):
-    """Measured: 2e-7 ... 6e-7 of the outputs, 1.1e-7 of the states."""
-    run = Run(replace(case, batch=6, **shaped(shape)), DEVICE)
-    for _ in range(20):
-        run.step()
-        for name, host in run.host.items():
-            assert torch.equal(run.kwargs[name], host), f"{name} is not what a caller's bookkeeping gives"
-    run.materialized()
-    assert run.out_error <= 1e-5 and run.state_error <= 1e-5, (run.out_error, run.state_error)
+    laws.steps_equal_the_recurrence(replace(case, batch=6, **shaped(shape)), DEVICE)
 
 
 @named(*vary(STEP, seeds={"state": F16}), *vary(RING, seeds={"state": BF16}))
 def test_seeds_count_the_states_that_were_written(case):
-    run = Run(replace(case, batch=5, seeds="slots", arrivals=True, **shaped("h16")), DEVICE)
-    for _ in range(12):
-        before, seeds = run.kwargs["state"].clone(), run.kwargs["rand_seed"].clone()
-        run.step()
-        assert torch.equal(run.kwargs["rand_seed"], run.host["rand_seed"])
-        written = [not same(a, b) for a, b in zip(before, run.kwargs["state"], strict=True)]
-        assert (run.kwargs["rand_seed"] != seeds).tolist() == written
+    laws.seeds_count_the_states_that_were_written(replace(case, **shaped("h16")), DEVICE)
 
 
 @named(*vary(STEP, f32={}, bf16={"state": BF16}), *vary(RING, f32={}, f16={"state": F16}))
@@ -213,78 +190,13 @@ def test_far_apart(name, gap):
 
 
 def test_ten_thousand_launches_are_equal():
-    """A graph that restores its outputs, makes the calls, and counts the bits that differ from the first run."""
     case = replace(STEP, state=BF16, seeds="slots", arrivals=True, batch=32, **shaped("h16"))
-    calls = [make(c, DEVICE) for c in (case, replace(case, ring=True), replace(case, two_kernels=True), replace(case, **RAGGED))]
-    kept = [{n: t.clone() for n, t in call.results().items()} for call in calls]
-    wrong = torch.zeros((), dtype=I64, device=DEVICE)
-
-    def bits(t: torch.Tensor) -> torch.Tensor:
-        return t.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[t.element_size()])
-
-    def once(want: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
-        for call, before in zip(calls, kept, strict=True):
-            for name, t in call.results().items():
-                t.copy_(before[name])
-            call.run()
-        if want is None:
-            return [{n: bits(t).clone() for n, t in call.results().items()} for call in calls]
-        for call, results in zip(calls, want, strict=True):
-            for name, t in call.results().items():
-                wrong.add_((bits(t) != results[name]).sum())
-        return want
-
-    want = once(None)
-    once(want)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        once(want)
-    for _ in range(2500):
-        graph.replay()
-    assert wrong.item() == 0
-    want[0]["state"].view(-1)[7] += 1  # and it counts errors
-    graph.replay()
-    assert wrong.item() == 1
+    cases = case, replace(case, ring=True), replace(case, two_kernels=True), replace(case, **RAGGED)
+    launch_laws.launches_write_the_same_bits([make(c, DEVICE) for c in cases], 2500)
 
 
 @BOTH
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
-def test_first_launch_ever_may_be_inside_a_capture_once_warm(base, two):
-    """No other test has these dtypes, so the kernels are not loaded yet."""
+def test_the_first_launch_may_be_in_a_graph(base, two):
     case = replace(base, x=F16, z=F32, D=F16, A=BF16, dt=F32, heads=12, groups=3, two_kernels=two)
-    call = make(case, DEVICE)
-    want = expected(call)
-    assert not ssmgen.is_warm(call.function, **call.kwargs)
-    with pytest.raises(CaptureError, match=rf"ssmgen.warm\(ssmgen.{call.function.__name__}"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        call.run()
-    assert ssmgen.warm(call.function, **call.kwargs) >= 1 and ssmgen.warm(call.function, **call.kwargs) == 0
-    assert ssmgen.is_warm(call.function, **call.kwargs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.run()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_matches(call, want)
-
-
-def test_bound_calls_relaunch():
-    for case in (replace(STEP, arrivals=True), replace(RING, two_kernels=True)):
-        bound_call, eager = make(case, DEVICE), make(case, DEVICE)
-        bound = ssmgen.bind(bound_call.function, **bound_call.kwargs)
-        for _ in range(3):
-            assert bound() is bound_call.kwargs["out"]
-            eager.run()
-        torch.cuda.synchronize()
-        assert not equal(bound_call, eager)
-
-
-@BOTH
-def test_torch_compile_fullgraph(base):
-    def step(kwargs):
-        function = ssmgen.checkpoint_selective_state_update if base.ring else ssmgen.replay_selective_state_update
-        return function(**kwargs | {"x": kwargs["x"] * 2, "out": None}).float() + 1
-
-    eager, compiled = (make(replace(base, arrivals=True), DEVICE) for _ in range(2))
-    want, got = step(eager.kwargs), torch.compile(step, fullgraph=True, backend="aot_eager")(compiled.kwargs)
-    assert same(got, want) and equal(eager, compiled) == []
+    launch_laws.the_first_launch_may_be_in_a_graph("replay", case)

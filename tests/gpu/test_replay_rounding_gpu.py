@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from replay_cases import BF16, F16, F32, HISTORY, I32, same
+from bits import same
+from replay_cases import BF16, F16, F32, HISTORY, I32
 
 import ssmgen
 from ssmgen.engine.stochastic_reference import stored

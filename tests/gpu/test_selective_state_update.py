@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import launch_laws
 import pytest
 import torch
 from bits import bits
@@ -159,21 +160,9 @@ def test_mamba_ssm_signature():
 # Programmatic dependent launch.
 
 
-def decode_chain(case: Case, pdl: bool, steps: int = 16) -> list[torch.Tensor]:
-    call = make_call(case, "cuda")
-    outs = []
-    for _ in range(steps):
-        call.kwargs["out"] = torch.full_like(call.kwargs["out"], float("nan"))
-        outs.append(ssmgen.selective_state_update(*call.args, **call.kwargs, pdl=pdl))
-    torch.cuda.synchronize()
-    return [bits(t).clone() for t in (call.args[0], *outs)]
-
-
 @pytest.mark.parametrize("case", [M2, M1], ids=lambda c: c.id)
 def test_pdl_on_and_off_are_bit_equal_on_a_chain(case):
-    want = decode_chain(case, pdl=False)
-    for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(decode_chain(case, pdl=True), want, strict=True))
+    launch_laws.pdl_changes_no_bit(lambda pdl: launch_laws.decode_chain(make_call(case, "cuda"), pdl))
 
 
 @needs_pdl

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
+import launch_laws
 import pytest
+import ssu_token_cases
 import torch
 from bits import bits, same
-from card_calls import launch
+from decode_cases import tokens_equal_single_steps
 from ssu_cases import BF16, F16, F32, ulp
 from ssu_token_cases import Case, make_call, matrix
 from torch import Tensor
@@ -38,7 +39,7 @@ def test_pdl_changes_nothing(name):
         for _ in range(4):
             ssmgen.selective_state_update(**call.kwargs, pdl=pdl)
         results.append([bits(t).clone() for t in written(call)])
-        assert all(torch.same(a, b) for a, b in zip(results[-1], results[0], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results[-1], results[0], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -54,30 +55,14 @@ def test_variants_are_bit_equal(case):
     operator = OPERATORS[OPERATOR_OF[type(call.problem)]]
     specs = list(operator.space(call.problem, runtime.device_arch(torch.cuda.current_device())))
     layouts = {(s.lanes, s.vec): s for s in specs}
-    chosen = [*layouts.values(), *random.Random(0).sample(specs, min(20, len(specs)))]
-    first = None
-    for spec in chosen:
-        call = make_call(case, "cuda")
-        launch(spec, call.caller.family, call.views, call.options, call.operands)()
-        torch.cuda.synchronize()
-        result = [bits(t).clone() for t in written(call)]
-        first = first or result
-        assert all(torch.same(a, b) for a, b in zip(result, first, strict=True)), f"{spec} differs from {chosen[0]}"
+    launch_laws.variants_are_bit_equal("several_tokens", case, [*layouts.values(), *launch_laws.some(specs, 20)])
     assert len(layouts) > 1
 
 
 @pytest.mark.parametrize("case", [Case("gate", z=True), Case("bare", D=False, dt_bias=False, softplus=False, x=F16)], ids=lambda c: c.id)
 def test_token_t_equals_single_steps(case):
     case = replace(case, **SMALL, tokens=17, kept=F32)
-    many, single = make_call(case, "cuda"), make_call(case, "cuda")
-    many.run()
-    for t in range(case.tokens):
-        ssmgen.selective_state_update(
-            **{n: v[:, t] if n in TOKENWISE else v for n, v in single.kwargs.items() if n != "intermediate_states"}
-        )
-        assert same(many.kwargs["intermediate_states"][:3, t], single.kwargs["state"][:3]), f"state after token {t}"
-        assert same(many.kwargs["out"][:, t], single.kwargs["out"][:, t]), f"output of token {t}"
-    assert same(many.kwargs["state"][:3], single.kwargs["state"][:3])
+    tokens_equal_single_steps(ssu_token_cases, case, ssu_token_cases.one_token, "cuda", lambda call: call.run())
 
 
 @pytest.mark.parametrize("name", ["t4-no-update", "tree-t9", "t4-kept-f32-of-bf16", "noisy-kept-only"])
@@ -85,7 +70,7 @@ def test_a_pool_that_is_not_updated_keeps_its_bits(name):
     call = make_call(next(c for c in matrix() if c.id == name), "cuda")
     before = bits(call.kwargs["state"]).clone()
     call.run()
-    assert torch.same(bits(call.kwargs["state"]), before)
+    assert torch.equal(bits(call.kwargs["state"]), before)
 
 
 def test_states_and_intermediates_above_2_31_elements():
@@ -147,7 +132,7 @@ def test_philox_is_triton_s(rounds):
     for seed in (0, 42, 123456, 2**31 - 1):
         out = torch.zeros(64, 4, dtype=I64, device="cuda")
         draw[(1,)](torch.tensor([seed], device="cuda"), counters, out, rounds)
-        assert torch.same(out & 0xFFFFFFFF, torch.stack(philox(seed, counters, rounds), -1))
+        assert torch.equal(out & 0xFFFFFFFF, torch.stack(philox(seed, counters, rounds), -1))
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])

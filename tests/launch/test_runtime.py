@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from emulated_calls import SM90, needs_emulator
 from ssu_cases import BF16, Case, assert_matches, expected, make_call
 
 from ssmgen import emulator
@@ -21,9 +22,8 @@ from ssmgen.launch import enqueue, runtime
 from ssmgen.launch.enqueue import LaunchConfig
 from ssmgen.select.registry import select
 from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch, DType, Index
+from ssmgen.spec.kernel import DType, Index
 
-SM90 = Arch.parse("sm_90a")
 SPEC = SsuSpec(d_state=16, headdim=64, tied=False, dt_limit=True, index=Index.I32, D=DType.F32, lanes=4, vec=4, tile=64, threads=64)
 
 
@@ -163,7 +163,7 @@ def test_a_default_stream_is_that_of_the_tensors_device(fake, monkeypatch, strea
     assert seen == entered and len(fake.calls) == 1
 
 
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 def test_a_plan_run_by_the_emulator(fake, monkeypatch):
     """From checked operands over problem, spec, values and plan to a result, as on a card without the driver."""
     call = make_call(Case("m2", heads=2, groups=2, state=BF16, index=torch.int32, split=True), "cpu")

@@ -11,7 +11,7 @@ from typing import Any
 import delta_images
 import linear_images
 import torch
-from emulated_calls import written_by
+from emulated_calls import SM90, written_by
 from scan_cases import error
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
@@ -29,7 +29,6 @@ from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule
 from ssmgen.spec.arguments import Arguments, Value
 from ssmgen.spec.kernel import Arch, DType, Index, Layout, Pdl
 
-SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
 NAMES = {F32: DType.F32, BF16: DType.BF16, F16: DType.F16}
 BOUND = 6e-3  # relative L2 error of out and of states, of random data
 PER_TOKEN = ("q", "k", "v", "read", "write", "log", "beta")

@@ -10,19 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from guarded_call import GuardedCall
 from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
+from varying import vary
 
-import ssmgen
-from ssmgen import emulator
 from ssmgen.families.combine_splits import call as op
 from ssmgen.families.combine_splits.reference import combine_splits as reference
-from ssmgen.spec.kernel import Arch
 
 I32, I64 = torch.int32, torch.int64
 INF, NAN = math.inf, math.nan
-SM90 = Arch.parse("sm_90a")
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 @dataclass(frozen=True)
@@ -51,14 +48,6 @@ class Case:
     spread: float = 3.0  # of LSEs
     shift: float = 0.0
     empty: float = 0.2  # of the splits
-
-
-def named(*several: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", several, ids=lambda c: c.id)
-
-
-def vary(base: Case, **cases: dict[str, Any]) -> list[Case]:
-    return [replace(base, **({"id": f"{base.id}-{name}".replace("_", "-")} | changes)) for name, changes in cases.items()]
 
 
 DENSE = Case("dense")
@@ -124,25 +113,8 @@ LAYOUTS = {
 }
 
 
-@dataclass
-class Call:
-    """A call's arguments and the memory around them."""
-
-    case: Case
-    memory: Memory
-    kwargs: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        self.built = ssmgen.combine_splits.build(**self.kwargs)
-        self.options, self.named = self.built.options, self.built.operands
-        self.views = op.CALLER.checked(self.named, self.options, None)
-        self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.named.items()}, self.options)
-
-    def run(self, **more: Any) -> Any:
-        return ssmgen.combine_splits(**self.kwargs, **more)
-
-    def results(self) -> list[Tensor]:
-        return [self.named[n] for n in ("out", "lse_out") if n in self.named]
+class Call(GuardedCall):
+    operator = op.OPERATOR
 
 
 def _view(memory: Memory, name: str, layout: str, shape: tuple[int, ...], dtype: torch.dtype, trailing: bool = True) -> Tensor:

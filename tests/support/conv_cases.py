@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
 import torch
+from guarded_call import GuardedCall
 from ssu_cases import BF16, Memory
 from torch import Tensor
 
-import ssmgen
 from ssmgen.families.causal_conv1d import call as forward_op
 from ssmgen.families.causal_conv1d_update import call as update_op
 from ssmgen.families.causal_conv1d_update.operands import CHILDREN
@@ -134,30 +134,16 @@ LAYOUTS |= {"gaps": LAYOUTS["first_slice"], "any": LAYOUTS["first_any"]}
 
 
 @dataclass
-class Call:
-    """A call's arguments and the memory around them."""
-
-    op: ModuleType
-    memory: Memory
-    kwargs: dict[str, Any]
-    case: Any = None
-    written: dict[str, str] = field(default_factory=dict)  # {operand: name of its buffer}
-
-    def __post_init__(self) -> None:
-        self.built = self.function.build(**self.kwargs)
-        self.given, self.options, self.operands = self.built.given, self.built.options, self.built.operands
-        self.views = self.op.CALLER.checked(self.operands, self.options, None)
-        self.problem = self.op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.options)
+class Call(GuardedCall):
+    written: dict[str, str]  # {operand: name of its buffer}
 
     @property
-    def function(self) -> Callable[..., Any]:
-        return getattr(ssmgen, self.op.OPERATOR)
+    def op(self) -> ModuleType:
+        return forward_op if isinstance(self.case, Case) else update_op
 
-    def run(self, **more: Any) -> Any:
-        return self.function(**self.kwargs, **more)
-
-    def results(self) -> list[Tensor]:
-        return [self.views[n] for n in self.op.FAMILY.written if n in self.views]
+    @property
+    def operator(self) -> str:
+        return self.op.OPERATOR
 
 
 def _view(memory: Memory, name: str, layout: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
@@ -249,7 +235,7 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
             kwargs["has_initial_state"] = torch.tensor([[not f, f] for f in fresh], dtype=torch.bool, device=device)[:, 0]
         written["conv_states"] = "conv_states"
     memory.seal()
-    return Call(forward_op, memory, kwargs, case, written)
+    return Call(case, memory, kwargs, written)
 
 
 def tree_of(tokens: int, g: torch.Generator) -> tuple[list[int], list[int]]:
@@ -325,7 +311,7 @@ def make_update(case: UpdateCase, device: str, seed: int = 0) -> Call:
             kwargs["intermediate_state_indices"] = memory.fill("intermediate_state_indices", torch.tensor(row, dtype=case.saved_index))
     memory.seal()
     written = {n: n for n in update_op.FAMILY.written if n in kwargs} | {"out": "x" if case.in_place else "out"}
-    return Call(update_op, memory, kwargs, case, written)
+    return Call(case, memory, kwargs, written)
 
 
 def make(case: Any, device: str, seed: int = 0) -> Call:

@@ -13,18 +13,14 @@ import torch
 from bits import bits
 from bits import same as equal
 from conv_cases import I32, I64, Call
-from emulated_calls import emulate
+from emulated_calls import SM90, emulate, needs_emulator  # noqa: F401
 from ssu_cases import ulp
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.engine.convolution_calls import ACTIVATIONS
-from ssmgen.spec.kernel import Arch
 
-SM90 = Arch.parse("sm_90a")
 LAST_AXIS = pytest.mark.parametrize("last", [False, True], ids=["first", "last"])  # whether channels are the contiguous axis
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 @dataclass

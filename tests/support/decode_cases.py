@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from bits import all_same
+from bits import all_same, same
 from emulated_calls import SM80, SM90, chosen, emulate
 from kernel_laws import edited, found_in_words
 from rounding import Approx
@@ -122,6 +122,22 @@ def variants_are_equal(of: ModuleType, case: Any, specs: Sequence[Any]) -> None:
         found = [call.kwargs[n].clone() for n in WRITTEN if n in call.kwargs]
         first = first or found
         assert all_same(found, first), spec
+
+
+def tokens_equal_single_steps(
+    of: ModuleType, case: Any, one_token: Callable[[Any, int], Any], device: str = "cpu", run: Callable[[Any], Any] = emulate
+) -> None:
+    """Bit for bit, across chunks of staged tokens; so do the states in between. A call that writes no state equals one that does.
+    one_token: the call that does token t of another one alone, on the same state."""
+    many, single = of.make_call(case, device), of.make_call(replace(case, update=True), device)
+    run(many)
+    for t in range(case.tokens):
+        run(one_token(single, t))
+        if case.update:
+            kept = many.kwargs["intermediate_states"][: case.batch, t]
+            assert same(kept, single.kwargs["state"][: case.batch]), f"state after token {t}"
+        assert same(many.kwargs["out"][:, t], single.kwargs["out"][:, t]), f"output of token {t}"
+    assert same(many.kwargs["state"], (single if case.update else of.make_call(case, device)).kwargs["state"])
 
 
 def lane_maps(specs: Sequence[Any], count: int, seed: int = 1) -> list[Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 from torch import Tensor
 
+from ssmgen import emulator
 from ssmgen.compile.render import render
 from ssmgen.emulator import SMS, run_source
 from ssmgen.select import registry
@@ -14,6 +16,7 @@ from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch
 
 SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 Change = Callable[[str], str]
 
 

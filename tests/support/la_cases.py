@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from decode_cases import Row, rows_of
+from guarded_call import GuardedCall
 from rounding import Approx, U, dot, exact
 from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 from varying import vary
 
-import ssmgen
 from ssmgen.engine.recurrences.attention.operands import OF_KEY_HEADS, ROLES
 from ssmgen.families.linear_attention import planning as op
 
@@ -169,23 +169,12 @@ def usual(case: Case) -> bool:
 
 
 @dataclass
-class Call:
-    """A call's arguments and the memory around them."""
-
-    case: Case
-    memory: Memory
-    kwargs: dict[str, Any]
+class Call(GuardedCall):
     sequences: list[Row]
 
-    def __post_init__(self) -> None:
-        self.function = getattr(ssmgen, self.case.rule)
-        self.built = self.function.build(**self.kwargs)
-        self.operands = self.built.operands  # by the kernels' names and in their order
-        self.views = self.built.caller.checked(self.operands, self.built.options, None)  # in token form
-        self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.built.options)
-
-    def run(self) -> Tensor:
-        return self.function(**self.kwargs)
+    @property
+    def operator(self) -> str:
+        return self.case.rule
 
 
 def _rows(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Row]]:

@@ -6,20 +6,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
+from guarded_call import GuardedCall
 from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
+from varying import vary
 
-import ssmgen
-from ssmgen import emulator
 from ssmgen.families.gated_rms_norm import call as op
-from ssmgen.spec.kernel import Arch
 
 NAN = math.nan
-SM90 = Arch.parse("sm_90a")
 NAMES = {F32: "f32", F16: "f16", BF16: "bf16"}
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 @dataclass(frozen=True)
@@ -44,14 +40,6 @@ class Case:
     eps: float = 1e-5
     spread: float = 1.0  # of x
     gate_spread: float = 2.0
-
-
-def named(*several: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", several, ids=lambda c: c.id)
-
-
-def vary(base: Case, **cases: dict[str, Any]) -> list[Case]:
-    return [replace(base, **({"id": f"{base.id}-{name}".replace("_", "-")} | changes)) for name, changes in cases.items()]
 
 
 MAMBA = Case("mamba", size=1024, flat=True, groups=2, each=True)
@@ -108,26 +96,12 @@ LAYOUTS = {
 }
 
 
-@dataclass
-class Call:
-    """A call's arguments and the memory around them."""
-
-    case: Case
-    memory: Memory
-    kwargs: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        self.built = ssmgen.gated_rms_norm.build(**self.kwargs)
-        self.options, self.named = self.built.options, self.built.operands
-        self.views = op.CALLER.checked(self.named, self.options, None)
-        self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.named.items()}, self.options)
-
-    def run(self, **more: Any) -> Tensor:
-        return ssmgen.gated_rms_norm(**self.kwargs, **more)
+class Call(GuardedCall):
+    operator = op.OPERATOR
 
     @property
     def out(self) -> Tensor:
-        return self.named["out"]
+        return self.operands["out"]
 
 
 def make(case: Case, device: str, seed: int = 0) -> Call:

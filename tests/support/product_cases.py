@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
-from ssmgen import emulator
 from ssmgen.compile.render import environment
 from ssmgen.emulator import run_source
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import KernelSpec, Needs, Param
 
 Run = Callable[..., Tensor]  # as `run`, which emulates
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 LIBRARY = """
 {% include "lib/types.cuh.j2" %}

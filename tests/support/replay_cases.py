@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, cycle, islice
 from typing import Any
 
 import torch
+from guarded_call import GuardedCall
 from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 from varying import vary
 
-import ssmgen
 from ssmgen.engine.accuracy import norm_error
-from ssmgen.families.replay_selective_state_update import planning as op
 
 I32, I64 = torch.int32, torch.int64
 HISTORY = ("old_x", "old_B", "old_dt", "old_dA_cumsum")
@@ -121,36 +120,19 @@ def at_shapes() -> list[Case]:
 
 
 @dataclass
-class Call:
-    """A call's arguments and the memory around them."""
-
-    case: Case
-    memory: Memory
-    kwargs: dict[str, Any]
+class Call(GuardedCall):
     slot_of: list[int]  # of each sequence; -1 for padding
-    written: set[str] = field(default_factory=set)  # names of buffers
+    written: set[str]  # names of buffers
 
-    def __post_init__(self) -> None:
-        self.function = ssmgen.checkpoint_selective_state_update if self.case.ring else ssmgen.replay_selective_state_update
-        built = self.built = self.function.build(**self.kwargs)
-        self.given, self.options, self.operands = built.given, built.options, built.operands
-        self.views = built.caller.checked(self.operands, self.options, None)
-        self.problem = op.problem_of(self.views, {n: t.data_ptr() for n, t in self.operands.items()}, self.options)
-
-    def run(self, **more: Any) -> Tensor:
-        return self.function(**self.kwargs, **more)
+    @property
+    def operator(self) -> str:
+        return f"{'checkpoint' if self.case.ring else 'replay'}_selective_state_update"
 
     def results(self) -> dict[str, Tensor]:
         return {n: self.kwargs[n] for n in ("out", "state", *HISTORY, *KEPT) if n in self.kwargs}
 
     def lengths(self) -> list[int]:
         return list(self.case.lengths) or [self.case.tokens] * self.case.batch
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit."""
-    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
-    return torch.equal(a.contiguous().view(width), b.contiguous().view(width))
 
 
 def _accepted(case: Case) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from bits import error, same
-from emulated_calls import emulate
+from emulated_calls import SM90, emulate
 from sequence_laws import (  # noqa: F401
     NAN,
     Sequences,
@@ -30,7 +30,6 @@ from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
 from ssmgen.launch import runtime
 from ssmgen.spec.kernel import Arch, Pdl
 
-SM90 = Arch.parse("sm_90a")
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 130)
 BOUNDS = {BF16: 4e-3, F16: 6e-4, F32: 1e-5}  # relative L2 error: of products of operands of such a dtype
 

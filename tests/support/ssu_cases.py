@@ -158,8 +158,11 @@ class Call:
     def built(self) -> Any:
         return ssmgen.selective_state_update.build(*self.args, **self.kwargs)
 
-    def run(self) -> Tensor:
-        return ssmgen.selective_state_update(*self.args, **self.kwargs)
+    def run(self, **more: Any) -> Tensor:
+        return ssmgen.selective_state_update(*self.args, **self.kwargs, **more)
+
+    def results(self) -> list[Tensor]:
+        return [self.args[0], self.kwargs["out"]]
 
     @property
     def options(self) -> Options:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from decode_cases import I32, I64, Row, assert_matches, rounding, rows_of
+from guarded_call import GuardedCall
 from rounding import Approx, dot, exact
 from ssu_cases import BF16, F16, F32, Memory
 from torch import Tensor
 from varying import vary
 
-import ssmgen
 from ssmgen.families.selective_state_update import planning as op
 
 
@@ -97,22 +97,10 @@ def matrix() -> list[Case]:
 
 
 @dataclass
-class Call:
-    """A call's arguments and the memory around them."""
-
-    case: Case
-    memory: Memory
-    kwargs: dict[str, Any]
+class Call(GuardedCall):
     sequences: list[Row]
 
-    def __post_init__(self) -> None:
-        built = self.built = ssmgen.selective_state_update.build(**self.kwargs)
-        self.caller, self.given, self.options, self.operands = built.caller, built.given, built.options, built.operands
-        self.views = self.caller.checked(self.operands, self.options, None)
-        self.problem, self.size, _, _ = built.problem()
-
-    def run(self) -> Tensor:
-        return ssmgen.selective_state_update(**self.kwargs)
+    operator = "selective_state_update"
 
 
 def _rows(case: Case, g: torch.Generator) -> tuple[int, dict[str, Any], list[Row]]:
@@ -167,6 +155,15 @@ def make_call(case: Case, device: str, seed: int = 0) -> Call:
     kwargs |= {"dt_softplus": case.softplus, "dt_limit": case.limit, "pad_slot_id": case.pad_slot_id, "update_state": case.update}
     memory.seal()
     return Call(case, memory, kwargs, sequences)
+
+
+def one_token(call: Call, t: int) -> Call:
+    """The single-token call that does token t of another one alone, on the same state."""
+    gone = ("intermediate_states", "parents", "rand_seed", "philox_rounds")
+    kwargs = {n: v[:, t] if n in ("x", "dt", "B", "C", "z", "out") else v for n, v in call.kwargs.items() if n not in gone}
+    found = Call(replace(call.case, tokens=None, kept=None, parents=None, seed=""), call.memory, kwargs, call.sequences)
+    assert not found.problem.several
+    return found
 
 
 def step(h: Approx, reach: Tensor, x: Mapping[str, Approx], case: Case) -> tuple[Approx, Tensor, Approx]:

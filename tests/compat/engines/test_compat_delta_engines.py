@@ -34,11 +34,11 @@ from delta_oracles import (
     walk,
     walks,
 )
+from emulated_calls import needs_emulator
 from engine_calls import no_call_goes_to_the_engine, pages, sglang_functions, vllm_functions  # noqa: F401
 from prompt_cases import Case, emulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssmgen import emulator
 from ssmgen.compat import fla, flashinfer, sglang, vllm
 from ssmgen.compat.sglang import delta as sglang_delta
 from ssmgen.compat.shared import delta_prompts
@@ -195,7 +195,7 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
 BOUND = 6e-3 + 2**-9  # of kernels against float64, and the rounding to 16 bits
 
 
-@pytest.mark.skipif(not emulator.available(), reason="needs g++")
+@needs_emulator
 @pytest.mark.parametrize(
     "way", [pytest.param("fla", marks=pytest.mark.matrix), "flashinfer", pytest.param("vllm", marks=pytest.mark.matrix), "sglang"]
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conv_laws import SM90, needs_emulator
+from emulated_calls import SM90, needs_emulator
 from engine_calls import no_call_goes_to_the_engine, sglang_functions, vllm_functions  # noqa: F401
 from engine_cases import FORMS, SHARED, load, operands, padded_with
 from selection import costly

@@ -19,7 +19,7 @@ import pytest
 import scan_cases
 import selective_cases
 import torch
-from conv_laws import needs_emulator
+from emulated_calls import needs_emulator
 from engine_calls import no_call_goes_to_the_engine, vllm_functions  # noqa: F401
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from prompt_cases import BF16, FUNCTIONS, SM90, Case, candidates, make, problem_of, public, same, states
+from prompt_cases import BF16, FUNCTIONS, SM90, Case, candidates, make, problem_of, public, same
 from selection import costly
 
 import ssmgen
@@ -141,21 +141,6 @@ def test_a_workspace_may_be_used_again_and_lies_at_a_multiple_of_16_bytes():
         problem_of(DELTA, **call, workspace=memory[8:])
     with pytest.raises(ArgumentError, match="out overlaps workspace in memory"):
         public(DELTA, **call, out=memory[:1280].view(BF16).view(2, 5, 2, 32), workspace=memory)
-
-
-@costly(3)
-@each
-@torch.no_grad()
-def test_compiled_by_torch(case):
-    call = make(case, 2, 5)
-    before = states(case, 2)
-
-    def layer(before: torch.Tensor, **call: Any) -> Any:
-        out, state = getattr(ssmgen, case.function)(**call, initial_states=before, return_final_states=True)
-        return out * 2, state + 1
-
-    wanted = layer(before, **call)
-    assert all(same(a, b) for a, b in zip(torch.compile(layer, fullgraph=True, backend="eager")(before, **call), wanted, strict=True))
 
 
 # Choices.

@@ -10,14 +10,14 @@ from typing import Any
 import chain_cases as cases
 import pytest
 import torch
-from chain_cases import BF16, F16, F32, HEADS, RULES, SM80, SM90, accurate, called, hard, poisoned, prompt, recurrence, states_of, walked
+from chain_cases import BF16, F16, F32, HEADS, RULES, SM90, accurate, called, hard, poisoned, prompt, recurrence, states_of, walked
 from compiled import compiled
+from emulated_calls import SM80, needs_emulator
 from kernel_laws import edited, found, waits_before_any_of
 from scan_cases import error, same
 from selection import costly, few, kept
 from ssu_cases import Memory
 
-from ssmgen import emulator
 from ssmgen.engine.chunks.chain import TILES
 from ssmgen.engine.chunks.kernels import of_problem
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec as DeltaChain
@@ -26,7 +26,6 @@ from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem, 
 from ssmgen.spec.kernel import Arch, DType, Index, Layout, Loads, Pdl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 NAN = float("nan")
 LENGTHS = (65, 0, 1, 64, 130, 17)
 rules = pytest.mark.parametrize("rule", kept(RULES, lambda rule: rule in (HEADS, Rule.DELTA, Rule.LOW_RANK)), ids=called)

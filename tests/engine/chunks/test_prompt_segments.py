@@ -12,7 +12,7 @@ import prompt_laws as laws
 import pytest
 import torch
 from compiled import compiled
-from emulated_calls import written_by
+from emulated_calls import needs_emulator, written_by
 from kernel_laws import edited, found
 from prompt_cases import (
     ADVERSARIAL,
@@ -35,7 +35,6 @@ from prompt_cases import (
 )
 from selection import costly, few
 
-from ssmgen import emulator
 from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
 from ssmgen.engine.chunks.chain import Backend
@@ -50,7 +49,6 @@ from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem
 from ssmgen.select.registry import select
 from ssmgen.spec.kernel import Arch, DType, Index, Layout, Pdl
 
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 DELTA, KDA = Case("chunk_gated_delta_rule"), Case("chunk_kda")
 WIDE = {"heads": 1, "head_k": 64, "head_v": 64}
 CHAINS = {DeltaProblem: DeltaChain, LinearPromptProblem: LinearChain}

@@ -28,11 +28,11 @@ from chain_cases import (
     walked,
 )
 from compiled import compiled
+from emulated_calls import needs_emulator
 from kernel_laws import edited, found
 from prompt_cases import BOUNDS, CHAINS, candidates, error, same
 from selection import costly, few, kept
 
-from ssmgen import emulator
 from ssmgen.compile.render import render
 from ssmgen.engine.chunks.chain import Backend
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec as DeltaChain
@@ -44,7 +44,6 @@ from ssmgen.spec.kernel import Arch, DType, Index, Layout, Loads, Pdl
 SMALL = {"K": 64, "V": 64}
 LENGTHS = (65, 0, 64, 1, 130)
 BOUND = BOUNDS[BF16]
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 rules = pytest.mark.parametrize("rule", kept(RULES, lambda rule: rule is not Rule.OLD), ids=called)  # its text is DELTA's
 two = pytest.mark.parametrize("rule", [HEADS, Rule.DELTA], ids=called)
 

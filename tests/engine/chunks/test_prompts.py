@@ -10,6 +10,7 @@ from typing import Any
 import prompt_laws as laws
 import pytest
 import torch
+from emulated_calls import needs_emulator
 from prompt_cases import (
     ADVERSARIAL,
     BF16,
@@ -30,7 +31,6 @@ from prompt_cases import (
 )
 from selection import costly
 
-from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.engine.chunks.chain import Backend
 from ssmgen.engine.recurrences.attention.problem import Gate
@@ -43,7 +43,6 @@ from ssmgen.spec.kernel import DType, Index, Layout
 DELTA, KDA, RWKV7 = Case("chunk_gated_delta_rule"), Case(), Case("chunk_rwkv7")  # chunks of 64 tokens, and of 32
 UNEVEN = Case(heads=3, key_heads=3, head_k=48, head_v=16, x=F16)
 WIDE = Case(heads=1, head_k=64, head_v=64)
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 each = pytest.mark.parametrize("case", [Case(name) for name in FUNCTIONS], ids=FUNCTIONS)
 three = pytest.mark.parametrize("case", [DELTA, KDA, RWKV7], ids=["delta", "kda", "rwkv7"])
 by_both = pytest.mark.parametrize("run", [public, pytest.param(emulated, marks=needs_emulator)], ids=["reference", "emulated"])

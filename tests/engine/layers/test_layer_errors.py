@@ -1,4 +1,4 @@
-"""Calls of mamba2_layer, gdn_layer and kda_layer: their errors, their problems, and their registration with torch."""
+"""Calls of mamba2_layer, gdn_layer and kda_layer: their errors and their problems."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from layer_calls import differing, make
 from layer_cases import BF16, F32, GDN, I32, I64, KDA, MAMBA, named, vary
-from selection import costly
 
 import ssmgen
 from ssmgen.engine.recurrences.attention.problem import Beta, Gate, Layout, Tokens, Update
@@ -309,33 +308,3 @@ def test_problems_of_several_tokens_of_mamba2():
     assert posed(ACCEPTED, extra=1).conv.layout is StateLayout.ANY, ", since a kernel rewrites the whole run"
     assert posed(VERIFY, kept=None).intermediate_indices is Index.NONE and posed(VERIFY, saved="").conv.rows is Index.NONE
     assert posed(VERIFY, saved="any").conv.windows is Saved.ANY and posed(VERIFY, slot_gap=1).state_loads is Loads.ELEMENT
-
-
-# Registration.
-
-BARE: dict[str, Any] = {"norm": None, "bias": False, "conv_bias": None}
-REGISTERED = [
-    *[MAMBA, *vary(MAMBA, gated={"norm": None, "conv_bias": None, "D": "none"}, noise={"philox": 7}), T3, ACCEPTED, VERIFY],
-    *[GDN, *vary(GDN, bare=BARE, kv={"layout": "kv", "index": None, "batch": 3})],
-    *[KDA, *vary(KDA, bare=BARE, bounded={"lower_bound": -5.0, "bare_gate": True})],
-    *[GDN_T3, *vary(GDN_T3, kept={"kept": BF16, "saved": "runs", "rows": I32, "update": False}, accepted={"accepted": I32})],
-    *[KDA_T3, *vary(KDA_T3, kept={"kept": BF16, "saved": "runs", "rows": I32, "update": False}, accepted={"accepted": I32})],
-]
-
-
-@costly(5)
-@named(REGISTERED)
-def test_opcheck(case):
-    call = make(case).built()
-    options = [list(v) if isinstance(v, tuple) else v for v in call.options]
-    if call.caller.name == "mamba2_layer":
-        torch.library.opcheck(torch.ops.ssmgen.mamba2_layer.default, (*call.given, *options, None))
-    else:
-        torch.library.opcheck(torch.ops.ssmgen.delta_layer.default, (call.caller.name, *call.given, *options, None))
-
-
-@named([MAMBA, GDN, KDA, VERIFY, GDN_T3, KDA_T3])
-def test_compiled_whole(case):
-    want, call = make(case).run(), make(case)
-    got = torch.compile(lambda: call.run(out=None).float() * 2, fullgraph=True, backend="aot_eager")()
-    assert torch.equal(got[call.live], want[call.live].float() * 2)

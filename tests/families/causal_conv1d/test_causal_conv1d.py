@@ -1,4 +1,4 @@
-"""causal_conv1d and causal_conv1d_update without a GPU: reference, emulated kernels, laws, errors, registration."""
+"""causal_conv1d and causal_conv1d_update without a GPU: reference, emulated kernels, laws, errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import conv_laws as laws
 import pytest
 import torch
 from conv_cases import FIRST, I32, I64, LAST, POOL, RING, ROLL, SHORT, STATEFUL, Call, Case, UpdateCase, make, make_call, make_update
-from conv_laws import LAST_AXIS, SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from conv_laws import LAST_AXIS, Draw, assert_matches, emulate, emulated, equal, expected
 from conv_matrices import matrix, update_matrix
+from emulated_calls import SM90, needs_emulator
 from selection import costly, few
 from ssu_cases import BF16, F16, F32
 from varying import named
@@ -314,72 +315,6 @@ def test_everything_wrong_in_one_message():
 def test_a_long_stride_is_refused():
     x = torch.empty_strided((2, 12, 16), (2**33, 2**32, 1), device="meta", dtype=BF16)
     assert "below 2^32" in bad(WHOLE, {"x": x})
-
-
-def test_parameters_are_taken_without_grad_mode():
-    call = make_call(WHOLE, "cpu")
-    weight = torch.nn.Parameter(call.kwargs["weight"])
-    with pytest.raises(ArgumentError, match="weight requires grad"):
-        ssmgen.causal_conv1d(**call.kwargs | {"weight": weight})
-    with torch.no_grad():
-        ssmgen.causal_conv1d(**call.kwargs | {"weight": weight})
-
-
-# Registration with torch.
-
-REGISTERED = [replace(WHOLE, **STATEFUL), replace(WHOLE, seq_idx=True), PACKED, SPECULATIVE, UpdateCase("ring", RING, saved="windows")]
-REGISTERED += [UpdateCase("tree", tokens=3, parents=I32, saved="windows"), UpdateCase("children", tokens=3, children=I64)]
-
-
-@costly(3)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@named(*[replace(c, id=f"{i}-{c.id}") for i, c in enumerate(REGISTERED)])
-def test_opcheck(case):
-    call = make(case, "cpu")
-    options = forward_op.ACTIVATIONS[call.options[0]], call.options[1], None
-    torch.library.opcheck(getattr(torch.ops.ssmgen, call.op.OPERATOR).default, (*call.given, *options))
-
-
-@costly(1)
-@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
-def test_torch_compile_fullgraph(last):
-    def two(x, past, state, weight, bias):
-        out, final = ssmgen.causal_conv1d(x, weight, bias, activation="silu", initial_states=past, return_final_states=True)
-        last = ssmgen.causal_conv1d_update(out[..., -1] * 2, state, weight, bias, "silu")
-        return last.float() + 1, final
-
-    def operands():
-        draw = Draw("cpu", BF16, last)
-        return draw.tokens(2, length=9), draw.states(2), draw.states(2), *draw.weights
-
-    eager, compiled = operands(), operands()
-    want = two(*eager)
-    got = torch.compile(two, fullgraph=True, backend="aot_eager")(*compiled)
-    assert all(torch.equal(a, b) for a, b in zip((*got, *compiled), (*want, *eager), strict=True))
-
-
-def test_fake_tensors_go_through_the_dispatcher():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    draw = Draw("cpu", BF16, True)
-    with FakeTensorMode() as mode:
-        x, state, past, *weights = (mode.from_tensor(t) for t in (draw.tokens(2, length=9), draw.states(2), draw.states(2), *draw.weights))
-        out, final = ssmgen.causal_conv1d(x, *weights, initial_states=past, return_final_states=True)
-        again = ssmgen.causal_conv1d_update(x, state, *weights)
-    assert out.shape == again.shape == (2, 24, 9) and final.shape == (2, 24, 3) and type(out) is not torch.Tensor
-
-
-def test_bind_on_cpu():
-    call = make_update(UpdateCase("u"), "cpu")
-    eager = make_update(UpdateCase("u"), "cpu")
-    bound = ssmgen.bind(ssmgen.causal_conv1d_update, **call.kwargs)
-    for _ in range(2):
-        assert bound() is call.kwargs["out"]
-        eager.run()
-    assert all(equal(a, b) for a, b in zip(call.results(), eager.results(), strict=True))
-    whole = make_call(replace(WHOLE, **STATEFUL), "cpu")
-    out, final = ssmgen.bind(ssmgen.causal_conv1d, **whole.kwargs)()
-    assert out is whole.kwargs["out"] and final is whole.kwargs["final_states_out"]
 
 
 def test_explain_and_supported_of_a_call_without_a_gpu():

@@ -8,7 +8,8 @@ from itertools import cycle, product
 import kernel_laws as laws
 import pytest
 from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase, make
-from conv_laws import SM90, assert_matches, emulate, expected, needs_emulator
+from conv_laws import assert_matches, emulate, expected
+from emulated_calls import SM90, needs_emulator
 from kernel_laws import edited, found_in_words
 from selection import costly, few, kept
 
@@ -17,9 +18,7 @@ from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem, ConvSpec
 from ssmgen.families.causal_conv1d_update import spec as step
 from ssmgen.families.causal_conv1d_update.spec import Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec
 from ssmgen.select import registry
-from ssmgen.spec.kernel import Arch, DType, Index, KernelSpec, Loads, Pdl
-
-SM80 = Arch.parse("sm_80")
+from ssmgen.spec.kernel import DType, Index, KernelSpec, Loads, Pdl
 
 # Specs and text.
 

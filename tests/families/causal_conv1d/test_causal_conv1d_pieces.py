@@ -8,7 +8,8 @@ import conv_laws as laws
 import pytest
 import torch
 from conv_cases import FIRST, LAST, POOL, SHORT, STATEFUL, Case, make
-from conv_laws import SM90, Draw, assert_matches, emulate, emulated, equal, expected, needs_emulator
+from conv_laws import Draw, assert_matches, emulate, emulated, equal, expected
+from emulated_calls import SM90, needs_emulator
 from selection import costly
 from ssu_cases import BF16, F16, F32
 from varying import named, vary

@@ -10,7 +10,7 @@ import prompt_cases
 import pytest
 import torch
 from delta_images import Images, images_are_right, images_of, pack, spans_of, unpack
-from emulated_calls import launch_emulated
+from emulated_calls import SM80, launch_emulated, needs_emulator
 from prompt_cases import ADVERSARIAL, OF_HEADS, Case, error, exact, states, views_of
 from scan_cases import NAN, SM90, starts_of
 from selection import costly
@@ -18,7 +18,6 @@ from ssu_cases import BF16, F16, F32
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.emulator import EmulatorError
 from ssmgen.engine.chunks.kernels import of_problem
 from ssmgen.engine.chunks.problem import CHUNK
@@ -28,8 +27,6 @@ from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
 from ssmgen.families.chunk_delta_rule.problem import IMAGE, ChunkProblem
 from ssmgen.spec.kernel import Arch, Pdl
 
-SM80 = Arch.parse("sm_80")
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SMALL = Case("chunk_gated_delta_rule")
 
 

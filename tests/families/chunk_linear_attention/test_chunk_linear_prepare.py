@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from compiled import compiled
+from emulated_calls import SM80, needs_emulator
 from linear_images import Images, images_are_right, images_of, unpack
 from scan_cases import NAN, SM90, starts_of
 from selection import costly
 from ssu_cases import BF16, F16, F32
 from torch import Tensor
 
-from ssmgen import emulator
 from ssmgen.calls.checks import DTYPES, INDEX
 from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError, run_source
@@ -27,8 +27,6 @@ from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, w
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl
 
-SM80 = Arch.parse("sm_80")
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SCALE, LOWER_BOUND = 0.3, -5.0
 
 

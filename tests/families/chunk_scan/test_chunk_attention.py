@@ -10,6 +10,7 @@ import attention_cases as laws
 import pytest
 import torch
 from attention_cases import BF16, F16, F32, FORMS, Sizes, make
+from emulated_calls import SM90, needs_emulator
 from selection import costly
 
 import ssmgen
@@ -20,11 +21,9 @@ from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_scan.rules import candidates
 from ssmgen.families.chunk_scan.spec import WITHOUT_DT, Gate, ScanSpec
 from ssmgen.select.models import Wanted, asks, find_model
-from ssmgen.spec.kernel import Arch, DType, Index, Loads
+from ssmgen.spec.kernel import DType, Index, Loads
 
-SM90 = Arch.parse("sm_90a")
 SMALL = Sizes()
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 def emulated(name: str) -> laws.Scan:

@@ -8,6 +8,7 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from emulated_calls import needs_emulator
 from kernel_laws import edited, found, waits_before_any_of
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
 from selection import costly
@@ -26,7 +27,6 @@ from ssmgen.tune.model import Candidate, Card
 from ssmgen.variants import inspect
 
 SMALL = Sizes()
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 by_both = pytest.mark.parametrize("scan", [ssmgen.chunk_scan, pytest.param(emulated, marks=needs_emulator)], ids=["reference", "emulated"])
 
 

@@ -12,18 +12,18 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from emulated_calls import needs_emulator
 from kernel_laws import edited, found
 from scan_cases import BF16, BOUNDS, F32, SM90, Sizes, emulated, error, exact, make, same
 from selection import costly, few
 from test_chunk_scan_warpgroups import SMALL, SPECS, variant
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
 from ssmgen.families.chunk_scan.warpgroups import LEAD, LEAST
 
-pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+pytestmark = needs_emulator
 
 WHOLE = (LEAST + LEAST * LEAD[0] // LEAD[1]) * 64  # tokens: with more, a sequence is divided
 

@@ -11,12 +11,12 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from emulated_calls import needs_emulator
 from kernel_laws import waits_before_any_of
 from scan_cases import BF16, F32, SM90, Sizes, emulated, make, same, starts_of, variant
 from selection import costly
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.compile.render import render
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.call import FAMILY
@@ -26,7 +26,6 @@ from ssmgen.select.registry import explain, select
 from ssmgen.spec.kernel import Arch, DType, Index, Pdl
 
 SMALL = Sizes(heads=1)
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 def by(**how: Any) -> laws.Scan:

@@ -13,13 +13,13 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from emulated_calls import needs_emulator
 from kernel_laws import edited, found
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same
 from selection import few
 from test_chunk_scan_warpgroups import PART, variant
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.ends import EndsSpec
 from ssmgen.families.chunk_scan.spec import WITHOUT_DT, Gate, ScanProblem, ScanSpec
@@ -33,7 +33,6 @@ SIZES = {
     "p32": Sizes(heads=2, headdim=32, d_state=64),
     "p144-n256": replace(WIDE, headdim=144),
 }
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 of_sizes = pytest.mark.parametrize("size", SIZES)
 of_few_sizes = pytest.mark.parametrize("size", few(SIZES))
 

@@ -13,6 +13,7 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from emulated_calls import needs_emulator
 from kernel_laws import edited, found
 from scan_cases import BF16, F32, SM90, Sizes, emulated, make, same, starts_of
 from selection import costly, few
@@ -24,7 +25,7 @@ from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.spec import ScanProblem, ScanSpec
 from ssmgen.launch import runtime
 
-pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs g++")
+pytestmark = needs_emulator
 
 LENGTHS = (65, 0, 3, 130, 64, 1, 200)
 HEADS = replace(SMALL, heads=2)  # so that blocks, which are three, begin with another head in each round

@@ -12,12 +12,12 @@ import pytest
 import scan_cases as laws
 import torch
 from compiled import compiled
+from emulated_calls import needs_emulator
 from kernel_laws import waits_before_any_of
 from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, emulated, error, exact, make, same
 from selection import costly, few
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.emulator.check import check
 from ssmgen.families.chunk_scan.rules import space
 from ssmgen.families.chunk_scan.spec import OPERATOR, WITHOUT_DT, Gate, ScanProblem, ScanSpec
@@ -27,7 +27,6 @@ from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl
 
 SMALL = Sizes(heads=1, headdim=64, d_state=64)
 PART = LEAST * 64  # tokens: with more, a sequence is divided
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 def variant(parts: int = 1, stages: int = 2, pdl: Pdl = Pdl.TRIGGER_LOADED) -> Callable[[ScanProblem], ScanSpec]:

@@ -7,8 +7,8 @@ from itertools import cycle, product
 
 import kernel_laws as laws
 import pytest
-from combine_cases import DENSE, F32, INF, PREFIX, SM90, assert_matches, expected, make, needs_emulator
-from emulated_calls import emulate
+from combine_cases import DENSE, F32, INF, PREFIX, assert_matches, expected, make
+from emulated_calls import SM90, emulate, needs_emulator
 from kernel_laws import edited, found_in_words
 from selection import costly, kept
 from test_check import edited as rendered

@@ -1,4 +1,4 @@
-"""combine_splits: error messages; registration; engines' signatures; the fast path."""
+"""combine_splits: error messages, the kernels that serve a call, engines' signatures."""
 
 from __future__ import annotations
 
@@ -159,31 +159,6 @@ def test_alignment_chooses_the_loads():
 
 
 # torch.
-
-
-def test_torch_compile_fullgraph():
-    def merged(o, lse, starts, sink):
-        out, total = ssmgen.combine_splits(o, lse, starts, lse_base=2, attn_sink=sink, return_lse=True)
-        return out * 2, total + 1
-
-    call = (torch.randn(5, 4, 64), torch.randn(5, 4), torch.tensor([0, 2, 5]), torch.randn(4))
-    want = merged(*call)
-    got = torch.compile(merged, fullgraph=True, backend="aot_eager")(*call)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_opcheck():
-    o, lse = torch.randn(5, 4, 64), torch.randn(5, 4)
-    args = (o, lse, None, None, torch.tensor([0, 2, 5]), None, None, torch.empty(2, 4, 64), torch.empty(2, 4), "2", None, -INF, False, None)
-    torch.library.opcheck(torch.ops.ssmgen.combine_splits.default, args)
-
-
-def test_hooks_of_the_package():
-    call = operands()
-    bound = ssmgen.bind(ssmgen.combine_splits, **call, out=torch.empty(2, 4, 64), lse_out=torch.empty(2, 4), return_lse=True)
-    want = ssmgen.combine_splits(**call, return_lse=True)
-    assert all(torch.equal(a, b) for a, b in zip(bound(), want, strict=True))
-    assert ssmgen.combine_splits.build(**call).problem()[1:3] == (8, torch.device("cpu"))
 
 
 # Engines' signatures.

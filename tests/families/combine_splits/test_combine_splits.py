@@ -10,29 +10,11 @@ from functools import partial
 import pytest
 import torch
 from bits import same as equal
-from combine_cases import (
-    BF16,
-    DENSE,
-    F16,
-    F32,
-    I32,
-    INF,
-    LSES,
-    NAN,
-    PAIR,
-    PREFIX,
-    SM90,
-    Call,
-    Case,
-    check_special,
-    make,
-    matrix,
-    named,
-    needs_emulator,
-)
-from emulated_calls import emulate
+from combine_cases import BF16, DENSE, F16, F32, I32, INF, LSES, NAN, PAIR, PREFIX, Call, Case, check_special, make, matrix
+from emulated_calls import SM90, emulate, needs_emulator
 from selection import costly, covering
 from subjects import is_accurate
+from varying import named
 
 import ssmgen
 from ssmgen.families.combine_splits import call as op
@@ -67,7 +49,7 @@ def test_reference_against_the_textbook_formula():
 def features(case: Case) -> set[tuple]:
     """The generated text's inputs, without dtypes, each paired with the form."""
     call = make(case, "cpu")
-    if not call.named["out"].numel():
+    if not call.operands["out"].numel():
         return {("rows", 0)}
     problem, form = call.problem, (case.pair, bool(case.counts))
     spec = registry.select(op.OPERATOR, problem, op.size_of(call.views), SM90, True)

@@ -10,10 +10,11 @@ from functools import partial
 import pytest
 import torch
 from bits import same as equal
-from emulated_calls import emulate
-from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, SM90, Case, assert_matches, expected, make, matrix, named, needs_emulator
+from emulated_calls import SM90, emulate, needs_emulator
+from norm_cases import BF16, F16, F32, GDN, KDA, MAMBA, PLAIN, Case, assert_matches, expected, make, matrix
 from selection import costly, covering
 from subjects import is_accurate
+from varying import named
 
 import ssmgen
 from ssmgen.families.gated_rms_norm import call as op
@@ -130,7 +131,7 @@ def test_position_in_the_batch_changes_nothing():
     case = replace(GDN, rows=(7,), out=F32)
     whole, alone = make(case, "cpu"), make(replace(case, rows=(1,)), "cpu")
     for name in ("x", "gate", "weight"):
-        alone.named[name].copy_(whole.named[name][6:] if name != "weight" else whole.named[name])
+        alone.operands[name].copy_(whole.operands[name][6:] if name != "weight" else whole.operands[name])
     emulate(whole)
     emulate(alone)
     assert whole.problem == alone.problem and equal(alone.out, whole.out[6:])

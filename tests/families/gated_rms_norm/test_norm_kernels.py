@@ -7,9 +7,9 @@ from itertools import cycle, product
 
 import kernel_laws as laws
 import pytest
-from emulated_calls import emulate
+from emulated_calls import SM90, emulate, needs_emulator
 from kernel_laws import edited, found_in_words
-from norm_cases import F32, GDN, MAMBA, SM90, assert_matches, expected, make, needs_emulator
+from norm_cases import F32, GDN, MAMBA, assert_matches, expected, make
 from selection import costly, kept
 from test_check import edited as rendered
 

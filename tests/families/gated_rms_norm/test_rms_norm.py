@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_calls import emulate
-from norm_cases import BF16, F16, F32, SM90, needs_emulator
+from emulated_calls import SM90, emulate, needs_emulator
+from norm_cases import BF16, F16, F32
 from selection import costly
 
 import ssmgen
 from ssmgen.errors import ArgumentError
-from ssmgen.families.gated_rms_norm import plain as op
 from ssmgen.families.gated_rms_norm import spec as kernels
 from ssmgen.spec.kernel import DType, Pdl
 
@@ -156,15 +155,3 @@ def test_what_a_spec_with_a_gate_has_not():
     assert replace(spec, gate=None, residual=None, weight=None, rounded=True).faults() == [
         "unit_offset or rounded is yes and weight is none; expected a weight"
     ]
-
-
-def test_torch_compile_and_opcheck():
-    def layer(x, residual, weight):
-        out, total = ssmgen.rms_norm(x, weight, residual=residual, round_before_weight=True)
-        return out * 2, total
-
-    call = [operands("mamba2")[n] for n in ("x", "residual", "weight")]
-    got, want = torch.compile(layer, fullgraph=True, backend="aot_eager")(*call), layer(*call)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    tensors = [operands("mamba2")[n] for n in op.TABLE.names]
-    torch.library.opcheck(torch.ops.ssmgen.rms_norm.default, (*tensors, 1e-6, None, False, True, None))

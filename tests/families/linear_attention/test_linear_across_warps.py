@@ -9,9 +9,8 @@ import decode_cases as laws
 import la_cases as of
 import pytest
 from decode_cases import assert_matches
-from emulated_calls import SM80, SM90, emulate
+from emulated_calls import SM80, SM90, emulate, needs_emulator
 from la_cases import BF16, F16, F32, GDN, I32, RAW, Call, Case, expected, make_call
-from norm_cases import needs_emulator
 from selection import costly
 
 from ssmgen.engine.recurrences.attention.problem import LinearAttentionProblem

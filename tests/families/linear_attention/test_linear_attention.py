@@ -11,21 +11,18 @@ import la_cases as of
 import pytest
 import torch
 from bits import same as equal
-from emulated_calls import emulate
-from la_cases import BF16, F16, F32, GDN, I32, RAW, RULES, Call, Case, expected, kv_matrix, make_call, matrix, usual
+from emulated_calls import SM90, emulate, needs_emulator
+from la_cases import BF16, F16, F32, I32, RAW, RULES, Call, Case, expected, kv_matrix, make_call, matrix, usual
 from selection import costly, kept
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens, Update
 from ssmgen.engine.recurrences.attention.reference import reference as reference
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.select import registry
-from ssmgen.spec.kernel import Arch, DType, Index, PoolMode
+from ssmgen.spec.kernel import DType, Index, PoolMode
 
-SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -224,34 +221,6 @@ def test_faults_of_a_problem(change, words):
 # Registration with torch, and calls that are answered without a launch.
 
 
-@costly(4)
-@pytest.mark.parametrize("name", ["gdn-t4-accepted", "kda-each", "gla-both"])
-def test_opcheck(name):
-    call = make_call(next(c for c in matrix() if c.id == name), "cpu")
-    form, *rest = call.built.options
-    torch.library.opcheck(torch.ops.ssmgen.linear_attention.default, (call.case.rule, *call.built.given, *form, *rest, None))
-
-
-@costly(2)
-@pytest.mark.parametrize("rule", RULES)
-def test_torch_compile_fullgraph(rule):
-    call, eager = (make_call(Case(rule, rule=rule, group=1, K=64, tokens=2), "cpu") for _ in range(2))
-    kwargs = {n: v for n, v in call.kwargs.items() if n != "out"}
-    torch.compiler.reset()
-    compiled = torch.compile(lambda given: call.function(**given).float() + 1, fullgraph=True, backend="eager")(kwargs)
-    assert torch.equal(compiled, eager.run().float() + 1) and equal(call.kwargs["state"], eager.kwargs["state"])
-
-
-def test_explain_and_supported_of_a_call_without_a_gpu():
-    call = make_call(GDN, "cpu")
-    found = ssmgen.explain(call.function, **call.kwargs, arch="sm_90a")
-    assert found.chosen.spec.dim_k == 128 and found.chosen.spec.key_heads == 2 and "-> " in str(found)
-    assert ssmgen.supported(call.function, **call.kwargs, arch="sm_80") == (True, [])
-    assert not ssmgen.supported(call.function, **call.kwargs | {"state_indices": INT.float()[:3]}, arch="sm_80")[0]
-    yes, reasons = ssmgen.supported(call.function, **call.kwargs)
-    assert not yes and ", which has no CUDA architecture; expected arch" in reasons[0]
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_public_functions_say_their_shapes(rule):
     text = getattr(ssmgen, rule).__doc__
@@ -262,14 +231,14 @@ def test_public_functions_say_their_shapes(rule):
 
 
 @costly(16, 40)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", kept(matrix() + kv_matrix()[::4], usual), ids=lambda c: c.id)
 def test_within_rounding_of_float64(case):
     laws.is_within_rounding(of, case)
 
 
 @costly(2)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("name", ["qwen3", "i64-pad7", "no-pool", "ragged-pool"])
 def test_prefetch_stays_within_the_pool(name):
     laws.prefetch_stays_within_the_pool(of, next(c for c in matrix() if c.id == f"gdn-{name}"))
@@ -285,7 +254,7 @@ VARIED = [
 
 
 @costly(2)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
     laws.variants_are_equal(of, case, laws.lane_maps(space(make_call(case, "cpu").problem, SM90), 6))
@@ -306,22 +275,13 @@ STEPS = [
 
 
 @costly(2)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", STEPS, ids=lambda c: c.id)
 def test_token_t_equals_single_steps(case):
-    """Bit for bit, across two chunks of staged tokens; so do the states in between. A call that writes no state equals one that does."""
-    case = replace(case, **SMALL, tokens=9, kept=0 if case.update else None)
-    many, single = make_call(case, "cpu"), make_call(replace(case, update=True), "cpu")
-    emulate(many)
-    for t in range(case.tokens):
-        emulate(one_token(single, t))
-        if case.update:
-            assert equal(many.kwargs["intermediate_states"][:, t], single.kwargs["state"][: case.batch]), f"state after token {t}"
-        assert equal(many.kwargs["out"][:, t], single.kwargs["out"][:, t]), f"output of token {t}"
-    assert equal(many.kwargs["state"], (single if case.update else make_call(case, "cpu")).kwargs["state"])
+    laws.tokens_equal_single_steps(of, replace(case, **SMALL, tokens=9, kept=0 if case.update else None), one_token)
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "rwkv7"])
 def test_a_sequence_in_company_equals_it_alone(rule):
     """A sequence gives equal results in a packed batch and alone, in a call with a tokens axis."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 import decode_cases as laws
 import la_cases as of
 import pytest
+from emulated_calls import needs_emulator
 from la_cases import BF16, F32, GDN, matrix
 from selection import costly
-from test_linear_attention import emulated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,7 +34,7 @@ EDITS = {
 
 
 @costly(4)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
     case, *edit = EDITS[edit]

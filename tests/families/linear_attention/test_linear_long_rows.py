@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 from decode_cases import assert_matches
-from emulated_calls import chosen, emulate
+from emulated_calls import chosen, emulate, needs_emulator
 from la_cases import F32, Case, expected, make_call
-from norm_cases import needs_emulator
 
 
 @needs_emulator

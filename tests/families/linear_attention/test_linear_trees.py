@@ -10,11 +10,11 @@ import la_cases as of
 import pytest
 import torch
 from compiled import compiled
-from emulated_calls import chosen, emulate
+from emulated_calls import SM80, chosen, emulate, needs_emulator
 from la_cases import GDN, I32, make_call
 from la_trees import DRAWS, LAWS, Draw, cases
 from selection import costly, few
-from test_linear_attention import PROBLEM, SM80, SM90, bad, emulated
+from test_linear_attention import PROBLEM, SM90, bad
 from varying import named
 
 import ssmgen
@@ -32,7 +32,7 @@ def test_reference_is_within_rounding_of_float64(case):
     laws.is_within_rounding(of, case, lambda call: call.run(), any_order=True)
 
 
-@emulated
+@needs_emulator
 @named(*few(cases()))
 def test_kernels_are_within_rounding_of_float64(case):
     laws.is_within_rounding(of, case, lambda call: emulate(call, arch=SM80 if case.id == "gdn-rows" else SM90))
@@ -44,7 +44,7 @@ def run(function: Any, **kwargs: Any) -> None:
 
 
 @costly(3)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("draw", DRAWS[:4], ids=lambda d: f"{d[0]}-{d[1]}-{d[2]}".replace("torch.", ""))
 def test_laws(law, draw):
@@ -53,7 +53,7 @@ def test_laws(law, draw):
 
 
 @costly(1)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("name", ["gdn-bf16", "gdn-bf16-kv"])
 def test_variants_are_bit_equal(name):
     specs = laws.lane_maps(space(make_call(BY_NAME[name], "cpu").problem, SM90), 4, seed=2)
@@ -114,15 +114,6 @@ def test_nothing_spills(name):
     assert not compiled(spec, SM90).resources.spills
 
 
-@costly(1)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ["gdn-rows", "ragged-kda"])
-def test_opcheck(name):
-    call = make_call(BY_NAME[name], "cpu")
-    form, *rest = call.built.options
-    torch.library.opcheck(torch.ops.ssmgen.linear_attention.default, (call.case.rule, *call.built.given, *form, *rest, None))
-
-
 def test_explain_without_a_gpu():
     call = make_call(BY_NAME["gdn-rows"], "cpu")
     spec = ssmgen.explain(call.function, **call.kwargs, arch="sm_90a").chosen.spec
@@ -140,7 +131,7 @@ EDITS = {
 }
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
     name, *edit = EDITS[edit]

@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
+from emulated_calls import SM90, needs_emulator
 from selection import costly
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.calls.checks import NARROW
 from ssmgen.emulator import run
 from ssmgen.emulator.check import check, trial_of
@@ -20,10 +20,8 @@ from ssmgen.errors import ArgumentError
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.select import registry
 from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch, DType, Index, Layout, Loads, Narrow, PoolMode, Update
+from ssmgen.spec.kernel import DType, Index, Layout, Loads, Narrow, PoolMode, Update
 
-SM90 = Arch.parse("sm_90a")
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = {"dim_k": 64, "dim_v": 32, "nheads": 2, "key_heads": 1, "index": Index.I32}
 EACH = {"tokens": Tokens.MANY, "update": Update.EACH, "pool": PoolMode.SPLIT}
@@ -43,7 +41,7 @@ def problem(state: Narrow, form: str) -> LinearAttentionProblem:
 
 
 @costly(2)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize(
     ("state", "form"),
     [(Narrow.I8, form) for form in FORMS] + [(t, f) for t in (Narrow.I16, Narrow.E4M3) for f in ("low rank, odd", "several")],
@@ -55,7 +53,7 @@ def test_kernels_are_within_rounding_of_float64(state, form):
 
 
 @costly(1)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("state", [Narrow.I8, Narrow.E4M3], ids=lambda t: t.value)
 def test_variants_are_bit_equal(state):
     specs = [s for s in space(problem(state, "gated delta rule"), SM90) if not s.prefetch]

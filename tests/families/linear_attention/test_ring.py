@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated_calls import emulate
+from emulated_calls import emulate, needs_emulator
 from selection import costly
 from torch import Tensor
 
 import ssmgen
-from ssmgen import Ring, emulator
+from ssmgen import Ring
 from ssmgen.errors import ArgumentError
-from ssmgen.spec.kernel import Arch, DType
+from ssmgen.spec.kernel import DType
 
-SM90 = Arch.parse("sm_90a")
 F32, BF16 = torch.float32, torch.bfloat16
 BATCH, SLOTS, TOKENS, HK, HV, K, V = 3, 7, 5, 2, 4, 64, 96
 SLOT = torch.tensor([4, -1, 2], dtype=torch.int32)
@@ -27,7 +26,7 @@ def emulated(function, *args, **kwargs) -> Tensor:
 
 RUN = {
     "reference": lambda function, *args, **kwargs: function(*args, **kwargs),
-    "emulator": pytest.param(emulated, marks=pytest.mark.skipif(not emulator.available(), reason="needs g++"), id="emulator"),
+    "emulator": pytest.param(emulated, marks=needs_emulator, id="emulator"),
 }
 runs = pytest.mark.parametrize("run", [pytest.param(RUN["reference"], id="reference"), RUN["emulator"]])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,20 +36,7 @@ PAIRS = Mamba3Problem(
     index=Index.I32,
 )  # fmt: skip
 HALVES = replace(PAIRS, rank=4, rotary=Rotary.HALVES, mimo=F32)
-ALL_F32 = {
-    "state": F32,
-    "k_state": F32,
-    "v_state": F32,
-    "x": F32,
-    "B": F32,
-    "dt": F32,
-    "A": F32,
-    "trap": F32,
-    "angle": F32,
-    "z": F32,
-    "row_norm": F32,
-    "out": F32,
-}
+ALL_F32 = dict.fromkeys(("state", "k_state", "v_state", "x", "B", "dt", "A", "trap", "angle", "z", "row_norm", "out"), F32)
 BARE: dict[str, Any] = {"angles": 0, "angle": None, "row_norm": None, "row_bias": None, "D": None, "z": None, "dt_bias": None}
 ELEMENTS = {"state_loads": Loads.ELEMENT, "operand_loads": Loads.ELEMENT}
 EACH: dict[str, Any] = {"several": True, "pool": PoolMode.SPLIT, "update": Update.EACH, "accepted": Index.I32}
@@ -208,25 +196,23 @@ def test_noise_is_selective_state_update_s(dtype):
             assert torch.equal(rounded["state"][slot], stored(precise["state"][slot], rounded["state"].dtype, seed, 7, slot))
 
 
-@emulated
-def test_angles_of_many_tokens():
-    """131072 tokens whose angles all grow, to 30000 rad; stored angles are wrapped, and sine and cosine are within 1e-4."""
+def angles_stay_accurate(run: Callable[[Mamba3Problem, dict[str, Tensor]], Tensor], bound: float) -> None:
+    """131072 tokens whose angles all grow, to 30000 rad; stored angles are wrapped. run: the angles after a call. bound: of their sines."""
     T, n = 131072, 4
-    problem = Mamba3Problem(
-        d_state=8, headdim=1, nheads=1, angles=n, several=True, dt_softplus=False, **ALL_F32 | {"z": None, "row_norm": None}
-    )
+    none: dict[str, Any] = {"z": None, "row_norm": None}
+    problem = Mamba3Problem(d_state=8, headdim=1, nheads=1, angles=n, several=True, dt_softplus=False, **ALL_F32 | none)
     g = torch.Generator().manual_seed(0)
-    named = {
-        "state": torch.zeros(1, 1, 1, 8),
-        "k_state": torch.zeros(1, 1, 1, 8),
-        "v_state": torch.zeros(1, 1, 1),
-        "angle_state": torch.zeros(1, 1, n),
-    }
-    named |= {"x": torch.zeros(1, T, 1, 1), "B": torch.ones(1, T, 1, 1, 8), "C": torch.ones(1, T, 1, 1, 8), "out": torch.zeros(1, T, 1, 1)}
-    named |= {name: torch.rand(1, T, 1, generator=g) / 10 + 0.025 for name in ("dt", "A", "trap")} | {
-        "angle": torch.randn(1, T, n, generator=g) + 3
-    }
-    after = run(chosen(problem), named, options_of(problem))["angle_state"].double()
+    zeros = {"state": (1, 1, 1, 8), "k_state": (1, 1, 1, 8), "v_state": (1, 1, 1), "angle_state": (1, 1, n), "x": (1, T, 1, 1)}
+    named = {name: torch.zeros(shape) for name, shape in zeros.items()}
+    named |= {"B": torch.ones(1, T, 1, 1, 8), "C": torch.ones(1, T, 1, 1, 8), "out": torch.zeros(1, T, 1, 1)}
+    named |= {name: torch.rand(1, T, 1, generator=g) / 10 + 0.025 for name in ("dt", "A", "trap")}
+    named["angle"] = torch.randn(1, T, n, generator=g) + 3
+    after = run(problem, named).double().cpu().squeeze(1)
     grown = (math.pi * named["dt"].double() * named["angle"].double().tanh()).sum(1)
     assert grown.min() > 29000 and after.abs().max() <= math.pi * (1 + 1e-7)
-    assert (after.squeeze(1).sin() - grown.sin()).abs().max() < 1e-4 and (after.squeeze(1).cos() - grown.cos()).abs().max() < 1e-4
+    assert (after.sin() - grown.sin()).abs().max() < bound and (after.cos() - grown.cos()).abs().max() < bound
+
+
+@emulated
+def test_angles_of_many_tokens():
+    angles_stay_accurate(lambda problem, named: run(chosen(problem), named, options_of(problem))["angle_state"], 1e-4)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated_calls import SM90, needs_emulator
 from narrow_cases import RINGED, assert_rounded_once, bits, caught_up, ringed, ringed_tokens
 from selection import costly
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.calls import planning
 from ssmgen.calls.checks import NARROW
 from ssmgen.compat.flashinfer import checkpointing_ssu
@@ -24,11 +24,9 @@ from ssmgen.families.replay_selective_state_update.problem import History, Repla
 from ssmgen.families.replay_selective_state_update.spec import space
 from ssmgen.select import registry
 from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch, DType, Index, Loads, Narrow
+from ssmgen.spec.kernel import DType, Index, Loads, Narrow
 
-SM90 = Arch.parse("sm_90a")
 H, P, N, _, R, T, SLOTS = RINGED
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = {"nheads": 2, "headdim": 32, "d_state": 64, "ngroups": 1, "D": DType.BF16, "dt_bias": DType.BF16, "index": Index.I32}
 RING = {"history": History.RING, "window": 16}
@@ -43,7 +41,7 @@ def problem(state: Narrow, form: str) -> ReplayProblem:
 
 
 @costly(3)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize(
     ("state", "form"), [(Narrow.I8, form) for form in FORMS] + [(t, f) for t in (Narrow.I16, Narrow.E4M3) for f in ("noise", "odd")]
 )
@@ -54,7 +52,7 @@ def test_kernels_are_within_rounding_of_float64(state, form):
 
 
 @costly(1)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("state", [Narrow.I8, Narrow.I16], ids=lambda t: t.value)
 def test_variants_leave_the_same_bits(state):
     specs = [s for s in space(replace(problem(state, "ring"), philox_rounds=3), SM90) if not s.prefetch and not s.min_blocks]
@@ -69,7 +67,7 @@ def test_variants_leave_the_same_bits(state):
     assert len(results) > 2 and all(torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True))
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("dtype", list(NARROW))
 def test_a_state_that_is_written_is_rounded_once(dtype, monkeypatch):
     """The error is half a step from float64, plus the error of f32 arithmetic. Tokens are f32: all their bits count against a step of

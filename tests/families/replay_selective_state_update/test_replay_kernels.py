@@ -10,11 +10,11 @@ from typing import Any
 import kernel_laws as laws
 import pytest
 import torch
-from emulated_calls import emulate
-from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make, same
+from bits import same
+from emulated_calls import SM80, SM90, emulate, needs_emulator
+from replay_cases import BF16, F16, RAGGED, RING, STEP, Call, assert_matches, expected, make
 from selection import costly
 
-from ssmgen import emulator
 from ssmgen.compile.render import render, uses_pdl
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.emulator import check as checking
@@ -24,8 +24,6 @@ from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.families.replay_selective_state_update.spec import History, Part, ReplaySpec
 from ssmgen.spec.kernel import Arch, DType, Index, Loads, Narrow, Pdl
 
-SM80, SM90 = Arch.parse("sm_80"), Arch.parse("sm_90a")
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 F32, BF = DType.F32, DType.BF16
 SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=Index.I32, out=F32, state=F32)
 BY_GROUP = replace(SMALL, headdim=32, warps=2, by_group=True, group_heads=2, out=BF)

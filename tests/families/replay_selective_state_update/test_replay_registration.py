@@ -1,15 +1,13 @@
-"""Replay's registration with torch, and calls that are answered without a launch."""
+"""Replay: operands that a call allocates, and calls that are answered without a launch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-import torch
-from replay_cases import BF16, F16, F32, HISTORY, KEPT, RING, STEP, make, same
+from bits import same
+from replay_cases import BF16, F16, F32, HISTORY, KEPT, RING, STEP, make
 from replay_runs import Run
-from selection import costly
-from varying import named
 
 import ssmgen
 from ssmgen.errors import ArgumentError, UnsupportedError
@@ -19,45 +17,6 @@ from ssmgen.select import registry
 from ssmgen.spec.kernel import Arch, DType, Index
 
 SMALL = replace(STEP, id="small", batch=3)
-PACKED = replace(STEP, id="packed", lengths=(3, 0, 4))
-LONG = replace(RING, id="long", batch=3)
-TINY = {"heads": 2, "batch": 1, "tokens": 1, "accepted": (1,)}  # opcheck looks at each operation of the reference
-REGISTERED = [
-    replace(SMALL, **TINY),
-    replace(PACKED, **TINY | {"lengths": (1, 0)}, state=BF16, seeds="slots", arrivals=True),
-    replace(LONG, **TINY, z=F32, arrivals=True),
-]
-
-
-@costly(1)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@named(*[replace(c, id=f"{i}-{c.id}") for i, c in enumerate(REGISTERED)])
-def test_opcheck(case):
-    call = make(case, "cpu")
-    assert not torch.isnan(call.kwargs["A"]).any()
-    for t in call.operands.values():  # opcheck compares results, and NaN is not equal to itself
-        if t.is_floating_point():
-            t.nan_to_num_(nan=0.5)
-    args = call.function.__name__, *call.given, *call.options, None
-    torch.library.opcheck(torch.ops.ssmgen.replay_selective_state_update.default, args)
-
-
-@costly(1)
-@pytest.mark.parametrize("base", [STEP, RING], ids=lambda c: c.id)
-def test_torch_compile_fullgraph(base):
-    case = replace(base, arrivals=True)
-
-    def step(kwargs):
-        function = ssmgen.checkpoint_selective_state_update if case.ring else ssmgen.replay_selective_state_update
-        return function(**kwargs | {"x": kwargs["x"] * 2, "out": None}).float() + 1
-
-    eager, compiled = make(case, "cpu"), make(case, "cpu")
-    want = step(eager.kwargs)
-    got = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled.kwargs)
-    assert same(got, want) and got.dtype == F32
-    written = [n for n in eager.results() if n != "out"]
-    assert all(same(eager.kwargs[n], compiled.kwargs[n]) for n in written)
-    assert any(not same(make(case, "cpu").kwargs[n], compiled.kwargs[n]) for n in ("state", "prev_num_accepted_tokens"))
 
 
 def test_two_kernels_on_a_cpu_are_the_reference():
@@ -86,26 +45,6 @@ def test_out_is_allocated_like_x():
     assert again.run() is again.kwargs["out"] and same(again.kwargs["out"], out)
 
 
-def test_fake_tensors_go_through_the_dispatcher():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    call = make(SMALL, "cpu")
-    with FakeTensorMode() as mode:
-        kwargs = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in call.kwargs.items()}
-        out = call.function(**kwargs | {"out": None})
-    assert out.shape == call.kwargs["x"].shape and type(out) is not torch.Tensor
-    assert not call.memory.untouched({})
-
-
-def test_bind_on_cpu():
-    bound_call, eager = make(replace(RING, arrivals=True), "cpu"), make(replace(RING, arrivals=True), "cpu")
-    bound = ssmgen.bind(bound_call.function, **bound_call.kwargs)
-    for _ in range(3):
-        assert bound() is bound_call.kwargs["out"]
-        eager.run()
-    assert all(same(a, b) for a, b in zip(bound_call.results().values(), eager.results().values(), strict=True))
-
-
 # The kernel that serves a call.
 
 
@@ -115,7 +54,7 @@ def test_explain_of_a_call_without_a_gpu():
     assert (spec.d_state, spec.headdim, spec.nheads, spec.ngroups, spec.tokens, spec.window) == (32, 16, 4, 2, 8, 8)
     assert (spec.state, spec.x, spec.z, spec.out) == (DType.BF16, DType.BF16, DType.F16, DType.F32)
     assert spec.history.value == "step" and not spec.materialize and spec.terms == 3
-    run = Run(LONG, "cpu")
+    run = Run(replace(RING, batch=3), "cpu")
     given = {n: run.kwargs[n] for n in ("state", *HISTORY[:3], "prev_num_accepted_tokens", "ring_start", "A")}
     spec = ssmgen.explain(ssmgen.materialize_selective_state, **given, max_tokens=5, arch="sm_80").chosen.spec
     assert spec.materialize and spec.history.value == "ring" and spec.window == 8

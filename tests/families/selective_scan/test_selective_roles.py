@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import selective_cases as laws
+from emulated_calls import needs_emulator
 from kernel_laws import edited
 from selection import costly
 from selective_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same, variant
@@ -26,7 +27,6 @@ from ssmgen.spec.kernel import Arch, DType, changed, flat
 
 SMALL = Sizes()
 EXACT = replace(SMALL, x=F32)
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 def by(**how: Any) -> Callable[[SelectiveProblem], RolesSpec]:

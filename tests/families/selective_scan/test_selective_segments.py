@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import selective_cases as laws
 import torch
+from emulated_calls import needs_emulator
 from kernel_laws import edited
 from selection import costly
 from selective_cases import BF16, F32, SM90, Sizes, emulated, error, exact, make, same, starts_of, states, variant
@@ -25,7 +26,6 @@ SMALL = Sizes(dim=8)
 EXACT = replace(SMALL, x=F32)
 TOKENS = 4 * CUT  # of four parts
 cut = partial(emulated, segments=4)
-needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 
 @needs_emulator

@@ -6,13 +6,12 @@ import random
 
 import pytest
 import torch
-from emulated_calls import emulate
+from emulated_calls import SM90, emulate, needs_emulator
 from narrow_cases import E4M3, F32, I8, I16, WRITTEN, Call, Case, assert_matches, bits, matrix
 from selection import costly
 from torch import Tensor
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.calls.checks import NARROW
 from ssmgen.compile.render import environment
 from ssmgen.emulator import run_source
@@ -26,8 +25,6 @@ from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, KernelSpec, Narrow, Param
 from ssmgen.spec.needs import Needs
 
-SM90 = Arch.parse("sm_90a")
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 TYPES = list(NARROW)
 
@@ -41,7 +38,7 @@ def test_reference_is_within_a_step_of_float64(case):
 
 
 @costly(6, 15)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", matrix(), ids=lambda c: c.id)
 def test_kernels_are_within_a_step_of_float64(case):
     call = Call(case)
@@ -57,7 +54,7 @@ VARIED = [
 
 
 @costly(1)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
     """The variants differ in their lane maps; their other choices are drawn."""
@@ -76,7 +73,7 @@ OWNED = [
 ]  # fmt: skip
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", OWNED, ids=lambda c: c.id)
 def test_who_owns_a_rows_scalars_changes_no_bit(case):
     """A lane for all steps of its block, or one in each."""
@@ -178,7 +175,7 @@ def converted(values: Tensor, random: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return named["nearest"], named["noisy"], named["back"]
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernels_text_rounds_as_the_reference_does(dtype):
     """Bit for bit, over all sizes, near every 8-bit number and near the middle of each two neighbours."""

@@ -1,4 +1,4 @@
-"""selective_state_update of several tokens without a GPU: the reference, the errors, the registration, and the kernels emulated."""
+"""selective_state_update of several tokens without a GPU: the reference, the errors, and the kernels emulated."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ import pytest
 import ssu_token_cases as of
 import torch
 from bits import same as equal
-from emulated_calls import emulate
+from emulated_calls import SM90, emulate, needs_emulator
 from la_cases import I32, I64
 from selection import costly, few
 from ssu_cases import BF16, F16, F32
 from ssu_token_cases import Call, Case, make_call, matrix
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.engine.stochastic_reference import stored
 from ssmgen.errors import ArgumentError, UnsupportedError
 from ssmgen.families.selective_state_update import planning as op
 from ssmgen.families.selective_state_update.spec import space
 from ssmgen.select import registry
-from ssmgen.spec.kernel import Arch
 
-SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 WRITTEN = ("state", "out", "intermediate_states")
 
@@ -37,14 +33,14 @@ def test_reference_is_within_rounding_of_float64(case):
 
 
 @costly(6)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", few(matrix()), ids=lambda c: c.id)
 def test_within_rounding_of_float64(case):
     laws.is_within_rounding(of, case)
 
 
 @costly(1)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("name", ["t4-bf16", "t4-no-pool", "ragged-f32"])
 def test_prefetch_stays_within_the_pool(name):
     laws.prefetch_stays_within_the_pool(of, next((c for c in matrix() if c.id == name), Case("no-pool", index=None, batch=2)))
@@ -59,19 +55,10 @@ VARIED = [
 
 
 @costly(1)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", VARIED, ids=lambda c: c.id)
 def test_variants_are_bit_equal(case):
     laws.variants_are_equal(of, case, laws.lane_maps(space(make_call(case, "cpu").problem, SM90), 6))
-
-
-def one_token(call: Call, t: int) -> Call:
-    """The single-token call that does token t of another one alone, on the same state."""
-    gone = ("intermediate_states", "parents", "rand_seed", "philox_rounds")
-    kwargs = {n: v[:, t] if n in ("x", "dt", "B", "C", "z", "out") else v for n, v in call.kwargs.items() if n not in gone}
-    found = Call(replace(call.case, tokens=None, kept=None, parents=None, seed=""), call.memory, kwargs, call.sequences)
-    assert not found.problem.several
-    return found
 
 
 STEPS = [
@@ -81,21 +68,13 @@ STEPS = [
 
 
 @costly(2)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", STEPS, ids=lambda c: c.id)
 def test_token_t_equals_single_steps(case):
-    """Bit for bit, across two chunks of staged tokens; so do the states in between."""
-    case = replace(case, **SMALL, tokens=9, kept=F32)
-    many, single = make_call(case, "cpu"), make_call(case, "cpu")
-    emulate(many)
-    for t in range(case.tokens):
-        emulate(one_token(single, t))
-        assert equal(many.kwargs["intermediate_states"][:2, t], single.kwargs["state"][:2]), f"state after token {t}"
-        assert equal(many.kwargs["out"][:, t], single.kwargs["out"][:, t]), f"output of token {t}"
-    assert equal(many.kwargs["state"][:2], single.kwargs["state"][:2])
+    laws.tokens_equal_single_steps(of, replace(case, **SMALL, tokens=9, kept=F32), of.one_token)
 
 
-@emulated
+@needs_emulator
 def test_a_sequence_in_company_equals_it_alone():
     """A sequence gives equal results in a packed batch and alone, in a call with a tokens axis."""
     case = Case("c", **SMALL | {"batch": 4}, lengths=(3, 0, 10, 1), z=True)
@@ -109,7 +88,7 @@ def test_a_sequence_in_company_equals_it_alone():
     assert equal(packed.kwargs["out"], apart.kwargs["out"]) and equal(packed.kwargs["state"][:4], apart.kwargs["state"][:4])
 
 
-@emulated
+@needs_emulator
 def test_siblings_in_a_tree_are_alike_and_a_chain_of_f32_states_is_none():
     case = Case("c", **SMALL, tokens=4, kept=BF16, parents=I32)
     call = make_call(case, "cpu")
@@ -127,7 +106,7 @@ def test_siblings_in_a_tree_are_alike_and_a_chain_of_f32_states_is_none():
 
 
 @costly(2)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("columns", [1, 4])
 def test_every_count_of_accepted_tokens(columns):
     """A count from 1 to the last column names the initial slot; any other count is padding."""
@@ -156,7 +135,7 @@ NOISY = [
 ]  # fmt: skip
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("case", NOISY, ids=lambda c: c.id)
 def test_noise_is_that_of_the_seed_and_the_element(case):
     """Bit for bit: the f32 states of the same call without noise, from the same 16-bit ones, rounded by the reference."""
@@ -282,26 +261,6 @@ def test_bind_and_explain():
 # Registration with torch.
 
 
-@costly(1)
-@pytest.mark.parametrize("name", ["t4-kept-each", "tree-rows", "ragged-accepted", "noisy-kept"])
-def test_opcheck(name):
-    case = next(c for c in matrix() if c.id == name)
-    call = make_call(replace(case, heads=2, groups=1, headdim=32, d_state=64), "cpu")  # it copies what it is given
-    softplus, limit, *rest = call.options
-    torch.library.opcheck(torch.ops.ssmgen.selective_state_update.default, (*call.given, softplus, limit, *rest, None))
-
-
-@costly(1)
-@pytest.mark.parametrize("name", ["t4-kept-bf16", "noisy-bf16"])
-def test_torch_compile_fullgraph(name):
-    call, eager = (make_call(next(c for c in matrix() if c.id == name), "cpu") for _ in range(2))
-    kwargs = {n: v for n, v in call.kwargs.items() if n != "out"}
-    torch.compiler.reset()
-    compiled = torch.compile(lambda k: ssmgen.selective_state_update(**k).float() + 1, fullgraph=True, backend="eager")(kwargs)
-    assert torch.equal(compiled, eager.run().float() + 1)
-    assert all(equal(call.kwargs[n].nan_to_num(9), eager.kwargs[n].nan_to_num(9)) for n in WRITTEN if n in kwargs)
-
-
 # Kernels, each broken by one edit, which the check must catch.
 
 NINE = Case("nine", **SMALL, tokens=9)
@@ -326,7 +285,7 @@ EDITS = {
 
 
 @costly(4)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
     case, *edit = EDITS[edit]

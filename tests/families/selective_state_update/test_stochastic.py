@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated_calls import needs_emulator
 from selection import costly
 from ssu_cases import BF16, F16, F32, ulp
 from torch import Tensor
 
-from ssmgen import emulator
 from ssmgen.compile.render import environment
 from ssmgen.emulator import run_source
 from ssmgen.engine.stochastic_reference import philox, rounded
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import KernelSpec, Needs, Param
 
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 SEEDS = [0, 42, 123456, 2**31 - 1, -1, 0x0123456789ABCDEF]
 COUNTERS = [0, 4, 2**31 - 4, 2**32 - 4, 2**32, 2**32 + 8, 5 * 2**40 + 12, 2**62]
 LARGEST = {F16: 65504.0, BF16: torch.finfo(BF16).max}
@@ -171,7 +170,7 @@ def everything(n: int) -> Tensor:
     return torch.cat([bits.view(F32), magnitudes(n, -60, -14, 6), magnitudes(n, -14, 17, 7)])
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("rounds", [1, 4, 10])
 def test_kernels_agree_with_the_reference(rounds):
     """Bit for bit; NaN is NaN."""

@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
+from emulated_calls import needs_emulator
 from kernel_laws import found_when_planted
 from selection import costly
 from torch import Tensor
 
-from ssmgen import emulator
 from ssmgen.compile import nvrtc
 from ssmgen.compile.render import environment
 from ssmgen.emulator import run_source
@@ -18,8 +18,6 @@ from ssmgen.engine.tiles import maps
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, KernelSpec, Needs, Param
 from ssmgen.variants import inspect
-
-emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 
 LIBRARY = """
 {% include "lib/types.cuh.j2" %}
@@ -86,7 +84,7 @@ def run(text: str, rows: int = 30, block: int = 64) -> tuple[Tensor, Tensor]:
     return named["out"], want
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize(("array", "size"), [("ALIGNED_SHARED(u32,", 4), ("ALIGNED_SHARED(u16,", 2), ("SHARED(Quad,", 16)])
 def test_a_product_through_two_buffers(array, size):
     """Sizes of arrays, and positions in them, count elements of every type."""
@@ -99,7 +97,7 @@ def test_a_product_through_two_buffers(array, size):
         assert torch.allclose(out, want, atol=1e-5) and not out[rows:].any()
 
 
-@emulated
+@needs_emulator
 def test_copies_of_4_and_8_bytes():
     """Copies of 4 bytes to each element, in reverse; then of 8 of which every other thread's has 2 bytes, and zeros."""
     out, _ = run("""
@@ -151,7 +149,7 @@ BUGS = {
 
 
 @costly(3)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug(bug):
     found_when_planted(PRODUCT, BUGS[bug], lambda text: run(text))
@@ -185,14 +183,14 @@ extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32
 """
 
 
-@emulated
+@needs_emulator
 def test_a_ring_of_bulk_copies():
     out, _ = run(RING, block=96)
     b = operands()["b"].float()
     assert torch.allclose(out.view(-1)[:64], b.view(4, 64, 4)[:, :, 0].sum(0), atol=1e-6)
 
 
-@emulated
+@needs_emulator
 def test_lanes_meet_behind_a_barrier_that_the_last_of_them_completes():
     out, _ = run("""
       extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32 rows) {
@@ -234,7 +232,7 @@ RING_BUGS = {
 
 
 @costly(3)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", RING_BUGS)
 def test_planted_bug_in_a_ring(bug):
     found_when_planted(RING, RING_BUGS[bug], lambda text: run(text, block=96))
@@ -261,7 +259,7 @@ extern "C" __global__ void product(const bf16* a, const bf16* b, float* out, u32
 """
 
 
-@emulated
+@needs_emulator
 def test_some_warps_meet():
     t = torch.arange(32.0)
     assert torch.equal(run(MEETINGS, block=96)[0].view(-1)[:96], torch.cat([2 * t + 96, t, t]))
@@ -280,7 +278,7 @@ MEETING_BUGS = {
 
 
 @costly(3)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", MEETING_BUGS)
 def test_planted_bug_in_a_meeting(bug):
     found_when_planted(MEETINGS, MEETING_BUGS[bug], lambda text: run(text, block=96), count=-1)
@@ -352,7 +350,7 @@ def run_boxes(source: str, length: int = 80) -> tuple[Tensor, Tensor]:
     return out.view(torch.bfloat16).view(96, 64), a[0]
 
 
-@emulated
+@needs_emulator
 def test_boxes_are_swizzled_and_end_with_their_tensor():
     out, a = run_boxes(BOXES)
     assert torch.equal(out[:80], a[:, 1, 64:]) and not out[80:].any()
@@ -367,7 +365,7 @@ BOX_BUGS = {
 
 
 @costly(3)
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("bug", BOX_BUGS)
 def test_planted_bug_of_boxes(bug):
     found_when_planted(BOXES, BOX_BUGS[bug], lambda text: run_boxes(text))
