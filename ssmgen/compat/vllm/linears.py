@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..shared import linears
-from ..shared.replacing import REPLACED, Engine, NotReplaced, Replacement
+from ..shared.replacing import REPLACED, WAITING, Engine, NotReplaced, Replacement
 
 _LAYERS = "vllm.model_executor.layers"
 _PLAIN = "default_unquantized_gemm"  # vLLM's function for torch.nn.functional.linear; another backend's has another name
@@ -30,8 +30,8 @@ def replacements(engine: Callable[[], Engine]) -> list[Replacement]:
 
     def compile_factors(original: Callable[..., dict[str, object]]) -> dict[str, object]:
         """The settings in the key of vLLM's compiled graphs: graphs with ssmgen's operator must not run without it, nor the other way."""
-        factors = original()
-        return factors | {"SSMGEN_ENGINE_LINEAR": "allow"} if engine().outcome.get(method.place) == REPLACED else factors
+        ours = engine().outcome.get(method.place) in (REPLACED, WAITING)
+        return original() | ({"SSMGEN_ENGINE_LINEAR": "allow"} if ours else {})
 
     return [
         method,
