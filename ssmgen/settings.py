@@ -25,6 +25,8 @@ VARIABLES = {
     "SSMGEN_COMPILE": "allow (default) or deny: with deny, a kernel that is in no cache is an error",
     "SSMGEN_NATIVE": "allow (default) or deny: with deny, calls do not use ssmgen-native even if it is installed",
     "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins do not replace, separated by ',', or all (default: none)",
+    "SSMGEN_ENGINE_LINEAR": "deny (default) or allow: with allow, the plugins of vLLM and SGLang multiply up to 16 rows in linear layers "
+    "by skinny_linear",
     "VLLM_BATCH_INVARIANT": "vLLM's own: with 1, bits do not depend on the batch, and the plugin refuses all else (default: 0)",
 }
 
@@ -139,6 +141,11 @@ def may_be_native() -> bool:
 def kept_functions() -> frozenset[str]:
     """The functions that plugins leave to an engine; "all" for every one."""
     return frozenset(name for word in os.environ.get("SSMGEN_ENGINE_KEEP", "").split(",") if (name := word.strip()))
+
+
+def linear_layers_are_asked_for() -> bool:
+    """Whether plugins replace an engine's linear layers. Raises ConfigError."""
+    return _allowed("SSMGEN_ENGINE_LINEAR", "deny")
 
 
 def vllm_is_batch_invariant() -> bool:

@@ -18,6 +18,7 @@ _MAMBA, _ATTENTION, _LAYERS = "sglang.kernels.ops.mamba", "sglang.kernels.ops.at
 _KIMI, _GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.nvidia.ops.third_party.kda"
 _LIGHTNING = "q, k, v, ed, block_size=256, kv_history=None"
 _LIGHTNING_STEP = "q, k, v, kv_caches, slope_rate, slot_idx, BLOCK_SIZE=32"
+_APPLY = "self, layer, x, bias=None"
 _NORM = "x, g, weight, bias, activation='swish', residual=None, prenorm=False, residual_in_fp32=False, eps=1e-06"
 _PACKED = "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False"
 
@@ -124,6 +125,8 @@ SIGNATURES = {
     (f"{_OPS}.layernorm_gated", "rms_norm_gated"): "x, weight, bias, z=None, eps=1e-06, group_size=None, norm_before_gate=True",
     ("vllm.model_executor.layers.lightning_attn", "lightning_attention"): _LIGHTNING,
     ("vllm.model_executor.layers.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
+    ("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply"): _APPLY,
+    ("vllm.model_executor.layers.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.apply"): _APPLY,
     ("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states"): (
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, prefill_tokens_with_context=None, output_scale=None"
     ),
@@ -179,6 +182,10 @@ SIGNATURES = {
         "pad_slot_id=-1, validate_data=False, block_table=None, **kwargs"
     ),
     (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_decode"): "b, c, x, weight, state, cache_indices",
+    ("sglang.srt.layers.quantization.unquant", "UnquantizedLinearMethod.apply"): _APPLY,
+    ("sglang.srt.layers.logits_processor", "LogitsProcessor._compute_lm_head"): (
+        "self, hidden_states, lm_head, embedding_bias=None, *, out=None"
+    ),
     ("sglang.srt.models.lfm2", "Lfm2ShortConv.forward"): "self, hidden_states, forward_batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
@@ -201,7 +208,7 @@ SIGNATURES = {
     (f"{_LAYERS}.merge_state", "merge_state"): "prefix_output, prefix_lse, suffix_output, suffix_lse, output=None, output_lse=None",
 }
 
-# Methods that the plugins wrap for the engines' batch-invariant modes. A default ... is any.
+# Methods that the plugins wrap for the engines' batch-invariant modes, and for the key of vLLM's graphs. A default ... is any.
 _BACKENDS, _SCHEDULER = "vllm.v1.attention.backends", "vllm.v1.core.sched.scheduler"
 _MANAGERS = "sglang.srt.managers"
 BACKENDS = {
@@ -227,6 +234,7 @@ WRAPPED |= {
     ),
     (_SCHEDULER, "Scheduler._get_local_prefix_cache_hit"): "self, request, max_cache_hit_length=None",
     ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.cache_blocks"): "self, request, num_computed_tokens",
+    ("vllm.envs", "compile_factors"): "",
     ("vllm.platforms.interface", "Platform._align_hybrid_block_size"): "cls, vllm_config, backend_cls",
     (f"{_MANAGERS}.scheduler", "Scheduler.init_mamba_truncation_align"): "self",
     (f"{_MANAGERS}.schedule_policy", "PrefillAdder.floor_chunked_tokens"): "self, trunc_len, remaining",

@@ -23,13 +23,17 @@ VARIABLES = {
     "TRITON_INTERPRET": "1",
     "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",  # nothing is tuned
     "OMP_NUM_THREADS": "1",
+    "SSMGEN_ENGINE_LINEAR": "allow",  # of f32, one row
 }
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 SCHEDULING = "tests/compat/engines/test_engine_invariance_scheduler.py"
 PROMPTS, TOKENS = 4, 4
 STEP = 64  # tokens of the engine's step, fewer than prompts have: the longest comes in two parts
 WIDER = 80  # the same in the batch-invariant mode, which needs 65
-SERVED = {"causal_conv1d_fn", "causal_conv1d_update", "mamba_chunk_scan_combined_varlen", "selective_state_update"}
+SERVED = {
+    "causal_conv1d_fn", "causal_conv1d_update", "mamba_chunk_scan_combined_varlen", "selective_state_update",
+    "UnquantizedLinearMethod.apply",
+}  # fmt: skip
 WITHIN = 1e-4  # of log-probabilities: f32, two layers, and rounded to 1e-5 by the engine's side
 
 

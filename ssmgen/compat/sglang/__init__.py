@@ -26,6 +26,7 @@ from ..shared.operands import takes as _takes
 from . import delta as _delta
 from . import invariance as _invariance
 from . import layers as _layers
+from . import linears as _linears
 from . import mamba as _mamba
 from . import steps as _steps
 from . import updates as _updates
@@ -36,6 +37,8 @@ from .layers import fused_lfm_short_conv_decode as fused_lfm_short_conv_decode
 from .layers import kda_fused_decode as kda_fused_decode
 from .layers import lfm2_forward as lfm2_forward
 from .lightning import seg_la_fwd as seg_la_fwd
+from .linears import compute_lm_head as compute_lm_head
+from .linears import linear_apply as linear_apply
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
 from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
@@ -230,17 +233,11 @@ def causal_conv1d_fn(
         conv_states = conv_states[..., : weight.shape[1] - 1]
     sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     found = _conv(
-        x,
-        weight,
-        bias,
-        activation=activation,
-        query_start_loc=query_start_loc,
-        conv_states=conv_states,
-        conv_state_indices=_first(cache_indices, sequences),
-        has_initial_state=_first(has_initial_state, sequences),
+        x, weight, bias, activation=activation, query_start_loc=query_start_loc, conv_states=conv_states,
+        conv_state_indices=_first(cache_indices, sequences), has_initial_state=_first(has_initial_state, sequences),
         pad_slot_id=pad_slot_id,
-    )
-    return _one(found)  # fmt: skip
+    )  # fmt: skip
+    return _one(found)
 
 
 @_takes(**gated_delta.PACKED)
@@ -374,6 +371,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         ),
         *_delta.REPLACEMENTS,
         *_layers.REPLACEMENTS,
+        *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,
         *_updates.REPLACEMENTS,
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),

@@ -57,7 +57,7 @@ def replacements(engine: Callable[[], Engine]) -> list[Replacement]:
         _Served.grid = 0
         if not on() or not self.is_hybrid_ssm:
             return
-        needed = [r.place for r in engine().replacements if r.name not in FREE]
+        needed = [r.place for r in engine().replacements if r.name not in FREE and not r.asked]
         if problems := engine().not_ours(needed) + _objections(self):
             raise BatchInvarianceError(MODE, problems, ADVICE)
         engine().promise(needed)

@@ -29,6 +29,7 @@ from . import flashkda as _flashkda
 from . import gdn as _gdn
 from . import invariance as _invariance
 from . import layers as _layers
+from . import linears as _linears
 from . import norms as _norms
 from . import steps as _steps
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -42,6 +43,8 @@ from .flashkda import kda_prefill_checkpoint_alignment as kda_prefill_checkpoint
 from .gdn import forward_core as forward_core
 from .layers import fused_kda_decode as fused_kda_decode
 from .layers import short_conv as short_conv
+from .linears import embedding_apply as embedding_apply
+from .linears import linear_apply as linear_apply
 from .mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
 from .mamba import selective_scan_fn as selective_scan_fn
 from .merging import merge_attn_states as merge_attn_states
@@ -369,6 +372,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         *_flashkda.REPLACEMENTS,
         *_gdn.REPLACEMENTS,
         *_layers.REPLACEMENTS,
+        *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,
         *_norms.REPLACEMENTS,
         replacing.Replacement(_LIGHTNING, "lightning_attention", lightning_attention),

@@ -24,6 +24,12 @@ PLUGINS = {"vllm": vllm, "sglang": sglang}
 OURS = {(r.module, r.name): r.form for plugin in PLUGINS.values() for r in plugin._ENGINE.replacements}
 
 
+@pytest.fixture(autouse=True)
+def all_of_them(monkeypatch):
+    """The functions that are replaced only on request, too."""
+    monkeypatch.setenv("SSMGEN_ENGINE_LINEAR", "allow")
+
+
 def of(package: str) -> list[tuple[str, str]]:
     return [place for place in SIGNATURES if place[0].partition(".")[0] == package]
 
