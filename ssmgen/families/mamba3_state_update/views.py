@@ -62,7 +62,8 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     as_given = ("out", "state_indices", "dst_state_indices")
     views = {name: t if name in as_given else OPERANDS.view(name, t, sizes, len(lead)) for name, t in named.items()}
     if not _by_rank(named):
-        views["out"] = views["out"].unsqueeze(len(lead))
+        out = views["out"]
+        views["out"] = (out if out.dim() == x.dim() else out.unflatten(-1, x.shape[-2:])).unsqueeze(len(lead))
     if not several and "num_accepted_tokens" in named:
         problems.append(f"num_accepted_tokens is given and x is {list(named['x'].shape)}; expected [batch, tokens, heads, headdim]")
     _check_layout(views, sizes, problems)
@@ -106,8 +107,10 @@ def _own_shapes(named: Mapping[str, Tensor], sizes: Mapping[str, int], lead: tup
     """Shapes that other operands of a call decide: {operand: {shape in words: sizes}}"""
     batch, own = sizes["batch"], (sizes["head"], sizes["row"])
     by_rank = _by_rank(named)
-    out = f"[{words}, rank, heads, headdim], as there is no mimo_o," if by_rank else f"[{words}, heads, headdim]"
-    allowed: dict[str, checks.Shapes] = {"out": {out: (*lead, *((sizes["rank"],) if by_rank else ()), *own)}}
+    out: checks.Shapes = {f"[{words}, rank, heads, headdim], as there is no mimo_o,": (*lead, sizes["rank"], *own)}
+    if not by_rank:
+        out = {f"[{words}, heads, headdim]": (*lead, *own), f"[{words}, heads * headdim]": (*lead, own[0] * own[1])}
+    allowed: dict[str, checks.Shapes] = {"out": out}
     allowed["state_indices"] = {"[batch]": (batch,)}
     if "num_accepted_tokens" in named:
         columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
