@@ -119,6 +119,10 @@ def test_sequences_may_be_packed(ssm, layer):
     assert near(patched(u, cu_seqlens=starts, inference_params=ours), want) and alike(ours.key_value_memory_dict[0], theirs)
     u = inputs(4, 1)  # the next token of each
     assert near(patched(u, inference_params=ours), exact.prompt(u.double(), theirs))
+    ours.seqlen_offset = 0  # other sequences in the same cache, one of them without tokens
+    starts, u = torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32), inputs(1, 6)
+    want = exact.prompt(u.double(), theirs := exact.fresh(4), starts)
+    assert near(patched(u, cu_seqlens=starts, inference_params=ours), want) and alike(ours.key_value_memory_dict[0], theirs)
 
 
 def test_caches_of_16_bit_layers_keep_their_types(ssm):
@@ -219,7 +223,7 @@ def test_a_layer_made_before_is_patched_too():
     [(mamba_ssm.patch_mamba3, OfMambaSsm, "heavy"), (mamba_ssm.patch_mamba3, OfRelease, "softplus"), (fla.patch_mamba3, OfFla, "softplus")],
     ids=["mamba_ssm", "release", "fla"],
 )
-def test_the_form_of_A_is_the_installed_one_or_as_asked(patch, of, form):
+def test_the_form_of_a_is_the_installed_one_or_as_asked(patch, of, form):
     module = module_of("peer", of)
     torch.manual_seed(0)
     layer, exact = twins(module.Mamba3(layer_idx=0))
@@ -236,7 +240,7 @@ def test_the_form_of_A_is_the_installed_one_or_as_asked(patch, of, form):
         patch("ready", module=module)
 
 
-def test_an_unknown_form_of_A_is_asked_for():
+def test_an_unknown_form_of_a_is_asked_for():
     """As flash-linear-attention had it before July 2026: the floor's sign is wrong."""
 
     class Wrong(OfFla):

@@ -1,7 +1,7 @@
 """Stand-ins for mamba-ssm's and flash-linear-attention's layers of Mamba-3, which need a GPU to be imported.
 
-They have the same parameters, attributes, methods and caches, and their own arithmetic: token by token, in the parameters' dtype. SIGNATURES
-are those of the published methods: mamba-ssm at commit e9594ce, and flash-linear-attention at bc3b101d.
+They have the same parameters, attributes, methods and caches, and compute token by token in the parameters' dtype, without ssmgen.
+SIGNATURES: the parameters of the published methods, of mamba-ssm at commit e9594ce and flash-linear-attention at bc3b101d.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def patch_mamba3(A_form: str | None = None, module: ModuleType | None = None) ->
     owner = vars(module).get("Mamba3")
     if not isinstance(owner, type):
         raise PatchError(f"{module.__name__} has no class Mamba3; expected mamba_ssm.modules.mamba3 of mamba-ssm 2.3.1 or later")
-    form = _layers.form_of(module.__name__, A_form, lambda layer, logits: _own_A(owner, layer, logits))
+    form = _layers.form_of(module.__name__, A_form, lambda layer, logits: _a_of(owner, layer, logits))
     names = {(module, "mamba3_mimo_combined"): _not_called} if vars(module).get("mamba3_mimo_combined", ours) is None else {}
     return LayerPatch(owner, _methods(form), form, names)
 
@@ -139,7 +139,7 @@ def _not_called(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedError("mamba_ssm's mamba3_mimo", ["TileLang is not installed; expected calls of patched layers only"])
 
 
-def _own_A(owner: Any, layer: SimpleNamespace, logits: Tensor) -> Tensor:
+def _a_of(owner: Any, layer: SimpleNamespace, logits: Tensor) -> Tensor:
     """A as the class computes it, of a layer with one head and headdim 1."""
     one, rows = torch.zeros(len(logits), 1), torch.zeros(len(logits), 4)
     vars(layer).update(dt_bias=torch.zeros(1), is_mimo=False, mimo_rank=1, num_bc_heads=1, nheads=1, headdim=1)

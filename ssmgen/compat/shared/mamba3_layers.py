@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, PatchError, UnsupportedError
-from ...families.mamba3_state_update.layer import mamba3_layer
+from ...families.mamba3_chunk_scan.call import mamba3_chunk_scan
+from ...families.mamba3_state_update.layer import mamba3_layer, parts_of
 from ...families.mamba3_state_update.row import Sizes
 
 FORMS = ("heavy", "softplus")
@@ -71,31 +72,22 @@ def prompt(
     sequences = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     problems += [] if states is None else _of_other_batch(states, sequences)
     projected = _projected(name, layer, u, problems)
-    y = _scan(layer, projected, states, A_form, continued, cu_seqlens)
-    out: Tensor = layer.out_proj(y)
-    return out
-
-
-def _scan(layer: Any, projected: Tensor, states: States | None, A_form: str, continued: bool, cu_seqlens: Tensor | None) -> Tensor:
-    """Token by token, in one launch for each sequence."""
-    sizes = _sizes(layer)
-    sequences = projected.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if states is None:
-        H, P, N, R, n = sizes
-        angle, k = projected.new_zeros(sequences, H, n, dtype=torch.float32), projected.new_zeros(sequences, R, H, N)
-        states = States(angle, projected.new_zeros(sequences, H, P, N, dtype=torch.float32), k, projected.new_zeros(sequences, H, P))
-    elif not continued:
-        for t in states:
-            t.zero_()
-    given = _weights(layer) | ({"norm_weight": layer.norm.weight} if layer.is_outproj_norm else {})
-    if cu_seqlens is None:
-        return mamba3_layer(projected, states.ssm, states.k, states.v, states.angle, A_form, _rotary(layer), **given)
-    out = projected.new_zeros(*projected.shape[:-1], sizes.heads * sizes.headdim)
-    starts = cu_seqlens.tolist()
-    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        if end > start:
-            one = [t[i : i + 1] for t in (states.ssm, states.k, states.v, states.angle)]
-            out[:, start:end] = mamba3_layer(projected[:, start:end], *one, A_form, _rotary(layer), **given)
+    parts = parts_of(projected, _sizes(layer))
+    if parts is None:
+        raise UnsupportedError(name, [f"in_proj has {projected.shape[-1]} outputs, which no number of groups gives"])
+    more: dict[str, Any] = {**parts}
+    if states is not None:
+        more |= {"state": states.ssm, "k_state": states.k, "v_state": states.v, "angle_state": states.angle}
+        if continued:
+            more["has_initial_state"] = torch.ones(sequences, dtype=torch.bool, device=u.device)
+        elif cu_seqlens is not None or not u.shape[1]:  # a sequence without tokens leaves its states unchanged, and they may be old
+            for t in states:
+                t.zero_()
+    if layer.is_outproj_norm:
+        more["norm_weight"] = layer.norm.weight.view(layer.B_bias.shape[0], -1)
+    y = mamba3_chunk_scan(A_form=A_form, rotary=_rotary(layer), **_weights(layer), cu_seqlens=cu_seqlens, **more)
+    assert isinstance(y, Tensor)  # no states are asked for
+    out: Tensor = layer.out_proj(y.flatten(-2))
     return out
 
 

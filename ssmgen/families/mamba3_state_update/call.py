@@ -8,9 +8,9 @@ from torch import Tensor
 from ...calls.checks import padding_objections
 from ...calls.operator import operator, run
 from ...calls.scalars import NOT_NEGATIVE, one_of
+from ...engine.recurrences.mamba3.problem import Rate, Rotary
 from .operands import OPERANDS
 from .planning import CALLER
-from .problem import Rate, Rotary
 from .views import Options
 
 FORMS = {

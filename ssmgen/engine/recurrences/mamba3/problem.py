@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...engine.rows import RowProblem
-from ...spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
+from ....spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
+from ...rows import RowProblem
 
 MOST_RANK = 8
 
