@@ -1,4 +1,4 @@
-"""Patched layers of Mamba-3, of mamba-ssm and flash-linear-attention: stand-ins in float64 give what they have to compute."""
+"""Patched layers of Mamba-3, of mamba-ssm and flash-linear-attention: stand-ins in float64 give the expected results."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_step_is_the_layer_s(ssm, layer):
         out, *states = patched.step(u, *ours, other=1)
         assert near(out, exact.step(u.double(), *theirs)[0]) and all(a is b for a, b in zip(states, ours, strict=True))
     assert alike(ours, theirs)
-    u = inputs(3, 1)  # what generation passes
+    u = inputs(3, 1)  # as generation passes it
     assert near(patched.step(u, *ours)[0], exact.step(u[:, 0].double(), *theirs)[0].unsqueeze(1)) and alike(ours, theirs)
 
 

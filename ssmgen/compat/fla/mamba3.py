@@ -29,8 +29,8 @@ def patch_mamba3(A_form: str | None = None, module: ModuleType | None = None) ->
     module: the module that defines Mamba3, for copies of its code; None: fla.layers.mamba3
 
     Caches keep fla's layout; angles are stored from -pi to pi. Returns the patch: undo() or `with` restores fla's methods.
-    Patched layers raise UnsupportedError for calls that they do not serve; fla's own code never runs in their place: gradients, caches of
-    another batch size, and norms of other forms.
+    Patched layers raise UnsupportedError for gradients, caches of another batch size, and norms of other forms. fla's own code never runs
+    instead.
     Raises PatchError if fla is missing, if its methods have other parameters, if A has an unknown form, and for a second patch.
     """
     module = _imported() if module is None else module

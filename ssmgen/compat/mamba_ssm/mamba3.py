@@ -54,8 +54,8 @@ def apply_rotary_qk_inference_fwd(
 
     Every tensor is f32, f16 or bf16. Returns (q, k, angle), like q, k and angle_state. Angles are computed in f64, rotations in f32.
     Unlike in mamba_ssm.ops.triton, the returned angle lies from -pi to pi, so that it keeps its precision over long sequences.
-    This function has no kernel: it is a sequence of torch's operators. ssmgen.mamba3_state_update and patched layers rotate in the launch
-    that makes the whole step, and do not call it.
+    This function is a sequence of torch's operators, without a kernel. ssmgen.mamba3_state_update and patched layers do not call it: they
+    rotate in the launch that makes the whole step.
     Raises ArgumentError (a ValueError) for operands that do not fit, or that require grad while grad is enabled.
     """
     given = {"q": q, "k": k, "angle_state": angle_state, "angle_proj": angle_proj, "dt": dt, "bias_q": bias_q, "bias_k": bias_k}
@@ -114,8 +114,8 @@ def patch_mamba3(A_form: str | None = None, module: ModuleType | None = None) ->
 
     Caches keep mamba-ssm's layout; angles are stored from -pi to pi. dt, trap and angles stay f32, where mamba-ssm rounds some to bf16.
     Returns the patch: undo() or `with` restores mamba-ssm's methods.
-    Patched layers raise UnsupportedError for calls that they do not serve; mamba-ssm's own code never runs in their place: seq_idx (which
-    mamba-ssm ignores), gradients, caches of another batch size, and norms of other forms.
+    Patched layers raise UnsupportedError for seq_idx (which mamba-ssm ignores), gradients, caches of another batch size, and norms of other
+    forms. mamba-ssm's own code never runs instead.
     Raises PatchError if mamba-ssm is missing, if its methods have other parameters, if A has an unknown form, and for a second patch.
     """
     module = _imported() if module is None else module

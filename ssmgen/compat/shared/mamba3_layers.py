@@ -124,7 +124,7 @@ def _of_other_batch(states: States, sequences: int) -> list[str]:
 
 
 def _faults(layer: Any) -> list[str]:
-    """What a layer computes differently, in words."""
+    """The differences between a layer and ssmgen's functions, in words."""
     problems, eps = [], layer.B_norm.eps
     if layer.C_norm.eps != eps:
         problems.append(f"C_norm has eps {layer.C_norm.eps}; expected {eps}, as B_norm has")
