@@ -146,11 +146,12 @@ def _made(
     sequences = max(starts.numel() - 1, 0) if isinstance(starts, Tensor) else x.shape[0]
     (heads, rows), n = x.shape[-2:], B.shape[-1]
     ranks = (B.shape[-3],) if B.dim() > x.dim() else ()
+    of_k = tuple(k.shape[1:]) if isinstance(k, Tensor) and k.dim() else (*ranks, heads, n)
 
     def new(like: Tensor | None, dtype: torch.dtype, *shape: int) -> Tensor:
         return x.new_empty((sequences, *shape), dtype=like.dtype if isinstance(like, Tensor) else dtype)
 
     angles = new(None, torch.float32, heads, angle.shape[-1]) if isinstance(angle, Tensor) and angle.dim() else None
     return _Final(
-        new(S, torch.float32, heads, rows, n), new(k, x.dtype, *ranks, heads, n), new(v, x.dtype, heads, rows), angles
+        new(S, torch.float32, heads, rows, n), new(k, x.dtype, *of_k), new(v, x.dtype, heads, rows), angles
     )  # fmt: skip
