@@ -105,7 +105,7 @@ def mamba3_chunk_scan(
     contiguous, and rows of x, B, C, z and out begin at multiples of 4 bytes (fastest: of 16). Products are of x's dtype, summed in f32;
     rotated rows are rounded to it once. dt, decays, angles and the state between chunks of 64 / R tokens, rounded down, are f32. The bits
     do not depend on the batch or on packing. A sequence cut at multiples of the chunk, with f32 states, gives the same bits as the whole
-    sequence; with k_state and v_state of x's dtype also those of a call without states. With x of f16, the state, and x mimo_x and the
+    sequence. A call without states rounds like one with k_state and v_state of x's dtype. With x of f16, the state, and x mimo_x and the
     products of rows with their weights, must stay within f16's range.
 
     Returns out, or (out, state, k_state, v_state[, angle_state]). CPU tensors run the reference implementation, token by token; there x may
