@@ -6,5 +6,11 @@ FAMILY = Family(
     name="mamba3_chunk_scan",
     kernels=(Kernels("spec:Mamba3ScanSpec", "problem:Mamba3PromptProblem"),),
     functions={"mamba3_chunk_scan": "call:mamba3_chunk_scan"},
+    bench={"mamba3_chunk_scan": "bench:BENCH"},
+    asks="models:ASKS",
+    tuning="tuning:TUNING",
+    defaults="defaults:DEFAULTS",
+    sharding="sharding:RULES",
     trials="trial:TRIALS",
+    page="operators/mamba3_chunk_scan.md",
 )

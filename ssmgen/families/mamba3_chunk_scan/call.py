@@ -105,7 +105,7 @@ def mamba3_chunk_scan(
     contiguous, and rows of x, B, C, z and out begin at multiples of 4 bytes (fastest: of 16). Products are of x's dtype, summed in f32;
     rotated rows are rounded to it once. dt, decays, angles and the state between chunks of 64 / R tokens, rounded down, are f32. The bits
     do not depend on the batch or on packing. A sequence cut at multiples of the chunk, with f32 states, gives the same bits as the whole
-    sequence; with k_state and v_state of x's dtype also those of a call without states. With x of f16, the state, and x mimo_x and the
+    sequence. A call without states rounds like one with k_state and v_state of x's dtype. With x of f16, the state, and x mimo_x and the
     products of rows with their weights, must stay within f16's range.
 
     Returns out, or (out, state, k_state, v_state[, angle_state]). CPU tensors run the reference implementation, token by token; there x may
@@ -146,11 +146,12 @@ def _made(
     sequences = max(starts.numel() - 1, 0) if isinstance(starts, Tensor) else x.shape[0]
     (heads, rows), n = x.shape[-2:], B.shape[-1]
     ranks = (B.shape[-3],) if B.dim() > x.dim() else ()
+    of_k = tuple(k.shape[1:]) if isinstance(k, Tensor) and k.dim() else (*ranks, heads, n)
 
     def new(like: Tensor | None, dtype: torch.dtype, *shape: int) -> Tensor:
         return x.new_empty((sequences, *shape), dtype=like.dtype if isinstance(like, Tensor) else dtype)
 
     angles = new(None, torch.float32, heads, angle.shape[-1]) if isinstance(angle, Tensor) and angle.dim() else None
     return _Final(
-        new(S, torch.float32, heads, rows, n), new(k, x.dtype, *ranks, heads, n), new(v, x.dtype, heads, rows), angles
+        new(S, torch.float32, heads, rows, n), new(k, x.dtype, *of_k), new(v, x.dtype, heads, rows), angles
     )  # fmt: skip

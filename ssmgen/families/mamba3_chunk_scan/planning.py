@@ -21,7 +21,7 @@ from .spec import OPERATOR, Mamba3ScanSpec
 from .views import Options, views_of
 
 # {field of the problem: the operands that may give its type}
-_TYPED = {name: (name,) for name in ("dt", "A", "trap", "angle", "D", "dt_bias", "norm_weight")} | {
+_TYPED = {field: (name,) for field, name in OPERANDS.fields().items()} | {
     "row_norm": ("B_norm",),
     "row_bias": ("B_bias",),
     "mimo": ("mimo_x",),
@@ -57,7 +57,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         rate=Rate(options.A_form),
         dt_softplus=options.dt_softplus,
         trap_sigmoid=options.trap_sigmoid,
-        x=DTYPES[x.dtype],
         z="z" in views,
         by_rank="mimo_x" in views and "mimo_o" not in views,
         cu_seqlens=index("cu_seqlens"),
