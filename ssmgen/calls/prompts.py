@@ -210,7 +210,7 @@ def walked(views: Views, head_k: int, layout: str, pad_slot_id: int, chunk: int,
     rows: dict[int, list[int]] = {}  # position -> rows of checkpoints
     for i, position in enumerate(views["checkpoint_positions"].tolist() if "checkpoint_positions" in views else ()):
         rows.setdefault(position, []).append(i)
-    for s, (row, span) in enumerate(_spans(v, starts)):
+    for s, (row, span) in enumerate(spans(v, starts)):
         slot = s if slots is None else int(slots[s])
         if state is not None and not (0 <= slot < state.shape[0] and (slots is None or slot != pad_slot_id)):
             out[row, span] = 0
@@ -234,7 +234,7 @@ def walked(views: Views, head_k: int, layout: str, pad_slot_id: int, chunk: int,
             kept[slot] = S.to(kept.dtype)
 
 
-def _spans(v: Tensor, starts: Tensor | None) -> list[tuple[int, slice]]:
+def spans(v: Tensor, starts: Tensor | None) -> list[tuple[int, slice]]:
     """(row of the batch, tokens) of each sequence. A sequence that ends before it begins, or lies outside of the tokens, has no tokens."""
     if starts is None:
         return [(b, slice(0, v.shape[1])) for b in range(v.shape[0])]

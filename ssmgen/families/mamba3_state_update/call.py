@@ -8,9 +8,9 @@ from torch import Tensor
 from ...calls.checks import padding_objections
 from ...calls.operator import operator, run
 from ...calls.scalars import NOT_NEGATIVE, one_of
+from ...engine.recurrences.mamba3.problem import Rate, Rotary
 from .operands import OPERANDS
 from .planning import CALLER
-from .problem import Rate, Rotary
 from .views import Options
 
 FORMS = {
@@ -77,7 +77,7 @@ def mamba3_state_update(
     state: [slots, H, P, N], k_state: [slots, R, H, N], v_state: [slots, H, P], angle_state: [slots, H, n] f32: updated in place. Slots
         may lie at any distance, so all four may share a page. k is the last token's normed, biased and rotated row, and v is its x.
         Before a sequence's first token the first three are zeros. Angles are radians, stored from -pi to pi; any value is read
-    x, z, out: […, H, P]       B, C: […, R, G, N]       dt, A, trap: […, H]       angle: […, n] or […, H, n], logits
+    x, z: […, H, P]     out: […, H, P] or […, H P]     B, C: […, R, G, N]     dt, A, trap: […, H]     angle: […, n] or […, H, n], logits
     angle_state, angle: None for rows that do not rotate (or have rotated already)
     D, dt_bias: [H], or None          z: None for no gate
     dt_softplus: dt <- log(1 + e^(dt + dt_bias)); trap_sigmoid: trap is a logit, else a number from 0 to 1

@@ -11,9 +11,9 @@ from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
 from ...calls.planning import Family
+from ...engine.recurrences.mamba3.problem import Mamba3Problem, Rate, Rotary
 from ...spec.kernel import Index, Loads, PoolMode, Update
 from .operands import OPERANDS
-from .problem import Mamba3Problem, Rate, Rotary
 from .reference import reference
 from .spec import OPERATOR, Mamba3Spec
 from .views import Options, views_of

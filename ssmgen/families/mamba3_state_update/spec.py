@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
+from ...engine.recurrences.mamba3.problem import Mamba3Problem
 from ...engine.rows import RowSpec, Rule
 from ...spec.kernel import Arch, DType, Index, Loads, Needs, Param, Pdl, Update, must
 from .operands import OPERANDS
-from .problem import Mamba3Problem
 
 OPERATOR = "mamba3_state_update"
 SHARED_BYTES = 48 * 1024

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
+from ...engine.recurrences.mamba3.checks import by_rank, check_company
+from ...engine.recurrences.mamba3.problem import MOST_RANK, Rate, Rotary
 from ...engine.recurrences.slots import check_slots, slot_shapes
 from ...spec.kernel import must
 from .operands import OPERANDS, POOLS
-from .problem import MOST_RANK, Rate, Rotary
 
-# Operands that go together, or have one type.
-_TOGETHER = (("angle_state", "angle"), ("B_norm", "C_norm"), ("B_bias", "C_bias"))
-_ALIKE = (("B", "C"), ("B_norm", "C_norm"), ("B_bias", "C_bias"), ("mimo_x", "mimo_z"), ("mimo_x", "mimo_o"))
 _DENSE = ("k_state", "v_state", "angle_state", "B_norm", "C_norm", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "norm_weight")
 
 
@@ -62,8 +60,9 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
         return {}
     as_given = ("out", "state_indices", "dst_state_indices")
     views = {name: t if name in as_given else OPERANDS.view(name, t, sizes, len(lead)) for name, t in named.items()}
-    if not _by_rank(named):
-        views["out"] = views["out"].unsqueeze(len(lead))
+    if not by_rank(named):
+        out = views["out"]
+        views["out"] = (out if out.dim() == x.dim() else out.unflatten(-1, x.shape[-2:])).unsqueeze(len(lead))
     if not several and "num_accepted_tokens" in named:
         problems.append(f"num_accepted_tokens is given and x is {list(named['x'].shape)}; expected [batch, tokens, heads, headdim]")
     _check_layout(views, sizes, problems)
@@ -74,29 +73,9 @@ def _said_of_x(x: Tensor) -> str:
     return f"x is {list(x.shape)}; expected [batch, heads, headdim] or [batch, tokens, heads, headdim]"
 
 
-def _by_rank(named: Mapping[str, Tensor]) -> bool:
-    """Whether there is one output for each rank."""
-    return "mimo_x" in named and "mimo_o" not in named
-
-
 def _check_company(named: Mapping[str, Tensor], problems: list[str]) -> None:
     """Operands that need others, or have their type."""
-    for one, other in _TOGETHER:
-        if (one in named) != (other in named):
-            given, missing = (one, other) if one in named else (other, one)
-            problems.append(f"{given} is given without {missing}; expected both or neither")
-    for one, other in _ALIKE:
-        if one in named and other in named and named[one].dtype != named[other].dtype:
-            problems.append(f"{other} is {named[other].dtype}; expected {named[one].dtype}, the dtype of {one}".replace("torch.", ""))
-    problems += [
-        f"{name} is given without mimo_x; expected mimo_x too" for name in ("mimo_z", "mimo_o") if name in named and "mimo_x" not in named
-    ]
-    if "mimo_x" in named and ("mimo_z" in named) != ("z" in named):
-        problems.append(
-            "mimo_z is given without z; expected both"
-            if "mimo_z" in named
-            else "z is given without mimo_z; expected its factors for each rank"
-        )
+    check_company(named, problems, pairs=(("angle_state", "angle"),))
     if named["k_state"].dim() == 4 and named["k_state"].shape[1] > 1 and "mimo_x" not in named:
         problems.append(f"k_state is {list(named['k_state'].shape)} without mimo_x; expected mimo_x for several ranks")
     if "rand_seed" in named and named["state"].dtype not in (torch.float16, torch.bfloat16):
@@ -106,9 +85,10 @@ def _check_company(named: Mapping[str, Tensor], problems: list[str]) -> None:
 def _own_shapes(named: Mapping[str, Tensor], sizes: Mapping[str, int], lead: tuple[int, ...], words: str) -> dict[str, checks.Shapes]:
     """Shapes that other operands of a call decide: {operand: {shape in words: sizes}}"""
     own = (sizes["head"], sizes["row"])
-    by_rank = _by_rank(named)
-    out = f"[{words}, rank, heads, headdim], as there is no mimo_o," if by_rank else f"[{words}, heads, headdim]"
-    allowed: dict[str, checks.Shapes] = {"out": {out: (*lead, *((sizes["rank"],) if by_rank else ()), *own)}}
+    out: checks.Shapes = {f"[{words}, rank, heads, headdim], as there is no mimo_o,": (*lead, sizes["rank"], *own)}
+    if not by_rank(named):
+        out = {f"[{words}, heads, headdim]": (*lead, *own), f"[{words}, heads * headdim]": (*lead, own[0] * own[1])}
+    allowed: dict[str, checks.Shapes] = {"out": out}
     return allowed | slot_shapes(named, sizes["batch"], sizes["token"] if len(lead) == 2 else None)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ssmgen import emulator
 from ssmgen.emulator.check import check, trial_of
+from ssmgen.engine.recurrences.mamba3.problem import Mamba3Problem, Rate, Rotary
 from ssmgen.engine.stochastic_reference import stored
 from ssmgen.families.mamba3_state_update import planning
-from ssmgen.families.mamba3_state_update.problem import Mamba3Problem, Rate, Rotary
 from ssmgen.families.mamba3_state_update.spec import candidates, space
 from ssmgen.families.selective_state_update import planning as ssu
 from ssmgen.select import registry

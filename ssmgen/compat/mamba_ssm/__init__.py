@@ -1,5 +1,5 @@
 """Functions of mamba_ssm.ops, as in mamba-ssm 2.3, forward only: Mamba-1's and Mamba-2's decode step and scans of prompts, Mamba-3's decode
-steps, and gated norms. Each function states how it differs from the original.
+steps, and gated norms; and a patch of the layer Mamba3. Each function states how it differs from the original.
 """
 
 from __future__ import annotations
@@ -7,13 +7,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError as _UnsupportedError
-from ..families.mamba3_state_update.call import mamba3_state_update as _mamba3
-from ..families.selective_state_update.call import selective_state_update as _native
-from .shared import engine_norms as _norms
-from .shared import mamba1_prompts as _mamba1
-from .shared import mamba_prompts as _prompts
-from .shared.operands import takes as _takes
+from ...errors import UnsupportedError as _UnsupportedError
+from ...families.mamba3_state_update.call import mamba3_state_update as _mamba3
+from ...families.selective_state_update.call import selective_state_update as _native
+from ..shared import engine_norms as _norms
+from ..shared import mamba1_prompts as _mamba1
+from ..shared import mamba_prompts as _prompts
+from ..shared.operands import takes as _takes
+from .mamba3 import apply_rotary_qk_inference_fwd as apply_rotary_qk_inference_fwd
+from .mamba3 import patch_mamba3 as patch_mamba3
 
 
 def selective_state_update(

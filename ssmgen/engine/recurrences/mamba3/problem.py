@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...engine.recurrences.problem import StepProblem
-from ...spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
+from ....spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
+from ..problem import StepProblem
 
 MOST_RANK = 8
 MOST_ROWS = MOST_ELEMENTS = 128  # of a head, for products: four lanes hold two rows, and a block's operands fit in 48 KiB
