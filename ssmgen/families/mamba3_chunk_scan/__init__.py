@@ -8,7 +8,6 @@ FAMILY = Family(
     functions={"mamba3_chunk_scan": "call:mamba3_chunk_scan"},
     bench={"mamba3_chunk_scan": "bench:BENCH"},
     asks="models:ASKS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

@@ -8,7 +8,7 @@ the gate compares them as numbers. Host times are eager calls, arguments at hand
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ import ssmgen
 from ...bench import axes
 from ...bench.axes import At, share_of
 from ...bench.case import GATE, Case
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.prompts import HEADS, HOST_TOKENS, PACKED, PROMPT, even_cuts, moving, packed_words, prompt_sets, sequences_of
 from ...bench.schema import COUNT
 from ...engine.recurrences.mamba3.model import Mamba3Model
 from ...errors import SsmgenError
-from ...select.models import Model
+from ...select.models import Model, find_model
 from .operands import OPERANDS, POOLS
 
 DEFAULTS = ("mamba3-siso-1.5b", "mamba3-mimo-1.5b")
@@ -107,6 +107,12 @@ def words(row: Mapping[str, Any]) -> str:
     return ", ".join([row["model"], f"{row['heads']} heads", *ranks]) + packed_words(row)
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Prompts of models."""
+    models = given or map(find_model, DEFAULTS)
+    return [{"model": model, "shape": (batch, PROMPT)} for model in models for batch in batches]
+
+
 BENCH = Bench(
     op="mamba3_chunk_scan",
     method=__doc__,
@@ -125,5 +131,7 @@ BENCH = Bench(
     quick={"names": DEFAULTS[:1], "shapes": ((1, 2048),)},
     of_model=of_model,
     settle=settle,
+    tuned=tuned,
+    label=lambda at: "{} {} x {}".format(at.model, *at.shape),
     fields={"heads": COUNT, "rank": COUNT},
 )
