@@ -13,6 +13,7 @@ from ...errors import ArgumentError, PatchError, UnsupportedError
 from ...families.mamba3_chunk_scan.call import mamba3_chunk_scan
 from ...families.mamba3_state_update.layer import mamba3_layer, parts_of
 from ...families.mamba3_state_update.row import Sizes
+from .operands import rows_of
 
 FORMS = ("heavy", "softplus")
 _LOGITS = (-1e5, -40.0, -2.0, -0.5, 0.0, 0.5, 3.0)
@@ -75,7 +76,7 @@ def prompt(
     parts = parts_of(projected, _sizes(layer))
     if parts is None:
         raise UnsupportedError(name, [f"in_proj has {projected.shape[-1]} outputs, which no number of groups gives"])
-    more: dict[str, Any] = {**parts}
+    more: dict[str, Any] = parts | {name: rows_of(parts[name]) for name in ("x", "z", "B", "C")}  # copies if a row has an odd length
     if states is not None:
         more |= {"state": states.ssm, "k_state": states.k, "v_state": states.v, "angle_state": states.angle}
         if continued:
