@@ -1,5 +1,5 @@
 """Functions of mamba_ssm.ops, as in mamba-ssm 2.3, forward only: Mamba-1's and Mamba-2's decode step and scans of prompts, Mamba-3's decode
-steps, and gated norms. Each function states how it differs from the original.
+steps and scans of prompts, and gated norms. Each function states how it differs from the original.
 """
 
 from __future__ import annotations
@@ -7,13 +7,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError as _UnsupportedError
-from ..families.mamba3_state_update.call import mamba3_state_update as _mamba3
-from ..families.selective_state_update.call import selective_state_update as _native
-from .shared import engine_norms as _norms
-from .shared import mamba1_prompts as _mamba1
-from .shared import mamba_prompts as _prompts
-from .shared.operands import takes as _takes
+from ...errors import UnsupportedError as _UnsupportedError
+from ...families.mamba3_state_update.call import mamba3_state_update as _mamba3
+from ...families.selective_state_update.call import selective_state_update as _native
+from ..shared import engine_norms as _norms
+from ..shared import mamba1_prompts as _mamba1
+from ..shared import mamba_prompts as _prompts
+from ..shared.operands import takes as _takes
+from .mamba3_prompts import mamba3_mimo as mamba3_mimo
+from .mamba3_prompts import mamba3_siso_combined as mamba3_siso_combined
 
 
 def selective_state_update(
