@@ -295,11 +295,12 @@ def test_a_missing_package_is_said(patch, place, monkeypatch):
 
 def test_mimo_layers_can_be_made_without_tilelang(ssm):
     """mamba-ssm refuses to make them if its function is missing."""
-    assert ssm.module.mamba3_mimo_combined is not None
-    with pytest.raises(UnsupportedError, match="TileLang is not installed"):
-        ssm.module.mamba3_mimo_combined()
+    assert ssm.module.mamba3_mimo_combined is mamba_ssm.mamba3_mimo
     ssm.patch.undo()
     assert ssm.module.mamba3_mimo_combined is None
+    ssm.module.mamba3_mimo_combined = own = object()
+    with mamba_ssm.patch_mamba3(module=ssm.module):
+        assert ssm.module.mamba3_mimo_combined is own
 
 
 # Refused calls.

@@ -51,12 +51,13 @@ def test_a_layer_is_the_state_update_on_views_of_the_row(tokens, R, gap):
 
 @every_patch
 @every_model
-def test_models_of_16_bit_follow_float64(name, options):
-    """With the tokens of the model itself, prompts cut and whole."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_models_follow_float64(name, options, dtype):
+    """With the tokens of the model itself, prompts cut and whole. Prompts of f32 models are rounded to bf16, as in both packages."""
     patch, of = PATCHES[name]
     module = module_of("peer", of)
     with patch(module=module), torch.inference_mode():
-        model, exact = made(module.Mamba3, torch.bfloat16, **options)
+        model, exact = made(module.Mamba3, dtype, **options)
         model, prompt = model.cuda(), prompts()
         tokens, logits = generated(model, prompt.cuda(), COUNT)
         want = exact(torch.cat([prompt, tokens.cpu()], 1)[:, :-1])[:, -COUNT:]
