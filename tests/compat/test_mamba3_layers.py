@@ -13,6 +13,7 @@ from mamba3_stand_ins import SIGNATURES, Cache, Layer, OfFla, OfMambaSsm, OfRele
 from torch import Tensor, nn
 
 from ssmgen.compat import fla, mamba_ssm
+from ssmgen.compat.shared import mamba3_layers
 from ssmgen.engine.accuracy import norm_error
 from ssmgen.errors import ArgumentError, PatchError, UnsupportedError
 
@@ -134,6 +135,21 @@ def test_caches_of_16_bit_layers_keep_their_types(ssm):
     u = inputs(3).bfloat16()
     out, *_ = patched.step(u, *states)
     assert out.dtype == torch.bfloat16 and near(out, exact.step(u.double(), *exact.fresh(3))[0], 2e-2)
+
+
+@pytest.mark.parametrize("width", [12, 24])
+def test_rows_of_a_prompt_begin_at_words(ssm, width, monkeypatch):
+    """Kernels of prompts refuse 16-bit rows at odd elements. With 3 heads a projected row has 93 elements, and its parts are copied."""
+    layer = ssm.layer(width).bfloat16()
+    calls: list[dict[str, Tensor]] = []
+    own = mamba3_layers.mamba3_chunk_scan
+    monkeypatch.setattr(mamba3_layers, "mamba3_chunk_scan", lambda **given: calls.append(given) or own(**given))
+    u = torch.randn(2, 5, width).bfloat16()
+    assert layer(u).shape == u.shape and layer.in_proj.out_features == {12: 93, 24: 150}[width]
+    for name in ("x", "z", "B", "C"):
+        t = calls[0][name]
+        assert t.data_ptr() % 4 == 0 and all(step % 2 == 0 for step in t.stride()[:-1])
+        assert (t.untyped_storage().data_ptr() == calls[0]["dt"].untyped_storage().data_ptr()) is (width == 24)  # a view, or a copy
 
 
 # flash-linear-attention.
@@ -279,11 +295,12 @@ def test_a_missing_package_is_said(patch, place, monkeypatch):
 
 def test_mimo_layers_can_be_made_without_tilelang(ssm):
     """mamba-ssm refuses to make them if its function is missing."""
-    assert ssm.module.mamba3_mimo_combined is not None
-    with pytest.raises(UnsupportedError, match="TileLang is not installed"):
-        ssm.module.mamba3_mimo_combined()
+    assert ssm.module.mamba3_mimo_combined is mamba_ssm.mamba3_mimo
     ssm.patch.undo()
     assert ssm.module.mamba3_mimo_combined is None
+    ssm.module.mamba3_mimo_combined = own = object()
+    with mamba_ssm.patch_mamba3(module=ssm.module):
+        assert ssm.module.mamba3_mimo_combined is own
 
 
 # Refused calls.

@@ -1,5 +1,5 @@
 """Functions of mamba_ssm.ops, as in mamba-ssm 2.3, forward only: Mamba-1's and Mamba-2's decode step and scans of prompts, Mamba-3's decode
-steps, and gated norms; and a patch of the layer Mamba3. Each function states how it differs from the original.
+steps and scans of prompts, and gated norms; and a patch of its layer Mamba3. Each function states how it differs from the original.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ..shared import mamba_prompts as _prompts
 from ..shared.operands import takes as _takes
 from .mamba3 import apply_rotary_qk_inference_fwd as apply_rotary_qk_inference_fwd
 from .mamba3 import patch_mamba3 as patch_mamba3
+from .mamba3_prompts import mamba3_mimo as mamba3_mimo
+from .mamba3_prompts import mamba3_siso_combined as mamba3_siso_combined
 
 
 def selective_state_update(

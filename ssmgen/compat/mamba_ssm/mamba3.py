@@ -17,6 +17,7 @@ from ...spec.operands import Operand, table
 from ..shared import mamba3_layers as _layers
 from ..shared.layer_patch import LayerPatch, ours
 from ..shared.operands import takes as _takes
+from .mamba3_prompts import mamba3_mimo
 
 _ROTARY = table(
     Operand("q", "batch rank head n"),
@@ -123,7 +124,8 @@ def patch_mamba3(A_form: str | None = None, module: ModuleType | None = None) ->
     if not isinstance(owner, type):
         raise PatchError(f"{module.__name__} has no class Mamba3; expected mamba_ssm.modules.mamba3 of mamba-ssm 2.3.1 or later")
     form = _layers.form_of(module.__name__, A_form, lambda layer, logits: _a_of(owner, layer, logits))
-    names = {(module, "mamba3_mimo_combined"): _not_called} if vars(module).get("mamba3_mimo_combined", ours) is None else {}
+    # Without TileLang this name is None, and mamba-ssm makes no MIMO layer.
+    names = {(module, "mamba3_mimo_combined"): mamba3_mimo} if vars(module).get("mamba3_mimo_combined", ours) is None else {}
     return LayerPatch(owner, _methods(form), form, names)
 
 
@@ -132,11 +134,6 @@ def _imported() -> ModuleType:
         return importlib.import_module("mamba_ssm.modules.mamba3")
     except Exception as e:  # its imports ask for Triton and for a GPU
         raise PatchError(f"cannot import mamba_ssm.modules.mamba3 ({type(e).__name__}: {e}). Install mamba-ssm 2.3.1 or later.") from e
-
-
-def _not_called(*args: Any, **kwargs: Any) -> None:
-    """Stands for TileLang's function, without which mamba-ssm makes no MIMO layer."""
-    raise UnsupportedError("mamba_ssm's mamba3_mimo", ["TileLang is not installed; expected calls of patched layers only"])
 
 
 def _a_of(owner: Any, layer: SimpleNamespace, logits: Tensor) -> Tensor:

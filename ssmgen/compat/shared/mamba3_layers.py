@@ -13,6 +13,7 @@ from ...errors import ArgumentError, PatchError, UnsupportedError
 from ...families.mamba3_chunk_scan.call import mamba3_chunk_scan
 from ...families.mamba3_state_update.layer import mamba3_layer, parts_of
 from ...families.mamba3_state_update.row import Sizes
+from .operands import rows_of
 
 FORMS = ("heavy", "softplus")
 _LOGITS = (-1e5, -40.0, -2.0, -0.5, 0.0, 0.5, 3.0)
@@ -75,7 +76,7 @@ def prompt(
     parts = parts_of(projected, _sizes(layer))
     if parts is None:
         raise UnsupportedError(name, [f"in_proj has {projected.shape[-1]} outputs, which no number of groups gives"])
-    more: dict[str, Any] = {**parts}
+    more: dict[str, Any] = parts | {name: _rows(parts[name]) for name in ("x", "z", "B", "C")}
     if states is not None:
         more |= {"state": states.ssm, "k_state": states.k, "v_state": states.v, "angle_state": states.angle}
         if continued:
@@ -87,8 +88,14 @@ def prompt(
         more["norm_weight"] = layer.norm.weight.view(layer.B_bias.shape[0], -1)
     y = mamba3_chunk_scan(A_form=A_form, rotary=_rotary(layer), **_weights(layer), cu_seqlens=cu_seqlens, **more)
     assert isinstance(y, Tensor)  # no states are asked for
-    out: Tensor = layer.out_proj(y.flatten(-2))
+    out: Tensor = layer.out_proj(y.flatten(-2).to(projected.dtype))
     return out
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Rows as kernels of prompts take them: copied if a 16-bit row has an odd length, and on a GPU in bf16 if they are f32, as in both
+    packages."""
+    return rows_of(t.bfloat16() if t.is_cuda and t.dtype == torch.float32 else t)
 
 
 def _projected(name: str, layer: Any, u: Tensor, problems: list[str]) -> Tensor:
