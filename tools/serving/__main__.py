@@ -22,6 +22,7 @@ from .run import Case, Options, Pair, pairs_of, run
 DTYPES = ("bfloat16", "float16", "float32")
 # With --limit, seconds kept for the proofs: to start their processes, and for each model; and for the profiles before them.
 PROOFS, EACH, WATCHES = 20, 90, 45
+ONE_ROUND = 90  # to build the timed engines and to run each case once
 
 
 def _answered(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
@@ -63,10 +64,14 @@ def serving(models, answered, batches, file, folder, proved, limit, **given) -> 
     and with and without CUDA graphs; vLLM alone, without the mode, must not. Each line is printed when it is known, and the JSON
     file is written again. An engine that fails does not stop the others. Its output is printed, and the exit code is 1.
     """
-    begin, timed = time.monotonic(), tuple(model for model in models or TIMED if model != "none")
+    begin, timed, proved = time.monotonic(), tuple(model for model in models or TIMED if model != "none"), tuple(dict.fromkeys(proved))
     if limit is not None:
         rest = limit - (PROOFS + EACH * len(proved) if proved else 0)
-        given |= {"limit": max(0.0, rest), "seconds": min(given["seconds"], rest - WATCHES), "patience": min(given["patience"], limit)}
+        if timed and rest < (least := WATCHES + ONE_ROUND):
+            problem = f"--limit {limit:.0f} leaves {rest:.0f} s to timing; expected {limit - rest + least:.0f} or more, or --model none"
+            raise click.UsageError(problem)
+        seconds, patience = min(given["seconds"], rest - WATCHES), min(given["patience"], max(rest - WATCHES, 1))
+        given |= {"limit": rest, "seconds": seconds, "patience": patience}
     options = Options(timed=tuple(dict.fromkeys(timed)), answered=answered, batches=tuple(sorted(set(batches) or {1, 8, 64, 256})), **given)
     pairs, proofs = pairs_of(options), dict[str, Proof]()
 
@@ -92,7 +97,7 @@ def serving(models, answered, batches, file, folder, proved, limit, **given) -> 
         try:
             click.echo(HEAD)
             run(pairs, options, place, lambda text: click.echo(text, err=True), tell_case=tell_case)
-            prove_all(tuple(dict.fromkeys(proved)), place, until, tell_proof)
+            prove_all(proved, place, until, tell_proof)
         finally:  # partial results of an interrupted run
             keep()
             click.echo(answers(pairs))
@@ -100,7 +105,7 @@ def serving(models, answered, batches, file, folder, proved, limit, **given) -> 
             click.echo(steps(pairs))
             if proofs:
                 click.echo(proof_table(list(proofs.values())))
-    if any(pair.failures for pair in pairs) or len(proofs) < len(set(proved)) or any(each.problems for each in proofs.values()):
+    if any(pair.failures for pair in pairs) or len(proofs) < len(proved) or any(each.problems for each in proofs.values()):
         raise SystemExit(1)
 
 

@@ -233,7 +233,10 @@ def test_a_limit_ends_the_timing_and_leaves_time_for_the_proofs(command, monkeyp
     command(*SMALL, "--limit", "480", "--prove", "mamba2", "--prove", "qwen3_5", "--prove", "mamba2")
     options, (models, left) = seen
     assert models == ("mamba2", "qwen3_5") and 470 < left <= 480
-    assert options.limit == 480 - program.PROOFS - 3 * program.EACH and options.seconds == options.limit - program.WATCHES
+    assert options.limit == 480 - program.PROOFS - 2 * program.EACH and options.limit > 200
+    assert options.seconds == options.patience == options.limit - program.WATCHES
+    done, _ = command(*SMALL, "--limit", "200", "--prove", "mamba2")
+    assert done.exit_code == 2 and "expected 245 or more, or --model none" in done.output and len(seen) == 2
     command(*SMALL)
     assert seen[2].limit == float("inf") and seen[3][1] == float("inf")
 
