@@ -180,6 +180,8 @@ SIGNATURES = {
     ),
     (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_decode"): "b, c, x, weight, state, cache_indices",
     ("sglang.srt.models.lfm2", "Lfm2ShortConv.forward"): "self, hidden_states, forward_batch",
+    ("sglang.srt.models.qwen3_5", "Qwen3_5GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
+    ("sglang.srt.models.qwen3_next", "Qwen3GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
         "scale, onorm_eps, lower_bound=None"
@@ -376,6 +378,9 @@ IMPORTS = {
         f"from {_ATTENTION}.linear.seg_la import seg_la_fwd"
     ),
     "sglang.srt.models.jet_nemotron": f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_update",
+    "sglang.srt.model_executor.forward_context": _STEPS,
+    # The split of Qwen3-Next's projections, a kernel of SGLang's own; a test puts one here.
+    "sglang.srt.models.qwen3_next": "fused_qkvzba_split_reshape_cat = None",
     "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}\n{_STEPS}",
     "sglang.srt.models.lfm2_moe": f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode",
     f"{_MAMBA}.triton_ops.ssu_dispatch": _DISPATCH.format(ops=f"{_MAMBA}.triton_ops.mamba_ssm", noise=""),
