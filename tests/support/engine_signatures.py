@@ -179,7 +179,11 @@ SIGNATURES = {
         "pad_slot_id=-1, validate_data=False, block_table=None, **kwargs"
     ),
     (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_decode"): "b, c, x, weight, state, cache_indices",
+    (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_prefill"): (
+        "b, c, x, weight, state, query_start_loc, cache_indices, has_initial_state, max_seq_len"
+    ),
     ("sglang.srt.models.lfm2", "Lfm2ShortConv.forward"): "self, hidden_states, forward_batch",
+    ("sglang.srt.models.lfm2_moe", "Lfm2MoeShortConv.forward"): "self, hidden_states, forward_batch",
     ("sglang.srt.models.qwen3_5", "Qwen3_5GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
     ("sglang.srt.models.qwen3_next", "Qwen3GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
@@ -381,8 +385,10 @@ IMPORTS = {
     "sglang.srt.model_executor.forward_context": _STEPS,
     # The split of Qwen3-Next's projections, a kernel of SGLang's own; a test puts one here.
     "sglang.srt.models.qwen3_next": "fused_qkvzba_split_reshape_cat = None",
-    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}\n{_STEPS}",
-    "sglang.srt.models.lfm2_moe": f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode",
+    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
+    "sglang.srt.models.lfm2_moe": (
+        f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode, fused_lfm_short_conv_prefill"
+    ),
     f"{_MAMBA}.triton_ops.ssu_dispatch": _DISPATCH.format(ops=f"{_MAMBA}.triton_ops.mamba_ssm", noise=""),
     "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha": f"from {_LAYERS}.merge_state import merge_state",
 }

@@ -35,6 +35,7 @@ from .delta import flashinfer_gdn_prefill_default as flashinfer_gdn_prefill_defa
 from .gdn_layers import qwen3_next_forward as qwen3_next_forward
 from .gdn_layers import qwen35_forward as qwen35_forward
 from .layers import fused_lfm_short_conv_decode as fused_lfm_short_conv_decode
+from .layers import fused_lfm_short_conv_prefill as fused_lfm_short_conv_prefill
 from .layers import kda_fused_decode as kda_fused_decode
 from .layers import lfm2_forward as lfm2_forward
 from .lightning import seg_la_fwd as seg_la_fwd

@@ -21,7 +21,7 @@ from ...spec.arguments import divisor
 from ...spec.kernel import Loads
 from .operands import OPERANDS
 from .reference import causal_conv1d as reference
-from .spec import OPERATOR, ConvLayout, ConvProblem, ConvSpec
+from .spec import GATES, OPERATOR, ConvLayout, ConvProblem, ConvSpec
 
 
 @operator(like="x", activation=ACTIVATION)
@@ -39,6 +39,8 @@ def causal_conv1d(
     conv_states: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     pdl: bool | None = None,
@@ -52,6 +54,10 @@ def causal_conv1d(
         sequence, zeros before them), in final_states_out if that is given
     out: of x's dtype, any strides, not x itself; None for a new one laid out like x
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Gates:
+    input_gate, output_gate: like x, of its dtype: the inputs, also of the states, are x input_gate, rounded to x's dtype, and out is the
+        rounded output times output_gate (LFM2). Either or both. Fastest if channels are contiguous, in x, out and gates
 
     Packed sequences:
     query_start_loc: [sequences + 1] int32 or int64, start of each packed sequence; tokens after the last sequence get no output. States are
@@ -86,8 +92,9 @@ def causal_conv1d(
                 shape = (count, x.shape[-2], weight.shape[1] - 1)
                 final = new_like(x, shape) if x.dim() == 3 or query_start_loc is not None else None
     tensors = OPERANDS.Tensors(
-        x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state, out
-    )
+        x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state,
+        input_gate, output_gate, out,
+    )  # fmt: skip
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
     return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id), pdl, returns=returns)
 
@@ -97,12 +104,18 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not check_convolution(OPERANDS, named, problems):
         return {}
     views, x, weight, ragged = dict(named), named["x"], named["weight"], "query_start_loc" in named
+    like_x = ["x", "out", *(n for n in GATES if n in named)]
     if x.dim() not in ((2, 3) if ragged else (3,)) or (ragged and x.dim() == 3 and x.shape[0] != 1):
         wanted = "[dim, tokens] or [1, dim, tokens], as query_start_loc is given" if ragged else "[batch, dim, length]"
         problems.append(f"x is {list(x.shape)}; expected {wanted}")
         return {}
+    if others := [
+        f"{n} is {list(named[n].shape)}; expected {list(x.shape)}, the shape of x" for n in like_x[2:] if named[n].shape != x.shape
+    ]:
+        problems += others
+        return {}
     if x.dim() == 2:
-        views |= {n: named[n].unsqueeze(0) for n in ("x", "out") if named[n].dim() == 2}
+        views |= {n: named[n].unsqueeze(0) for n in like_x if named[n].dim() == 2}
         x = views["x"]
     batch, dim, length = x.shape
     width = weight.shape[1]
@@ -118,7 +131,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         problems += [f"{n} is given for width 1, which has no state; expected None. Leave out {n}." for n in stateful]
     sizes = {"batch": batch, "dim": dim, "token": length, "width": width, "tap": width - 1}
     sizes |= {"sequences": sequences, "starts": sequences + 1}
-    fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n not in ("x", "conv_states")}, sizes, problems)]
+    fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n not in ("x", "conv_states", *GATES)}, sizes, problems)]
     if "conv_states" in named:
         fits.append(_check_pool(named, sequences, dim, width, problems))
     else:
@@ -169,14 +182,16 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     along, across = (x.stride(2) == 1 or length == 1), (x.stride(1) == 1 or dim == 1)
     nearer = length > 1 if along and across else x.stride(2) < x.stride(1)  # if both axes, or neither, are contiguous
     first = nearer if along == across else along
+    gates = [name for name in GATES if name in views]
+    first = first and not gates
     lane = 8 // size  # channels per lane, channel-last
     if first:
         vector = along and (out.stride(2) == 1 or length == 1)
     else:
-        vector = dim % lane == 0 and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out"))
+        vector = dim % lane == 0 and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out", *gates))
     ragged = "query_start_loc" in views
     shifted = first and vector and (ragged or not all(checks.aligned(views[n], pointers[n], 16 // size, 2) for n in ("x", "out")))
-    unit = not first and not vector and across and (out.stride(1) == 1 or dim == 1)
+    unit = not first and not vector and not gates and across and (out.stride(1) == 1 or dim == 1)
     two = unit and size == 2 and dim % 2 == 0
     run = 1 if first else lane if vector else 2 if two else 0  # channels whose taps a lane loads at once
     return ConvProblem(
@@ -197,6 +212,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         shifted=shifted,
         unit=unit,
         taps=Loads.VECTOR if run and taps_are_runs(views, pointers, run) else Loads.ELEMENT,
+        input_gate="input_gate" in views,
+        output_gate="output_gate" in views,
     )
 
 

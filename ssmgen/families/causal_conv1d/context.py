@@ -19,6 +19,8 @@ def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Aske
     if not asked.N:
         return Ends(None)
     x, kept = given["x"], given["weight"].shape[1] - 1
+    if (gate := given.get("input_gate")) is not None:
+        x = x * gate  # states hold products
     x = x if x.dim() == 3 else x.unsqueeze(0)
     start = x.new_zeros((len(x), x.shape[1], kept)) if start is None else start
     tokens = x.shape[-1]

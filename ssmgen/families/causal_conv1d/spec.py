@@ -3,22 +3,25 @@
 Every token is read once and written once; the speed limit is an elementwise copy. Channel-first: a warp takes a piece of one channel's row,
 in 16-byte vectors along the length, and passes the halo on by shuffles. Packed sequences are one row, and the first tokens of each are
 convolved separately. Channel-last: a warp takes some tokens of 32 neighbouring vectors of channels, and reads the halo again, mostly from
-L1.
+L1. Gates multiply inputs before the convolution and outputs after it, channel-last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
 from ...engine.window import MAX_WIDTH
-from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d"
 SIZE, MAX_SIZE = "KiB of x", 2**22  # the rules compare this size
+
+
+GATES = ("input_gate", "output_gate")
 
 
 class ConvLayout(Enum):
@@ -50,6 +53,13 @@ class ConvProblem(Problem):
     shifted: bool = False  # channel-first vectors: rows may begin off the 16-byte grid, and each block checks its own row
     unit: bool = False  # channel-last elements: contiguous along the channels, but not aligned
     taps: Loads = Loads.VECTOR  # weight and bias: a lane's channels as one run
+    input_gate: bool = field(default=False, metadata=LATER)  # x is multiplied by a gate before the convolution
+    output_gate: bool = field(default=False, metadata=LATER)  # the output is multiplied by a gate
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The gates that are given."""
+        return tuple(name for name in GATES if getattr(self, name))
 
     @property
     def ragged(self) -> bool:
@@ -102,6 +112,11 @@ class ConvProblem(Problem):
             *must(
                 not (self.ragged and self.seq_idx),
                 f"seq_idx is yes and query_start_loc is {self.query_start_loc.value}; expected one of them",
+            ),
+            *must(
+                not self.gates or (self.layout is ConvLayout.LAST and not self.unit),
+                f"{' and '.join(self.gates)} is yes with layout={self.layout.value}, unit={'yes' if self.unit else 'no'}; "
+                "expected channel_last and no",
             ),
         ]
 
@@ -205,6 +220,7 @@ class ConvSpec(KernelSpec, ConvProblem):
             "heads": self.ragged and self.layout is ConvLayout.FIRST and self.width > 1,
             "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # holds the tokens before the first
             "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # receives the last tokens
+            "gates": self.gates,
         }
 
 
@@ -232,6 +248,7 @@ SMALL_KIB = 16 * 1024
 def _tokens(problem: ConvProblem) -> int:
     """Tokens per lane, channel-last. A wide convolution takes 26 instructions per output with 8 tokens, 23 with 16."""
     plain = problem.loads is Loads.VECTOR and problem.x.size == 2 and not (problem.seq_idx or problem.initial or problem.started)
+    plain = plain and not problem.gates
     return 16 if problem.width > 6 and plain else 8
 
 
@@ -240,6 +257,8 @@ def _resident(problem: ConvProblem, arch: Arch) -> int:
     if problem.width > 6:
         return 6 if _tokens(problem) == 16 else 1
     extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
+    if problem.gates:  # a lane holds gates, too
+        return 4 if extra < (2 if problem.loads is Loads.VECTOR else 1) else 1
     if problem.loads is Loads.ELEMENT:
         return 1 if extra else 7 if problem.words else 5
     if problem.ragged and extra == 1 and arch.number // 10 == 10:  # 6 blocks would spill 8 bytes there
