@@ -184,6 +184,9 @@ SIGNATURES = {
     ),
     ("sglang.srt.models.lfm2", "Lfm2ShortConv.forward"): "self, hidden_states, forward_batch",
     ("sglang.srt.models.lfm2_moe", "Lfm2MoeShortConv.forward"): "self, hidden_states, forward_batch",
+    (f"{_ATTENTION}.triton_gdn_fused_proj", "fused_qkv_split_gdn_prefill"): (
+        "mixed_qkv, num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v"
+    ),
     ("sglang.srt.models.qwen3_5", "Qwen3_5GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
     ("sglang.srt.models.qwen3_next", "Qwen3GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
@@ -353,6 +356,7 @@ IMPORTS = {
         f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update\n"
         f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn_cuda\n"
         "causal_conv1d_fn = causal_conv1d_fn_cuda\n"
+        f"from {_ATTENTION}.triton_gdn_fused_proj import fused_qkv_split_gdn_prefill\n"
         f"from {_LAYERS}.linear.kernels.gdn_triton import TritonGDNKernel"
     ),
     f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update",

@@ -32,6 +32,7 @@ from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .delta import chunk_kda as chunk_kda
 from .delta import flashinfer_gdn_prefill_default as flashinfer_gdn_prefill_default
+from .delta import fused_qkv_split_gdn_prefill as fused_qkv_split_gdn_prefill
 from .gdn_layers import qwen3_next_forward as qwen3_next_forward
 from .gdn_layers import qwen35_forward as qwen35_forward
 from .layers import fused_lfm_short_conv_decode as fused_lfm_short_conv_decode

@@ -198,3 +198,20 @@ def test_a_refused_step(sglang, monkeypatch, caplog, model):
     state = step.state.clone()
     assert step.run(randn(2, HIDDEN)).startswith("the engine's") and torch.equal(step.state, state)
     assert "width" in caplog.text
+
+
+def test_a_prompt_s_q_k_and_v_are_views(sglang):
+    """In the name that SGLang's backend holds."""
+    split = import_module("sglang.srt.layers.attention.linear.gdn_backend").fused_qkv_split_gdn_prefill
+    mixed = randn(5, QKV + 3)[:, :QKV]
+    q, k, v = split(mixed, HK, HK, HV, K, K, V)
+    assert [t.shape for t in (q, k, v)] == [(1, 5, HK, K), (1, 5, HK, K), (1, 5, HV, V)]
+    assert torch.equal(torch.cat([t[0].flatten(1) for t in (q, k, v)], 1), mixed)
+    assert {t.untyped_storage().data_ptr() for t in (q, k, v)} == {mixed.untyped_storage().data_ptr()}
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize("mixed", [randn(5, QKV - 1), randn(QKV, 5).t()], ids=["channels", "strides"])
+def test_channels_that_do_not_fit_the_heads(sglang, mixed):
+    split = import_module("sglang.srt.layers.attention.linear.gdn_backend").fused_qkv_split_gdn_prefill
+    assert split(mixed, HK, HK, HV, K, K, V).startswith("the engine's")
