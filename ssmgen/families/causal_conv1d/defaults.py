@@ -19,5 +19,6 @@ DEFAULTS = {
         for at in ConvLayout
     },
     "gates of packed sequences, as LFM2 has them": Default(ConvProblem(width=3, **GATED, **PACKED), 1),
+    "taps apart, packed sequences": Default(ConvProblem(layout=ConvLayout.LAST, width=4, dilation=3, **PACKED), 1),
     "gates, as LFM2 has them": Default(ConvProblem(width=3, **GATED), 1),
 }
