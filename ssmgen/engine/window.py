@@ -7,6 +7,17 @@ from enum import Enum
 from ..spec.kernel import Loads
 
 MAX_WIDTH = 8  # taps
+MAX_REACH = 17  # inputs that a window spans, of taps that are apart
+
+
+def reach_of(width: int, dilation: int) -> int:
+    """Number of inputs that a window spans: from its oldest tap to the token itself."""
+    return (width - 1) * dilation + 1
+
+
+def history_in_words(dilation: int) -> str:
+    """The number of inputs before a token that its window has, for errors."""
+    return "width - 1" if dilation == 1 else "(width - 1) dilation"
 
 
 class StateLayout(Enum):

@@ -186,7 +186,16 @@ SIGNATURES = {
     ("sglang.srt.layers.logits_processor", "LogitsProcessor._compute_lm_head"): (
         "self, hidden_states, lm_head, embedding_bias=None, *, out=None"
     ),
+    (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_prefill"): (
+        "b, c, x, weight, state, query_start_loc, cache_indices, has_initial_state, max_seq_len"
+    ),
     ("sglang.srt.models.lfm2", "Lfm2ShortConv.forward"): "self, hidden_states, forward_batch",
+    ("sglang.srt.models.lfm2_moe", "Lfm2MoeShortConv.forward"): "self, hidden_states, forward_batch",
+    (f"{_ATTENTION}.triton_gdn_fused_proj", "fused_qkv_split_gdn_prefill"): (
+        "mixed_qkv, num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v"
+    ),
+    ("sglang.srt.models.qwen3_5", "Qwen3_5GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
+    ("sglang.srt.models.qwen3_next", "Qwen3GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
         "scale, onorm_eps, lower_bound=None"
@@ -355,6 +364,7 @@ IMPORTS = {
         f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update\n"
         f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn_cuda\n"
         "causal_conv1d_fn = causal_conv1d_fn_cuda\n"
+        f"from {_ATTENTION}.triton_gdn_fused_proj import fused_qkv_split_gdn_prefill\n"
         f"from {_LAYERS}.linear.kernels.gdn_triton import TritonGDNKernel"
     ),
     f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update",
@@ -384,8 +394,13 @@ IMPORTS = {
         f"from {_ATTENTION}.linear.seg_la import seg_la_fwd"
     ),
     "sglang.srt.models.jet_nemotron": f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_update",
-    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}\n{_STEPS}",
-    "sglang.srt.models.lfm2_moe": f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode",
+    "sglang.srt.model_executor.forward_context": _STEPS,
+    # The split of Qwen3-Next's projections, a kernel of SGLang's own; a test puts one here.
+    "sglang.srt.models.qwen3_next": "fused_qkvzba_split_reshape_cat = None",
+    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
+    "sglang.srt.models.lfm2_moe": (
+        f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode, fused_lfm_short_conv_prefill"
+    ),
     f"{_MAMBA}.triton_ops.ssu_dispatch": _DISPATCH.format(ops=f"{_MAMBA}.triton_ops.mamba_ssm", noise=""),
     "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha": f"from {_LAYERS}.merge_state import merge_state",
 }

@@ -14,7 +14,6 @@ from torch import Tensor
 from ...errors import ArgumentError, UnsupportedError
 from ...families.causal_conv1d.call import causal_conv1d as _conv
 from ...families.causal_conv1d_update.call import causal_conv1d_update as _conv_update
-from ...families.combine_splits.call import combine_splits
 from ...families.selective_state_update.call import selective_state_update as _ssu
 from ..shared import gated_delta, replacing
 from ..shared.draft_trees import kept_of_drafts as _kept_of_drafts
@@ -24,6 +23,7 @@ from ..shared.lightning import linear_decode_forward_triton as linear_decode_for
 from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
 from . import delta as _delta
+from . import gdn_layers as _gdn_layers
 from . import invariance as _invariance
 from . import layers as _layers
 from . import linears as _linears
@@ -33,7 +33,11 @@ from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .delta import chunk_kda as chunk_kda
 from .delta import flashinfer_gdn_prefill_default as flashinfer_gdn_prefill_default
+from .delta import fused_qkv_split_gdn_prefill as fused_qkv_split_gdn_prefill
+from .gdn_layers import qwen3_next_forward as qwen3_next_forward
+from .gdn_layers import qwen35_forward as qwen35_forward
 from .layers import fused_lfm_short_conv_decode as fused_lfm_short_conv_decode
+from .layers import fused_lfm_short_conv_prefill as fused_lfm_short_conv_prefill
 from .layers import kda_fused_decode as kda_fused_decode
 from .layers import lfm2_forward as lfm2_forward
 from .lightning import seg_la_fwd as seg_la_fwd
@@ -42,6 +46,7 @@ from .linears import linear_apply as linear_apply
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
 from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
+from .steps import merge_state as merge_state
 from .steps import merge_state_v2 as merge_state_v2
 from .steps import mixer2_rms_norm_gated as mixer2_rms_norm_gated
 from .steps import rms_norm_gated as rms_norm_gated
@@ -334,22 +339,6 @@ def fused_sigmoid_gating_delta_rule_update(
     )  # fmt: skip
 
 
-@_takes()
-def merge_state(
-    prefix_output: Tensor,
-    prefix_lse: Tensor,
-    suffix_output: Tensor,
-    suffix_lse: Tensor,
-    output: Tensor | None = None,
-    output_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Merges outputs [tokens, heads, head_dim] by LSEs [tokens, heads] f32, natural logarithms: (output, output_lse), new if not given."""
-    output = torch.empty_like(prefix_output) if output is None else output
-    output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse
-    combine_splits((prefix_output, suffix_output), (prefix_lse, suffix_lse), out=output, lse_out=output_lse)
-    return output, output_lse
-
-
 _MAMBA, _ATTENTION = "sglang.kernels.ops.mamba", "sglang.kernels.ops.attention"
 _LAYERS = "sglang.srt.layers.attention"
 _ENGINE: replacing.Engine = replacing.Engine(
@@ -370,6 +359,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
             fused_sigmoid_gating_delta_rule_update,
         ),
         *_delta.REPLACEMENTS,
+        *_gdn_layers.REPLACEMENTS,
         *_layers.REPLACEMENTS,
         *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,
@@ -377,7 +367,6 @@ _ENGINE: replacing.Engine = replacing.Engine(
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),
-        replacing.Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
         *_invariance.replacements(lambda: _ENGINE),
     ],
     strict=_invariance.on,

@@ -1,5 +1,5 @@
-"""SGLang's packed decode step of Kimi delta attention, its convolution of prompts in Triton, its gated norm of Mamba-2's layers and merged
-attention of its kernel package, as in SGLang 0.5.23."""
+"""SGLang's packed decode step of Kimi delta attention, its convolution of prompts in Triton, its gated norm of Mamba-2's layers and its two
+functions that merge attention, as in SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -140,6 +140,22 @@ def mixer2_rms_norm_gated(
 
 
 @_takes()
+def merge_state(
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output: Tensor | None = None,
+    output_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Merges outputs [tokens, heads, head_dim] by LSEs [tokens, heads] f32, natural logarithms: (output, output_lse), new if not given."""
+    output = torch.empty_like(prefix_output) if output is None else output
+    output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse
+    combine_splits((prefix_output, suffix_output), (prefix_lse, suffix_lse), out=output, lse_out=output_lse)
+    return output, output_lse
+
+
+@_takes()
 def merge_state_v2(
     v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor | None = None, s_merged: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -164,5 +180,6 @@ REPLACEMENTS = [
     Replacement(f"{_KERNELS}.mamba.causal_conv1d_triton", "causal_conv1d_fn", causal_conv1d_fn_triton),
     Replacement(f"{_FLA}.fused_norm_gate", "rms_norm_gated", rms_norm_gated, traced=True),
     Replacement(f"{_FLA}.layernorm_gated", "rms_norm_gated", mixer2_rms_norm_gated, traced=True),
+    Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
     Replacement(f"{_LAYERS}.flashattention_backend", "merge_state_v2", merge_state_v2),
 ]

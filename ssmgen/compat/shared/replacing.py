@@ -42,14 +42,14 @@ class NotReplaced(Exception):  # noqa: N818
 NAMES = (
     "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
     "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "flashinfer_gdn_prefill_default", "fused_gdn_decode_post_conv_mtp",
-    "fused_kda_decode", "fused_lfm_short_conv_decode", "fused_recurrent_gated_delta_rule",
-    "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update", "fused_recurrent_kda",
-    "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update", "kda_fused_decode",
-    "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
-    "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2",
-    "rms_norm_gated", "seg_la_fwd", "selective_scan_fn", "selective_state_update", "Glm5NextLinearAttention._flashkda_prefill",
-    "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "QwenGatedDeltaNetAttention._forward_core", "ShortConv.forward_cuda",
-    "TritonGDNKernel.extend", "_flashkda_prefill",
+    "fused_kda_decode", "fused_lfm_short_conv_decode", "fused_lfm_short_conv_prefill", "fused_qkv_split_gdn_prefill",
+    "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update",
+    "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update",
+    "kda_fused_decode", "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
+    "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2", "rms_norm_gated",
+    "seg_la_fwd", "selective_scan_fn", "selective_state_update", "Glm5NextLinearAttention._flashkda_prefill", "Lfm2MoeShortConv.forward",
+    "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
+    "QwenGatedDeltaNetAttention._forward_core", "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",
     "LogitsProcessor._compute_lm_head", "UnquantizedEmbeddingMethod.apply", "UnquantizedLinearMethod.apply",
 )  # fmt: skip
 
