@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import DTYPES
+from ...calls.checks import DTYPES, NARROW
 from ...calls.dispatch import callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
 from ...errors import ArgumentError
 from ...spec.kernel import Loads
 from .fma import FmaSpec
-from .operands import BIASES, MOST, OPERANDS, OUTS, WEIGHTS, WORDS
+from .operands import BIASES, MOST, OPERANDS, OUTS, SCALES, WEIGHTS, WORDS
 from .problem import MAX_K, OPERATOR, ROWS, SkinnyProblem
 from .reference import skinny_linear as reference
 from .spec import tiles_of
@@ -34,19 +34,24 @@ def skinny_linear(
     weight: Tensor | Sequence[Tensor],
     bias: Tensor | Sequence[Tensor] | None = None,
     *,
+    scale: Tensor | Sequence[Tensor] | None = None,
     out: Tensor | Sequence[Tensor] | None = None,
     pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """out = x weight^T + bias, for 1 to 16 rows of x: the products of a decode step, at the speed of memory.
+    """out = x weight^T * scale + bias, for 1 to 16 rows of x: the products of a decode step, at the speed of memory.
 
     The weights are constant: the kernel loads them before the previous kernel in the stream has ended, if that kernel allows it (`pdl`). A
     weight must not be an output of that kernel. Sums are f32, in one order: a row of x has the same bits in every batch and in every
-    variant. Tensor cores multiply 16-bit weights from sm_90 on; f32 weights, and older GPUs, have another order of sums.
+    variant. Tensor cores multiply weights of 16 and 8 bits from sm_90 on; f32 weights, and older GPUs, have another order of sums. Weights
+    of 8 bits are converted to x's type, exactly; a sum is scaled in f32, and rounded once.
 
-    x: [*rows, K] f32, f16 or bf16, 1 … 16 rows in all. K is contiguous, and rows have one distance; K is a multiple of 8
-    weight: [N, K] of x's dtype, K contiguous, rows at multiples of 16 bytes; N is a multiple of 8. Or up to four weights of equal K, whose
-        products share a launch: q, k and v of attention, gate and up of an MLP
+    x: [*rows, K] f32, f16 or bf16, 1 … 16 rows in all. K is contiguous, and rows have one distance; K is a multiple of 8, or of 16 if
+        weights have 8 bits
+    weight: [N, K] of x's dtype, or int8 or float8_e4m3fn with scales for x in f16 or bf16; K contiguous, rows at multiples of 16 bytes;
+        N is a multiple of 8. Or up to four weights of one dtype and equal K, whose products share a launch: q, k and v of attention, gate
+        and up of an MLP
     bias: [N] f32, f16 or bf16; one for each weight, of one dtype; None for 0
+    scale: [N] f32 or x's dtype, contiguous; one for each weight, of one dtype; for weights of 8 bits, and only for them
     out: [*rows, N] of x's dtype or f32, one for each weight, of one dtype; None for new ones of x's dtype
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
@@ -54,12 +59,12 @@ def skinny_linear(
     Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError; CaptureError when a
     kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
     """
-    weights, biases, outs = (_listed(given) for given in (weight, bias, out))
-    objections = _objections(weights, biases, outs)
+    weights, biases, scales, outs = (_listed(given) for given in (weight, bias, scale, out))
+    objections = _objections(weights, bias=biases, scale=scales, out=outs)
     if out is None and isinstance(x, Tensor) and x.dim():
         outs = [x.new_empty((*x.shape[:-1], w.shape[0])) if isinstance(w, Tensor) and w.dim() else None for w in weights]
-    padded = [(*(given[:MOST]), *[None] * (MOST - len(given))) for given in (weights, biases, outs)]
-    tensors = OPERANDS.Tensors(x, *padded[0], *padded[1], *padded[2])
+    padded = [(*(given[:MOST]), *[None] * (MOST - len(given))) for given in (weights, biases, scales, outs)]
+    tensors = OPERANDS.Tensors(x, *padded[0], *padded[1], *padded[2], *padded[3])
     returns = (*OUTS[: max(1, min(len(weights), MOST))],)
     return run(CALLER, tensors, Options(), pdl, returns=returns, objections=objections)
 
@@ -68,12 +73,11 @@ def _listed(given: Any) -> list[Any]:
     return [*given] if isinstance(given, (tuple, list)) else [] if given is None else [given]
 
 
-def _objections(weights: list[Any], biases: list[Any], outs: list[Any]) -> tuple[str, ...]:
+def _objections(weights: list[Any], **more: list[Any]) -> tuple[str, ...]:
     """Errors in the numbers of tensors."""
     count, found = len(weights), []
     if not 1 <= count <= MOST:
         found.append(f"weight has {count} tensors; expected 1 … {MOST}")
-    more = {"bias": biases, "out": outs}
     found += [
         f"{n} has {len(given)} tensors; expected {count}, one per weight" for n, given in more.items() if given and len(given) != count
     ]
@@ -93,7 +97,7 @@ def _check_weights(named: Mapping[str, Tensor], k: int, problems: list[str]) -> 
     """Whether the shapes of weights, biases and outputs fit x."""
     fits = True
     lead = tuple(named["x"].shape[:-1])
-    for weight, bias, out in zip(WEIGHTS, BIASES, OUTS, strict=True):
+    for weight, bias, scale, out in zip(WEIGHTS, BIASES, SCALES, OUTS, strict=True):
         if weight not in named:
             continue
         w = named[weight]
@@ -102,10 +106,34 @@ def _check_weights(named: Mapping[str, Tensor], k: int, problems: list[str]) -> 
             fits = False
             continue
         n = w.shape[0]
-        if bias in named:
-            fits &= checks.check_shape(bias, named[bias], {"[N]": (n,)}, problems)
+        for name in (bias, scale):
+            if name in named:
+                fits &= checks.check_shape(name, named[name], {"[N]": (n,)}, problems)
         fits &= checks.check_shape(out, named[out], {"[*rows, N]": (*lead, n)}, problems)
     return fits
+
+
+def _check_dtypes(named: Mapping[str, Tensor], problems: list[str]) -> None:
+    """Checks dtypes that depend on x's, and on each other."""
+    x = named["x"].dtype
+    narrow = [n for n in WEIGHTS if n in named and named[n].dtype in NARROW]
+    dtype = "" if not narrow else str(named[narrow[0]].dtype).removeprefix("torch.")
+    if narrow and "scale" not in named:
+        problems.append(f"weight is {dtype} and scale is None; expected a scale for each of its rows. Pass scale.")
+    if narrow and x not in (torch.float16, torch.bfloat16):
+        problems.append(f"weight is {dtype} and x is {x}; expected x in float16 or bfloat16. Convert x.".replace("torch.", ""))
+    if "scale" in named and not narrow:
+        problems.append(
+            f"scale is given and weight is {named['weight'].dtype}; expected int8 or float8_e4m3fn. Leave out scale.".replace("torch.", "")
+        )
+    wide, either = [n for n in WEIGHTS if n not in narrow], (x, torch.float32)
+    rules = ((wide, (x,), "x's dtype"), (SCALES, either, "float32 or x's dtype"), (OUTS, either, "x's dtype or float32"))
+    for names, allowed, words in rules:
+        given = [n for n in names if n in named and named[n].dtype not in allowed]
+        problems += [f"{n} is {named[n].dtype}; expected {words}".replace("torch.", "") for n in given]
+    for names in (WEIGHTS if narrow else [], BIASES, SCALES, OUTS):
+        if len(kinds := {str(named[n].dtype).removeprefix("torch.") for n in names if n in named}) > 1:
+            problems.append(f"{names[0]} has tensors of {' and '.join(sorted(kinds))}; expected one dtype")
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -114,20 +142,16 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         return {}
     checks.check_types(OPERANDS, named, "x", problems, "this product")
     x = named["x"]
-    if not x.dim() or x.shape[-1] % 8 or not 8 <= x.shape[-1] <= MAX_K:
-        problems.append(f"x is {list(x.shape)}; expected [*rows, K] with K a multiple of 8 up to {MAX_K}")
+    step = 16 if named["weight"].dtype in NARROW else 8
+    if not x.dim() or x.shape[-1] % step or not step <= x.shape[-1] <= MAX_K:
+        problems.append(f"x is {list(x.shape)}; expected [*rows, K] with K a multiple of {step} up to {MAX_K}")
         return {}
     if not _check_weights(named, x.shape[-1], problems):
         return {}
     rows = math.prod(x.shape[:-1])
     if rows > ROWS[-1]:
         problems.append(f"x is {list(x.shape)}, {rows} rows; expected at most {ROWS[-1]}. Use torch.nn.functional.linear for more.")
-    for names, allowed, words in ((WEIGHTS, (x.dtype,), "x's dtype"), (OUTS, (x.dtype, torch.float32), "x's dtype or float32")):
-        given = [n for n in names if n in named]
-        problems += [f"{n} is {named[n].dtype}; expected {words}".replace("torch.", "") for n in given if named[n].dtype not in allowed]
-    for names in (BIASES, OUTS):
-        if len(kinds := {str(named[n].dtype).removeprefix("torch.") for n in names if n in named}) > 1:
-            problems.append(f"{names[0]} has tensors of {' and '.join(sorted(kinds))}; expected one dtype")
+    _check_dtypes(named, problems)
     for name, t in named.items():
         if t.stride(-1) != 1 and t.shape[-1] > 1:
             problems.append(f"{name} has strides {list(t.stride())}; expected a contiguous last axis")
@@ -160,6 +184,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         x=DTYPES[x.dtype],
         out=DTYPES[views["out"].dtype],
         bias=DTYPES[views["bias"].dtype] if "bias" in views else None,
+        narrow=NARROW.get(views["weight"].dtype),
+        scale=DTYPES[views["scale"].dtype] if "scale" in views else None,
         weights=sum(name in views for name in WEIGHTS),
         rows=next((most for most in ROWS if rows <= most), ROWS[-1]),
         loads=Loads.VECTOR if checks.aligned(x, pointers["x"], 16 // x.element_size()) else Loads.ELEMENT,

@@ -1,8 +1,8 @@
 """skinny_linear without tensor cores: for weights of f32, and for cards without bulk copies.
 
-A warp has `tile` rows of the weights at once. Its lanes load 16 bytes of each row per step, `depth` steps before they are used; x comes
-from the L1 cache. Each lane sums its elements of all steps in ascending order, one fused multiply-add each; then pairs of lanes
-are added, at distances 16, 8, 4, 2 and 1. All these variants have the same order, which is not the tensor cores'.
+A warp has `tile` rows of the weights at once. Its lanes load 16 bytes of each row per step (8 bytes if weights have 8 bits), `depth` steps
+before they are used; x comes from the L1 cache. Each lane sums its elements of all steps in ascending order, one fused multiply-add each;
+then pairs of lanes are added, at distances 16, 8, 4, 2 and 1. All these variants have the same order, which is not the tensor cores'.
 """
 
 from __future__ import annotations
