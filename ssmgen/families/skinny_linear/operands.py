@@ -1,4 +1,4 @@
-"""The tensors of skinny_linear: up to four weights of equal K, each with its bias, its scales and its output."""
+"""The tensors of skinny_linear: up to four weights of equal K, each with its bias, its scales, its residual and its output."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from ...spec.operands import Operand, Types, table
 MOST = 4  # weights of a call
 # The fields of a spec that say whether a call has another weight.
 _MORE = ("", "second", "third", "fourth")
+_MORE_OUTS = ("", "second_out", "third", "fourth")
 
 
 def _of(name: str, i: int) -> str:
@@ -14,8 +15,8 @@ def _of(name: str, i: int) -> str:
 
 
 # The tensors of which a call has one for each weight: parameter -> operands.
-LISTS = {name: [_of(name, i) for i in range(MOST)] for name in ("weight", "bias", "scale", "out")}
-WEIGHTS, BIASES, SCALES, OUTS = LISTS.values()
+LISTS = {name: [_of(name, i) for i in range(MOST)] for name in ("weight", "bias", "scale", "residual", "out")}
+WEIGHTS, BIASES, SCALES, RESIDUALS, OUTS = LISTS.values()
 # Names of a call's lists, for messages.
 WORDS = {operand: f"{name}[{i}]" for name, operands in LISTS.items() for i, operand in enumerate(operands) if i}
 
@@ -35,11 +36,22 @@ def _rows() -> list[Operand]:
         ]
         for kind, names in (("bias", BIASES), ("scale", SCALES))
     )
+    residuals = [
+        Operand(
+            name, f"rows n{i or ''}", optional=True, field="residual", there="&".join(filter(None, ("residual", _MORE_OUTS[i]))),
+            strides="row", view="row n",
+        )
+        for i, name in enumerate(RESIDUALS)
+    ]  # fmt: skip
     outs = [
-        Operand(name, f"rows n{i or ''}", optional=i > 0, written=True, field="out", there=_MORE[i], strides="row", view="row n")
+        Operand(
+            name, f"rows n{i or ''}", optional=i > 0, written=True, may_be=(RESIDUALS[i],), field="out", there=_MORE_OUTS[i],
+            strides="row", view="row n",
+        )
         for i, name in enumerate(OUTS)
-    ]
-    return [Operand("x", "rows k", strides="row", view="row k"), *weights, *biases, *scales, *outs]
+    ]  # fmt: skip
+    norm = Operand("norm_weight", "k", optional=True, field="norm")
+    return [Operand("x", "rows k", strides="row", view="row k"), *weights, *biases, *scales, norm, *residuals, *outs]
 
 
 OPERANDS = table(*_rows(), rows="*rows", k="K", n="N", n1="N1", n2="N2", n3="N3")

@@ -1,4 +1,4 @@
-"""The problem of skinny_linear: out = x W^T * scale + bias for 1 to 16 rows of x."""
+"""The problem of skinny_linear: out = x W^T * scale + bias + residual for 1 to 16 rows of x, which may be normed before."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class SkinnyProblem(Problem):
     loads: Loads = Loads.VECTOR  # of x: 16 bytes at once
     narrow: Narrow | None = field(default=None, metadata=LATER)  # of weights with scales
     scale: DType | None = field(default=None, metadata=LATER)
+    residual: DType | None = field(default=None, metadata=LATER)
+    gated: bool = field(default=False, metadata=LATER)  # one output: silu of the first product, times the second one
+    norm: DType | None = field(default=None, metadata=LATER)  # of the weight of x's norm
 
     @property
     def weight(self) -> DType | Narrow:
@@ -40,6 +43,10 @@ class SkinnyProblem(Problem):
     @property
     def second(self) -> bool:
         return self.weights > 1
+
+    @property
+    def second_out(self) -> bool:
+        return self.second and not self.gated
 
     @property
     def third(self) -> bool:
@@ -66,6 +73,7 @@ class SkinnyProblem(Problem):
                 scale in (None, self.x, DType.F32), f"scale is {scale.value if scale else scale}; expected f32 or {self.x.value}, x's type"
             ),
             *must(1 <= self.weights <= MOST, f"weights is {self.weights}; expected 1 … {MOST}"),
+            *must(not self.gated or self.weights == 2, f"weights is {self.weights} and gated is yes; expected 2, gate and up"),
             *must(self.rows in ROWS, f"rows is {self.rows}; expected {' or '.join(map(str, ROWS))}"),
             *must(self.out in (self.x, DType.F32), f"out is {self.out.value}; expected x's type, {self.x.value}, or f32"),
         ]

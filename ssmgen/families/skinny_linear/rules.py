@@ -63,4 +63,4 @@ def candidates(problem: SkinnyProblem, n: int, arch: Arch, pdl: bool) -> Iterato
     when = Pdl.TRIGGER_TOP if pdl else Pdl.OFF
     spec = fitting(problem, n, arch, when)
     yield "tensor-cores", spec, "" if spec else f"they multiply x of bf16 and f16 from sm_90 on, not {problem.x.value} on {arch}"
-    yield "fma", of(FmaSpec, problem, tile=2 if n >= FMA_ROWS else 1, depth=4, warps=4, pdl=when), ""
+    yield "fma", of(FmaSpec, problem, tile=2 if n >= FMA_ROWS or problem.gated else 1, depth=4, warps=4, pdl=when), ""

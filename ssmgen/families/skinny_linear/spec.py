@@ -42,8 +42,9 @@ class SkinnyKernel(KernelSpec, SkinnyProblem):
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
-        counts = [Param.u32("rows"), *[Param.u32(name.replace("weight", "n")) for name in self.names("weight")]]
-        return [*OPERANDS.pointers(self), *counts, *OPERANDS.stride_params(self)]
+        lengths = [name.replace("weight", "n") for name in self.names("weight")][: 1 if self.gated else None]
+        counts = [Param.u32("rows"), *map(Param.u32, lengths)]
+        return [*OPERANDS.pointers(self), *counts, *OPERANDS.stride_params(self), *([Param.f32("eps")] if self.norm else [])]
 
     @property
     def said_problem(self) -> str:
@@ -52,6 +53,7 @@ class SkinnyKernel(KernelSpec, SkinnyProblem):
         more = (f"_{self.weights}w" if self.weights > 1 else "") + ("_bias" if self.bias else "")
         if self.narrow:
             types += f"_{self.narrow.value}" + ("" if self.scale is DType.F32 else "_own")
+        more += ("_silu" if self.gated else "") + ("_norm" if self.norm else "") + ("_residual" if self.residual else "")
         return f"{types}_k{self.k}r{self.rows}{more}{'' if self.loads is Loads.VECTOR else '_any'}"
 
 
@@ -76,7 +78,7 @@ class SkinnySpec(SkinnyKernel):
         narrow = self.narrow is not None
         return Needs(
             barriers=True, meetings=True, places=True, placed_pairs=narrow, elements=self.loads is Loads.ELEMENT, mma=self.x.value,
-            differences=self.narrow is Narrow.I8,
+            differences=self.narrow is Narrow.I8, math=self.gated or self.norm is not None,
         )  # fmt: skip
 
     @property
@@ -157,7 +159,7 @@ class SkinnySpec(SkinnyKernel):
         return {
             "whole": self.k % self.piece == 0,
             "vector": self.loads is Loads.VECTOR,
-            "count": self.weights,
+            "count": 1 if self.gated else self.weights,
             "columns": self.rows // 8,
             "pad": PAD[self.weight.size],
         }
@@ -169,7 +171,7 @@ def of(kind: type[Any], problem: SkinnyProblem, **how: Any) -> Any:
 
 
 def tiles_of(n: int) -> int:
-    """Tiles of a weight of n rows."""
+    """Tiles of a weight of n rows; of two weights of n / 2 rows each, whose tiles have 8 rows of both, likewise."""
     return -(-n // TILE)
 
 
