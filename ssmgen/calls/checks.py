@@ -203,6 +203,7 @@ def check_strides_fit(name: str, t: Tensor, first: int, problems: list[str]) -> 
 _TYPES: dict[Types, tuple[torch.dtype, ...]] = {
     Types.FLOAT: (*DTYPES,),
     Types.STATE: (*DTYPES,),
+    Types.WEIGHT: (*DTYPES, torch.int8, torch.float8_e4m3fn),
     Types.INDEX: (torch.int32, torch.int64),
     Types.F32: (torch.float32,),
     Types.I32: (torch.int32,),

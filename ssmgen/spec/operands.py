@@ -31,6 +31,7 @@ class Types(Enum):
 
     FLOAT = "float32, float16 or bfloat16"
     STATE = "float32, float16 or bfloat16, or with scales int16, int8 or float8_e4m3fn"
+    WEIGHT = "float32, float16, bfloat16, or with scales int8 or float8_e4m3fn"
     INDEX = "int32 or int64"
     F32 = "float32"
     I32 = "int32"
