@@ -217,7 +217,8 @@ SIGNATURES = {
     (f"{_LAYERS}.merge_state", "merge_state"): "prefix_output, prefix_lse, suffix_output, suffix_lse, output=None, output_lse=None",
 }
 
-# Methods that the plugins wrap for the engines' batch-invariant modes, and for the key of vLLM's graphs. A default ... is any.
+# What the plugins wrap: methods for the engines' batch-invariant modes and for the key of vLLM's graphs, and checks of options. A default
+# ... is any.
 _BACKENDS, _SCHEDULER = "vllm.v1.attention.backends", "vllm.v1.core.sched.scheduler"
 _MANAGERS = "sglang.srt.managers"
 BACKENDS = {
@@ -245,6 +246,8 @@ WRAPPED |= {
     ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.cache_blocks"): "self, request, num_computed_tokens",
     ("vllm.envs", "compile_factors"): "",
     ("vllm.platforms.interface", "Platform._align_hybrid_block_size"): "cls, vllm_config, backend_cls",
+    ("vllm.config.mamba", "MambaConfig.__post_init__"): "self",
+    ("sglang.srt.arg_groups.mamba_hook", "handle_mamba_backend"): "server_args",
     (f"{_MANAGERS}.scheduler", "Scheduler.init_mamba_truncation_align"): "self",
     (f"{_MANAGERS}.schedule_policy", "PrefillAdder.floor_chunked_tokens"): "self, trunc_len, remaining",
     (f"{_MANAGERS}.schedule_policy", "PrefillAdder.add_one_req_ignore_eos"): "self, req",

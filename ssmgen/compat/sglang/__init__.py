@@ -20,6 +20,7 @@ from ..shared.draft_trees import kept_of_drafts as _kept_of_drafts
 from ..shared.gated_delta import first as _first
 from ..shared.lightning import lightning_attention as lightning_attention
 from ..shared.lightning import linear_decode_forward_triton as linear_decode_forward_triton
+from ..shared.noise import of as _noise_of
 from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
 from . import delta as _delta
@@ -28,6 +29,7 @@ from . import invariance as _invariance
 from . import layers as _layers
 from . import linears as _linears
 from . import mamba as _mamba
+from . import noise as _noise
 from . import steps as _steps
 from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -110,12 +112,17 @@ def selective_state_update(
     if kept is None and x.dim() == 3 and x.shape[2] == 1 and B.dim() == 3 and B.shape[1] == 1:
         state, x, dt, A, B, C, D, z, dt_bias, out = _mamba.one_head(state, x, dt, A, B, C, D, z, dt_bias, out)
     rows = None if kept is None else slots if intermediate_state_indices is None else _first(intermediate_state_indices, batch)
-    seed = torch.randint(0, 2**32, (1,), device=state.device) if enable_stochastic_rounding and not disable_state_update else None
+    writes = not disable_state_update
+    noisy = _noise_of(state, enable_stochastic_rounding and writes, cache_philox_rounds, writes or _alike(kept, state))
     _ssu(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=slots, parents=_first(retrieve_parent_token, batch),
-        intermediate_states=kept, intermediate_state_indices=rows, update_state=not disable_state_update, rand_seed=seed,
-        philox_rounds=cache_philox_rounds or 10, pad_slot_id=pad_slot_id, out=out,
+        intermediate_states=kept, intermediate_state_indices=rows, update_state=not disable_state_update, pad_slot_id=pad_slot_id,
+        out=out, **noisy,
     )  # fmt: skip
+
+
+def _alike(kept: Tensor | None, state: Tensor) -> bool:
+    return kept is not None and kept.dtype == state.dtype
 
 
 @_takes(x="[batch, dim] or [batch, dim, T]", cache_seqlens="[batch]", conv_state_indices="[batch]")
@@ -204,13 +211,9 @@ _WORK = ("seq_lens_cpu", "block_table")  # which sequence, and which of its bloc
 
 
 @_takes(
-    x="[dim, tokens] or [batch, dim, length]",
-    weight="[dim, width]",
-    conv_states="[slots, dim, state_len]",
-    query_start_loc="[batch + 1]",
-    cache_indices="[batch]",
-    has_initial_state="[batch]",
-)
+    x="[dim, tokens] or [batch, dim, length]", weight="[dim, width]", conv_states="[slots, dim, state_len]",
+    query_start_loc="[batch + 1]", cache_indices="[batch]", has_initial_state="[batch]",
+)  # fmt: skip
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -344,7 +347,7 @@ _LAYERS = "sglang.srt.layers.attention"
 _ENGINE: replacing.Engine = replacing.Engine(
     "sglang", "0.5.23",
     [
-        replacing.Replacement(f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update),
+        replacing.Replacement(f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update, behind=_noise.refused),
         replacing.Replacement(f"{_MAMBA}.triton_ops.ssd_combined", "mamba_chunk_scan_combined", mamba_chunk_scan_combined),
         replacing.Replacement(f"{_LAYERS}.mamba.mamba1", _mamba.METHOD, _mamba.selective_scan),
         replacing.Replacement(f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update", causal_conv1d_update_triton),
@@ -368,6 +371,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),
         *_invariance.replacements(lambda: _ENGINE),
+        *_noise.replacements(lambda: _ENGINE),
     ],
     strict=_invariance.on,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from ...families.causal_conv1d.call import causal_conv1d as _conv
 from ...families.combine_splits.call import combine_splits
 from ...families.linear_attention.call import kda as _kda
 from ..shared import engine_norms as _norms
-from ..shared import gated_delta
+from ..shared import gated_delta, noise
 from ..shared.engine_norms import rms_norm_gated as rms_norm_gated
 from ..shared.gated_delta import first as _first
 from ..shared.gated_delta import shaped as _shaped
@@ -54,7 +54,7 @@ def fused_recurrent_kda_packed_decode(
     _kda(
         initial_state, q, k, v, _shaped(a, (B, HV, k.shape[-1])), b, A_log, dt_bias, lower_bound=lower_bound,
         use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale, state_indices=_first(ssm_state_indices, B),
-        out=gated_delta.of_one_token(name, out),
+        out=gated_delta.of_one_token(name, out), **noise.of(initial_state),
     )  # fmt: skip
     return out, initial_state
 

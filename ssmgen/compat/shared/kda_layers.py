@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...families.delta_layer.call import kda_layer
+from . import noise
 from .gated_delta import first
 
 # By where a pool of states lies and how many counts it needs: [slots, heads] zeros, which each launch leaves as zeros.
@@ -25,7 +26,7 @@ def decode(
     kda_layer(
         mixed_qkv, g, beta, z, window, state, arrivals(state, state.shape[1]), weight, bias, A_log.reshape(-1), dt_bias.reshape(-1),
         norm_weight, lower_bound=lower_bound, norm_eps=norm_eps, scale=scale, state_indices=first(slots, mixed_qkv.shape[0]),
-        pad_slot_id=pad_slot_id, out=out,
+        pad_slot_id=pad_slot_id, out=out, **noise.of(state),
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from torch.compiler import is_compiling
 
 from ...errors import ArgumentError, BatchInvarianceError, CaptureError, NotBuiltError, UnsupportedError
 from ...settings import kept_functions, linear_layers_are_asked_for
+from . import noise
 from .invariance import Mode
 
 # Raised before anything is launched or written, so that the engine's own function can still do the call.
@@ -123,6 +124,9 @@ class Engine:
             self.log.info("ssmgen replaces nothing: this torch is not built for CUDA")
             return {}
         kept, asked = self._kept(), linear_layers_are_asked_for()
+        noise.rounds.cache_clear()
+        if count := noise.rounds():
+            self.log.info("ssmgen rounds 16-bit states with noise of %d rounds in decode steps, as SSMGEN_ENGINE_NOISE asks", count)
         self.strict.watch(True)
         self._compare_versions()
         for r in self.replacements:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...calls import checks
+from ...engine.noise import check_seed
 from ...engine.recurrences.attention.operands import OPERANDS, RINGED, RINGS, SHARED
 from ...engine.recurrences.attention.switches import Form
 from ...engine.recurrences.slots import check_slots, check_tokens, slot_shapes
@@ -45,10 +46,12 @@ class Options(NamedTuple):
     update_state: bool = True
     commit: bool = False  # k, v, g and beta are a ring's; there are neither q nor output
     zero_padding: bool = True
+    philox_rounds: int = 0
 
 
 def token_views(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """Views of the operands in token form. Adds errors to `problems`; the result is usable only if there are none."""
+    check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_types(OPERANDS, named, "state", problems)
@@ -94,6 +97,8 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     views |= {n: views[n].expand(*lead, *views[n].shape) for n, axes in SHARED.items() if n in views and views[n].dim() == len(axes)}
     if len(lead) == 1:
         views |= {n: views[n].unsqueeze(0 if ragged else 1) for n in OPERANDS.tokenwise if n in views}
+    if "rand_seed" in views:
+        views["rand_seed"] = views["rand_seed"].expand(state.shape[0])
     _check_layout(views, options, batch, problems)
     return views
 
@@ -163,5 +168,5 @@ def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, pro
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens", *RINGS):
             # Offsets over batch and token are 64-bit products of 32-bit strides.
-            first = 2 if name in OPERANDS.tokenwise else 1 if name == "state_scale" else 0
+            first = 2 if name in OPERANDS.tokenwise else 1 if name in ("state_scale", "rand_seed") else 0
             checks.check_strides_fit(name, t, first, problems)

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...calls.checks import padding_objections
 from ...calls.operator import operator, run
 from ...calls.scalars import NOT_NEGATIVE, one_of
+from ...engine.noise import seeded
 from ...engine.recurrences.mamba3.problem import Rate, Rotary
 from .operands import OPERANDS
 from .planning import CALLER
@@ -111,8 +112,7 @@ def mamba3_state_update(
         by_rank = isinstance(mimo_x, Tensor) and mimo_o is None and isinstance(k_state, Tensor)
         rank = (k_state.shape[1] if k_state.dim() == 4 else 1,) if by_rank else ()
         out = torch.empty((*x.shape[:-2], *rank, *x.shape[-2:]), dtype=x.dtype, device=x.device) if rank else x.new_empty(x.shape)
-    if rand_seed is None or philox_rounds == 0:
-        rand_seed, philox_rounds = None, 0
+    rand_seed, philox_rounds = seeded(rand_seed, philox_rounds)
     tensors = OPERANDS.Tensors(
         state, k_state, v_state, angle_state, x, B, C, dt, A, trap, angle, D, z, dt_bias, B_norm, C_norm, B_bias, C_bias, mimo_x, mimo_z,
         mimo_o, norm_weight, out, state_indices, dst_state_indices, num_accepted_tokens, rand_seed,

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...engine.recurrences.mamba.checks import check_seed
+from ...engine.noise import check_seed
 from ...engine.recurrences.mamba.operands import OF_SEVERAL, OPERANDS
 from ...engine.recurrences.slots import check_pool, check_slots, check_tokens, slot_shapes
 
 _WEIGHTS = ("A", "D", "dt_bias")
-_ROUNDED = (torch.float16, torch.bfloat16, *checks.NARROW)
 
 
 class Options(NamedTuple):

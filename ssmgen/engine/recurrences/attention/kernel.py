@@ -58,6 +58,10 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
                 not self.frozen or (self.lanes, self.vec) == (4, 8),
                 f"lanes is {self.lanes} and vec is {self.vec}; expected 4 and 8 with frozen=yes, which uses tensor cores",
             ),
+            *must(
+                not self.rounded or not self.interleaved or self.ilp % 4 == 0,
+                f"ilp is {self.ilp} with philox_rounds {self.philox_rounds} and interleaved rows; expected a multiple of 4",
+            ),
             *must(not self.frozen or self.ilp in (2, 4), f"ilp is {self.ilp}; expected 2 or 4 with frozen=yes, which uses tensor cores"),
         ]
 
@@ -193,7 +197,8 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
             "rows_by_index": self.kept_index is not Index.NONE,  # of intermediate states
             "tree": self.parents is not Index.NONE,
             "scalars": self.token_scalars(),
-            "narrow_noise": False,
+            "rounded": self.rounded,
+            "narrow_noise": bool(self.rounded) and self.scaled,
             "tail": self.dim_v % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector_operands": self.operand_loads is Loads.VECTOR,

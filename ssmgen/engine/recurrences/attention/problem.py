@@ -92,6 +92,7 @@ class LinearAttentionProblem(StepProblem):
     zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
     kept_index: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in the buffer of intermediate states
+    philox_rounds: int = field(default=0, metadata=LATER)  # of the noise for rounding states, except f32; 0 = round to nearest
 
     @property
     def rows(self) -> int:
@@ -139,6 +140,12 @@ class LinearAttentionProblem(StepProblem):
     @property
     def low_rank(self) -> bool:
         return self.write is not None or self.alpha is not None
+
+    @property
+    def rounded(self) -> set[str]:
+        """Types that states are rounded to with noise."""
+        stored = self.update is not Update.NONE or self.intermediates
+        return {self.state.value} if self.philox_rounds and stored and self.state is not DType.F32 else set()
 
     @property
     def may_freeze(self) -> bool:
@@ -251,4 +258,24 @@ class LinearAttentionProblem(StepProblem):
                 f"state is {self.state.value}; expected layout=vk, ring=none and intermediates=no with it",
             ),
             *must(not self.beta_rows or self.beta is not None, "beta_rows is yes and beta is none; expected beta"),
+            *(self._faults_of_noise() if self.philox_rounds else []),
+        ]
+
+    def _faults_of_noise(self) -> list[str]:
+        """Four neighbours in memory share a counter of the noise, so no vector of a lane may divide them."""
+        return [
+            *must(
+                bool(self.rounded),
+                f"philox_rounds is {self.philox_rounds} and no written state is rounded; expected 0, or a state shorter than f32",
+            ),
+            *must(not self.commit, f"philox_rounds is {self.philox_rounds} with ring=commit; expected 0: a commit rounds to nearest"),
+            *must(
+                self.interleaved or self.dim_k % 4 == 0,
+                f"dim_k is {self.dim_k} with philox_rounds {self.philox_rounds}; expected a multiple of 4",
+            ),
+            *must(
+                not self.interleaved or (self.dim_v % 4 == 0 and self.dim_k % 16 == 0),
+                f"heads are {self.dim_k} x {self.dim_v}, keys first, with philox_rounds {self.philox_rounds}; "
+                "expected a multiple of 16 and a multiple of 4",
+            ),
         ]

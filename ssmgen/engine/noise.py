@@ -1,4 +1,4 @@
-"""Checks shared by all calls that update a state of Mamba."""
+"""The arguments of stochastic rounding, for all calls that store states: `rand_seed` and `philox_rounds`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ....calls import checks
+from ..calls import checks
 
 _ROUNDED = (torch.float16, torch.bfloat16, *checks.NARROW)
+
+
+def seeded(rand_seed: Tensor | None, philox_rounds: int) -> tuple[Tensor | None, int]:
+    """(seed, rounds): both absent if either is."""
+    return (None, 0) if rand_seed is None or philox_rounds == 0 else (rand_seed, philox_rounds)
 
 
 def check_seed(named: Mapping[str, Tensor], update_state: bool, problems: list[str]) -> None:
