@@ -115,9 +115,9 @@ def aligned(t: Tensor, pointer: int, elements: int, along: int = -1) -> bool:
     return (t.stride(along) == 1 or t.shape[along] == 1) and all(x % width == 0 for x in (pointer, *steps))
 
 
-def loads_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: Iterable[str], elements: int, along: int = -1) -> Loads:
+def loads_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: Iterable[str], elements: int) -> Loads:
     """How these operands can be loaded, as a field of a problem: by such vectors, if all that are given allow them."""
-    every = all(aligned(views[name], pointers[name], elements, along) for name in names if name in views)
+    every = all(aligned(views[name], pointers[name], elements) for name in names if name in views)
     return Loads.VECTOR if every else Loads.ELEMENT
 
 
