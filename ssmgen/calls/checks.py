@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from ..errors import ArgumentError
 from ..launch import runtime
-from ..spec.kernel import SM90, DType, Index, Narrow
+from ..spec.kernel import SM90, DType, Index, Loads, Narrow
 from ..spec.operands import Table, Types
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
@@ -29,6 +29,11 @@ STORED_DTYPES: dict[DType | Narrow, torch.dtype] = {ours: theirs for theirs, our
 def dtypes_of(views: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Any]:
     """The dtypes of these operands as fields of a problem. Absent operands are left out."""
     return {name: DTYPES[views[name].dtype] for name in names if name in views}
+
+
+def index_of(views: Mapping[str, Tensor], name: str) -> Index:
+    """The type of an index as a field of a problem."""
+    return INDEX[views[name].dtype if name in views else None]
 
 
 def describe(t: Tensor) -> str:
@@ -108,6 +113,12 @@ def aligned(t: Tensor, pointer: int, elements: int, along: int = -1) -> bool:
     width = min(16, elements * t.element_size())
     steps = [s * t.element_size() for a, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if n > 1 and a != along % t.dim()]
     return (t.stride(along) == 1 or t.shape[along] == 1) and all(x % width == 0 for x in (pointer, *steps))
+
+
+def loads_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: Iterable[str], elements: int) -> Loads:
+    """How these operands can be loaded, as a field of a problem: by such vectors, if all that are given allow them."""
+    every = all(aligned(views[name], pointers[name], elements) for name in names if name in views)
+    return Loads.VECTOR if every else Loads.ELEMENT
 
 
 def check_pdl(pdl: bool | None, views: Mapping[str, Tensor], problems: list[str]) -> None:

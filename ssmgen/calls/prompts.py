@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec.kernel import Index, Loads
 from ..spec.operands import Table
 from . import checks
 
@@ -164,19 +163,16 @@ def fields_of(views: Views, pointers: Mapping[str, int], together: int) -> dict[
     """The fields of a problem for sequences and states. together: elements of a state that kernels load at once."""
     states = [n for n in STATES if n in views]
 
-    def index(name: str) -> Index:
-        return checks.INDEX[views[name].dtype if name in views else None]
-
     found = {
-        "cu_seqlens": index("cu_seqlens"),
+        "cu_seqlens": checks.index_of(views, "cu_seqlens"),
         "initial": "initial_states" in views,
         "final": "final_states" in views,
         "pool": "state" in views,
         "started": "has_initial_state" in views,
-        "index": index("state_indices"),
-        "state_loads": Loads.VECTOR if all(checks.aligned(views[n], pointers[n], together) for n in states) else Loads.ELEMENT,
+        "index": checks.index_of(views, "state_indices"),
+        "state_loads": checks.loads_of(views, pointers, states, together),
     }
-    found |= {"checkpoints": index("checkpoint_positions")} if "checkpoint_positions" in views else {}
+    found |= {"checkpoints": checks.index_of(views, "checkpoint_positions")} if "checkpoint_positions" in views else {}
     return found | ({"state": checks.DTYPES[views[states[0]].dtype]} if states else {})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES, INDEX, index_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Index, KernelSpec, Loads, PoolMode, Update
 from ...spec.operands import Table
@@ -92,15 +92,12 @@ def control_fields(views: Mapping[str, Tensor], update_state: bool) -> dict[str,
     """Fields of a recurrence's problem that say where states come from and go to."""
     each, by_index = "dst_state_indices" in views, "intermediate_states" in views and "intermediate_state_indices" in views
 
-    def index(name: str) -> Index:
-        return INDEX[views[name].dtype if name in views else None]
-
     return {
-        "index": index("state_indices"),
+        "index": index_of(views, "state_indices"),
         "pool": PoolMode.SPLIT if each else PoolMode.SINGLE,
         "update": Update.NONE if not update_state else Update.EACH if each else Update.FINAL,
-        "accepted": index("num_accepted_tokens"),
-        "intermediate_indices": index("intermediate_state_indices") if by_index else Index.NONE,
+        "accepted": index_of(views, "num_accepted_tokens"),
+        "intermediate_indices": index_of(views, "intermediate_state_indices") if by_index else Index.NONE,
     }
 
 
@@ -125,7 +122,7 @@ def norm_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int,
         grouped=grouped["out"].shape[-2] > 1,
         first=first,
         activation=Activation(activation),
-        loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], vector) for n, t in grouped.items()) else Loads.ELEMENT,
+        loads=checks.loads_of(grouped, pointers, grouped, vector),
     )
 
 

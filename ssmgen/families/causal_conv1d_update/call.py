@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES, index_of
 from ...calls.dispatch import callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
@@ -225,11 +225,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     width, state_len = weight.shape[1], state.shape[2]
     reach = reach_of(width, options.dilation)
 
-    def index(name: str) -> Index:
-        return INDEX[views[name].dtype if name in views else None]
-
-    starts = index("query_start_loc")
-    parents, children = index("parents"), index("first_children")
+    starts = index_of(views, "query_start_loc")
+    parents, children = index_of(views, "parents"), index_of(views, "first_children")
     tokens, count = tokens_of(reach, T, starts, parents if children is Index.NONE else children)
     advance = Advance.RING if "cache_seqlens" in views else Advance.ROLL if "num_accepted_tokens" in views else Advance.SHIFT
     lane = 8 // x.element_size()  # channels of a lane
@@ -262,15 +259,15 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         bias=None if bias is None else DTYPES[bias.dtype],
         silu=options.silu,
         advance=advance,
-        position=index("cache_seqlens" if advance is Advance.RING else "num_accepted_tokens"),
+        position=index_of(views, "cache_seqlens" if advance is Advance.RING else "num_accepted_tokens"),
         tokens=tokens,
         count=count,
         query_start_loc=starts,
-        index=index("conv_state_indices"),
+        index=index_of(views, "conv_state_indices"),
         layout=layout,
         state_len=state_len if layout is StateLayout.RUNS else 0,
         saved=saved,
-        saved_index=index("intermediate_state_indices"),
+        saved_index=index_of(views, "intermediate_state_indices"),
         loads=Loads.VECTOR if vector else Loads.ELEMENT,
         taps=Loads.VECTOR if whole and taps_are_runs(views, pointers, lane) else Loads.ELEMENT,
         parents=parents,

@@ -25,7 +25,7 @@ from ...engine.chunks.views import (
     writes,
 )
 from ...engine.recurrences.attention.problem import Beta, Gate
-from ...spec.kernel import Layout, Loads
+from ...spec.kernel import Layout
 from .operands import CHANNELS, FUNCTIONS, OF_OWN_TYPE, OPERANDS, TURNED
 from .problem import OPERATOR, LinearPromptProblem, Rule
 from .reference import chunk_linear_attention as reference
@@ -103,7 +103,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         l2norm=options.l2norm,
         layout=Layout(options.state_layout) if "state" in states else Layout.VK,
         copy=prompts.together(views, pointers, OPERANDS.alike("v")),
-        loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 8) for n in wide) else Loads.ELEMENT,
+        loads=checks.loads_of(views, pointers, wide, 8),
         **cut_by(rule, options.segments, heads, head_v, length),
         **states,
     )
