@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_calls import SM80, SM90, emulate, needs_emulator
-from kernel_laws import edited, found_in_words, found_when_planted
+from kernel_laws import found_when_planted
 from selection import costly
 from ssu_cases import BF16, F32, Case, assert_matches, expected, make_call, small_matrix
+from subjects import a_mistake_is_found
 
 from ssmgen import emulator
 from ssmgen.emulator import EmulatorError, run_source
@@ -355,12 +356,7 @@ EDITS = {
 @costly(5)
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
-    case, old, new, words = EDITS[edit]
-    call = make_call(case, "cpu")
-    want = expected(call)
-    with found_in_words(words):
-        emulate(call, change=edited(old, new, count=1))
-        assert_matches(call, want)
+    a_mistake_is_found("selective_state_update", EDITS[edit], count=1)
 
 
 def test_no_compiler_is_an_error_that_says_what_to_install(monkeypatch):

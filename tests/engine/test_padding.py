@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_calls import run_as_emulated
 from torch import Tensor
 
 import ssmgen
 from ssmgen import emulator
-from ssmgen.calls import planning
 from ssmgen.compat import flashinfer
 from ssmgen.errors import ArgumentError
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch
 
 SM90 = Arch.parse("sm_90a")
@@ -30,17 +28,7 @@ def run(request, monkeypatch):
         return
     if not emulator.available():
         pytest.skip("needs g++")
-
-    def plan(caller, given, options, pdl, objections=()):
-        named = caller.named(given)
-        views, family = caller.checked(named, options, pdl, objections), caller.family
-        pointers = {n: t.data_ptr() for n, t in named.items()}
-        spec = registry.select(family.operator, family.problem_of(views, pointers, options), family.size_of(views), SM90, True)
-        packed = Arguments(spec, family.values_of(spec, views, options)).at(list(pointers.values()))
-        written = tuple(n for n in family.written if n in named)
-        return lambda: emulator.run(spec, SM90, family.grid_of(spec, views), packed, named, written)
-
-    monkeypatch.setattr(planning.Caller, "plan", plan)
+    run_as_emulated(monkeypatch)
 
 
 def delta(*tokens: int, ragged: bool = False, **more: Any) -> dict[str, Any]:

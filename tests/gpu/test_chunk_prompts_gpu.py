@@ -11,6 +11,7 @@ from typing import Any
 
 import prompt_laws as laws
 import pytest
+import repeats
 import torch
 from prompt_cases import (
     ADVERSARIAL,
@@ -33,7 +34,6 @@ from prompt_cases import (
     starts_of,
     states,
 )
-from repeats import are_alike
 from ssu_cases import Memory
 
 import ssmgen
@@ -221,38 +221,17 @@ def test_what_a_workspace_held_does_not_matter():
 def test_the_same_bits_every_time(case, run):
     """Consecutive calls share one workspace. Each call's first kernel may then overlap the last kernel of the call before."""
     call = make(case, 4, 300) | {"workspace": torch.full((2 * 10**7,), 0xFF, dtype=torch.uint8, device="cuda")}
-    assert are_alike(partial(run, case, **call, return_final_states=True), 1000 if case.per_head else 300)
+    assert repeats.are_alike(partial(run, case, **call, return_final_states=True), 1000 if case.per_head else 300)
 
 
 @four
 def test_programmatic_launches_change_no_bit(case):
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("programmatic dependent launch needs sm_90")
-    call = make(case, 2, 300)
-    assert same(public(case, **call, pdl=True), public(case, **call, pdl=False))
+    repeats.programmatic_launches_change_no_bit(public, case, 300)
 
 
 @four
 def test_in_a_graph(case):
-    """Other lengths in the same graph, and many consecutive replays."""
-    call = make(case, 300)
-    call |= {"cu_seqlens": starts_of((100, 200), "cuda"), "out": torch.empty_like(call["v"])}
-    state = torch.zeros(2, *case.state, device="cuda")
-    wanted = public(case, **call, state=state).clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        public(case, **call, state=state)
-    for lengths in ((100, 200), (64, 236), (0, 300)):
-        call["out"].zero_()
-        call["cu_seqlens"].copy_(starts_of(lengths, "cuda"))
-        for _ in range(20):
-            graph.replay()
-        found, last = call["out"].clone(), state.clone()
-        again = torch.full_like(state, NAN)
-        assert same(found, public(case, **call | {"out": torch.empty_like(found)}, state=again))
-        served = [i for i, n in enumerate(lengths) if n]
-        assert same(last[served], again[served])
-        assert lengths != (100, 200) or same(found, wanted)
+    repeats.a_graph_follows_its_lengths(public, case)
 
 
 @pytest.mark.parametrize("case", [DELTA, KDA], ids=["delta", "kda"])
@@ -300,26 +279,14 @@ def test_a_prompt_in_pieces_and_then_steps(case, run):
 
 @pytest.mark.parametrize("case", [DELTA, KDA], ids=["delta", "kda"])
 def test_offsets_beyond_32_bits(case):
-    """Tokens that lie 2^31 elements from the first, and a slot that does."""
-    if torch.cuda.mem_get_info()[0] < 14 * 2**30:
-        pytest.skip("needs 14 GiB of the card's memory")
-    case, tokens = replace(case, heads=2, key_heads=1, head_k=64, head_v=64), 70
-    apart = 2**31 // 69 // 8 * 8 + 8
-    call = make(case, tokens)
-    far = torch.empty(tokens * apart, dtype=BF16, device="cuda").as_strided((tokens, 2, 64), (apart, 64, 1))
-    far.copy_(call["v"])
-    slot = 2**31 // (2 * 64 * 64) + 1
-    pool = torch.empty((slot + 1) * 2 * 64 * 64, dtype=BF16, device="cuda").view(-1, 2, 64, 64)
-    starts = starts_of((tokens,), "cuda")
-    wanted, state = public(case, **call, cu_seqlens=starts, return_final_states=True)
-    more = {"cu_seqlens": starts, "state": pool, "state_indices": torch.tensor([slot], device="cuda")}
-    assert same(public(case, **call | {"v": far}, **more), wanted) and same(pool[slot], state[0].to(BF16))
-    del pool, far
-    if case.per_head:
-        return
-    gates = torch.empty(tokens * apart, dtype=BF16, device="cuda").as_strided((tokens, 2, 64), (apart, 64, 1))
-    gates.copy_(call["g"])
-    assert same(public(case, **call | {"g": gates}, cu_seqlens=starts), public(case, **call | {"g": gates.clone()}, cu_seqlens=starts))
+    repeats.offsets_may_exceed_32_bits(public, replace(case, heads=2, key_heads=1, head_k=64, head_v=64))
+
+
+def test_gates_beyond_32_bits():
+    case = replace(KDA, heads=2, key_heads=1, head_k=64, head_v=64)
+    call = make(case, 70) | {"cu_seqlens": starts_of((70,), "cuda")}
+    near = call["g"].to(BF16)
+    assert same(public(case, **call | {"g": repeats.far_tokens(near)}), public(case, **call | {"g": near}))
 
 
 # 4.6 GB of images and 3.4 GB of out; 4.7 GB and 1.1 GB

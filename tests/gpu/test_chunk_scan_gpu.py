@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import repeats
 import scan_cases as laws
 import torch
-from repeats import are_alike
 from scan_cases import BF16, F16, F32, Sizes, make, same
 
 import ssmgen
@@ -132,47 +132,17 @@ def test_copiers_change_no_bit():
 
 def test_the_same_bits_every_time():
     call = make(WIDE, 4, 300) | {"return_final_states": True}
-    assert are_alike(partial(ssmgen.chunk_scan, **call), 1000)
+    assert repeats.are_alike(partial(ssmgen.chunk_scan, **call), 1000)
 
 
 def test_programmatic_launches_change_no_bit():
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("programmatic dependent launch needs sm_90")
-    call = make(MODEL, 2, 700)
-    assert same(ssmgen.chunk_scan(**call, pdl=True), ssmgen.chunk_scan(**call, pdl=False))
+    repeats.programmatic_launches_change_no_bit(ssmgen.chunk_scan, MODEL, 700)
 
 
 def test_in_a_graph():
-    call = make(MODEL, 300)
-    call |= {"cu_seqlens": laws.starts_of((100, 200), "cuda"), "out": torch.empty_like(call["x"])}
-    state = torch.zeros(2, MODEL.heads, MODEL.headdim, MODEL.d_state, device="cuda")
-    wanted = ssmgen.chunk_scan(**call, state=state).clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ssmgen.chunk_scan(**call, state=state)
-    call["out"].zero_()
-    call["cu_seqlens"].copy_(laws.starts_of((100, 200), "cuda"))
-    graph.replay()
-    assert same(call["out"], wanted)
-    call["cu_seqlens"].copy_(laws.starts_of((64, 236), "cuda"))  # other lengths, the same graph
-    graph.replay()
-    assert same(call["out"], ssmgen.chunk_scan(**call | {"out": torch.empty_like(call["out"])}))
+    repeats.a_graph_follows_its_lengths(ssmgen.chunk_scan, MODEL)
 
 
 @pytest.mark.parametrize("N", [16, 128])  # by each warp's products; by warpgroups, where there are such
 def test_offsets_beyond_32_bits(N):
-    """Tokens that lie 2^31 elements from the first, and a slot that does."""
-    H, P, tokens = 2, 64, 70
-    apart = 2**31 // 69 // 8 * 8 + 8
-    if torch.cuda.mem_get_info()[0] < 14 * 2**30:
-        pytest.skip("needs 14 GiB of the card's memory")
-    sizes = Sizes(heads=H, headdim=P, d_state=N, device="cuda")
-    call = make(sizes, tokens)
-    memory = torch.empty(tokens * apart, dtype=BF16, device="cuda")
-    far = memory.as_strided((tokens, H, P), (apart, P, 1))
-    far.copy_(call["x"])
-    slot = 2**31 // (H * P * N) + 1
-    pool = torch.empty((slot + 1) * H * P * N, dtype=BF16, device="cuda").view(-1, H, P, N)
-    more = {"cu_seqlens": laws.starts_of((tokens,), "cuda"), "state_indices": torch.tensor([slot], device="cuda")}
-    wanted, state = ssmgen.chunk_scan(**call, cu_seqlens=more["cu_seqlens"], return_final_states=True)
-    assert same(ssmgen.chunk_scan(**call | {"x": far}, state=pool, **more), wanted) and same(pool[slot], state[0].to(BF16))
+    repeats.offsets_may_exceed_32_bits(ssmgen.chunk_scan, Sizes(heads=2, headdim=64, d_state=N, device="cuda"))

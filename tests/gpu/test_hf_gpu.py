@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -55,6 +56,12 @@ REAL_FUSED = {
 FUSED = [(name, {}) for name in LAYERS] + list(REAL_FUSED.items())
 CASES = [(name, {}) for name in TINY] + list(REAL.items())
 SCANS = {name: any("conv" not in f for f in functions) for name, functions in MODELS.items()}
+
+
+def plain_or_fused(plain: Iterable[str], fused: Iterable[str]) -> pytest.MarkDecorator:
+    """These models with their functions replaced, and those with whole layers replaced."""
+    cases = [(name, False) for name in plain] + [(name, True) for name in fused]
+    return pytest.mark.parametrize(("name", "fuse"), cases, ids=[f"{name}-fused" if fuse else name for name, fuse in cases])
 
 
 @pytest.fixture(autouse=True)
@@ -131,15 +138,15 @@ def test_minimax_generates_the_same_tokens(head_dim, launched):
     assert patch.calls() == {"minimax.MiniMaxLightningAttention": hf.Calls(2 * TOKENS, 0)} and len(launched) >= 2 * TOKENS
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_a_warm_model_loads_nothing(name):
-    model = built(name, **REAL[name]).cuda()
-    hf.warm(model, batches=[1, 2], prompt_length=5)  # as `generate` has it
+@plain_or_fused(REAL, REAL_FUSED)
+def test_a_warm_model_loads_nothing(name, fuse):
+    model = built(name, **(REAL_FUSED if fuse else REAL)[name]).cuda()
+    hf.warm(model, batches=[1, 2], prompt_length=5, fuse=fuse)  # as `generate` has it
     loaded = runtime.loaded_count()
-    with hf.patch(model) as patch:
+    with hf.patch(model, fuse=fuse) as patch:
         generate(model, TOKENS)
-    assert patch.calls() and runtime.loaded_count() == loaded
-    assert hf.warm(model, batches=[1, 2], prompt_length=5) == 0
+    assert (patch.calls() == fused_calls(name, model, TOKENS - 1) if fuse else patch.calls()) and runtime.loaded_count() == loaded
+    assert hf.warm(model, batches=[1, 2], prompt_length=5, fuse=fuse) == 0
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
@@ -167,27 +174,28 @@ def test_a_decode_step_in_a_cuda_graph(name, launched):
     assert 0 < before == len(launched), "a replay goes through nobody's Python"
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2"])
-def test_a_compiled_decode_step(name, launched):
-    model = built(name, **REAL.get(name, {})).cuda()
+# The step of an indexed model is not a single graph.
+@plain_or_fused(("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2"), [name for name in LAYERS if name not in INDEXED])
+def test_a_compiled_decode_step(name, fuse, launched):
+    model = built(name, **(REAL_FUSED if fuse else REAL).get(name, {})).cuda()
     torch._dynamo.reset()
-    with hf.patch(model), torch.no_grad():
+    with hf.patch(model, fuse=fuse), torch.no_grad():
         step = DecodeStep(model)
         want = step(copy.deepcopy(step.cache))
         before = len(launched)
         got = torch.compile(step, fullgraph=True)(copy.deepcopy(step.cache))
     close(got, want)
-    assert len(launched) - before >= convolutions(model) * (2 if SCANS[name] else 1)
+    assert len(launched) - before >= convolutions(model) * (2 if SCANS[name] and not fuse else 1)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
-def test_generation_with_a_static_cache(name):
+@plain_or_fused(("mamba2", "qwen3_5"), ("mamba2", "qwen3_5", "qwen3_next"))
+def test_generation_with_a_static_cache(name, fuse):
     """A static cache makes transformers compile the step, into CUDA graphs."""
-    model = built(name, **REAL[name]).cuda()
+    model = built(name, **(REAL_FUSED if fuse else REAL)[name]).cuda()
     want = generate(model, TOKENS)
     torch._dynamo.reset()
-    hf.warm(model, batches=[2])
-    with hf.patch(model):
+    hf.warm(model, batches=[2], fuse=fuse)
+    with hf.patch(model, fuse=fuse):
         got = generate(model, TOKENS, cache_implementation="static")
     assert torch.equal(got.sequences, want.sequences)
 
@@ -218,17 +226,6 @@ def test_no_fused_call_of_a_bf16_model_is_left_to_the_original(name, sizes):
         got = generate(model, TOKENS)
     assert all(torch.isfinite(logits).all() for logits in got.logits)
     assert patch.calls() == fused_calls(name, model, TOKENS - 1)
-
-
-@pytest.mark.parametrize("name", REAL_FUSED)
-def test_a_warm_fused_model_loads_nothing(name):
-    model = built(name, **REAL_FUSED[name]).cuda()
-    hf.warm(model, batches=[1, 2], prompt_length=5, fuse=True)  # as `generate` has it
-    loaded = runtime.loaded_count()
-    with hf.patch(model, fuse=True) as patch:
-        generate(model, TOKENS)
-    assert patch.calls() == fused_calls(name, model, TOKENS - 1) and runtime.loaded_count() == loaded
-    assert hf.warm(model, batches=[1, 2], prompt_length=5, fuse=True) == 0
 
 
 def test_a_layer_that_has_no_kernel_is_the_originals():
@@ -288,28 +285,3 @@ def test_a_graph_of_a_fused_step_follows_its_weights():
         assert (want - before).abs().max() > 1e-2 * before.abs().max()
         graph.replay()
         close(out, want)
-
-
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in INDEXED])  # the step of an indexed model is not a single graph
-def test_a_compiled_fused_decode_step(name, launched):
-    model = built(name, **REAL_FUSED.get(name, {})).cuda()
-    torch._dynamo.reset()
-    with hf.patch(model, fuse=True), torch.no_grad():
-        step = DecodeStep(model)
-        want = step(copy.deepcopy(step.cache))
-        before = len(launched)
-        got = torch.compile(step, fullgraph=True)(copy.deepcopy(step.cache))
-    close(got, want)
-    assert len(launched) - before >= convolutions(model)
-
-
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_5", "qwen3_next"])
-def test_fused_generation_with_a_static_cache(name):
-    """A static cache makes transformers compile the step, into CUDA graphs."""
-    model = built(name, **REAL_FUSED[name]).cuda()
-    want = generate(model, TOKENS)
-    torch._dynamo.reset()
-    hf.warm(model, batches=[2], fuse=True)
-    with hf.patch(model, fuse=True):
-        got = generate(model, TOKENS, cache_implementation="static")
-    assert torch.equal(got.sequences, want.sequences)

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+import repeats
 import selective_cases as laws
 import torch
-from repeats import are_alike
-from selective_cases import BF16, F16, F32, Sizes, make, same, starts_of
+from selective_cases import BF16, F16, F32, Sizes, make, same
 
 import ssmgen
 from ssmgen.families.selective_scan.problem import OPERATOR, SelectiveProblem
@@ -158,40 +158,16 @@ def test_roles_change_no_bit(x, first, tokens):
 
 def test_the_same_bits_every_time():
     call = make(MODEL, 4, 300) | {"return_final_states": True}
-    assert are_alike(partial(ssmgen.selective_scan, **call), 300)
+    assert repeats.are_alike(partial(ssmgen.selective_scan, **call), 300)
 
 
 def test_programmatic_launches_change_no_bit():
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("programmatic dependent launch needs sm_90")
-    call = make(MODEL, 2, 700)
-    assert same(ssmgen.selective_scan(**call, pdl=True), ssmgen.selective_scan(**call, pdl=False))
+    repeats.programmatic_launches_change_no_bit(ssmgen.selective_scan, MODEL, 700)
 
 
 def test_in_a_graph():
-    call = make(MODEL, 300)
-    call |= {"cu_seqlens": starts_of((100, 200), "cuda"), "out": torch.empty_like(call["u"])}
-    state = torch.zeros(2, MODEL.dim, MODEL.d_state, device="cuda")
-    ssmgen.selective_scan(**call, state=state)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ssmgen.selective_scan(**call, state=state)
-    call["cu_seqlens"].copy_(starts_of((64, 236), "cuda"))  # other lengths, the same graph
-    graph.replay()
-    assert same(call["out"], ssmgen.selective_scan(**call | {"out": torch.empty_like(call["out"])}))
+    repeats.a_graph_follows_its_lengths(ssmgen.selective_scan, MODEL)
 
 
 def test_offsets_beyond_32_bits():
-    """Tokens that lie 2^31 elements from the first, and a slot that does."""
-    tokens, sizes = 70, Sizes(dim=64, device="cuda")
-    apart = 2**31 // 69 // 8 * 8 + 8
-    if torch.cuda.mem_get_info()[0] < 14 * 2**30:
-        pytest.skip("needs 14 GiB of the card's memory")
-    call = make(sizes, tokens) | {"cu_seqlens": starts_of((tokens,), "cuda")}
-    far = torch.empty(tokens * apart, dtype=BF16, device="cuda").as_strided((tokens, 64), (apart, 1))
-    far.copy_(call["u"])
-    slot = 2**31 // (64 * 16) + 1
-    pool = torch.empty((slot + 1) * 64 * 16, dtype=BF16, device="cuda").view(-1, 64, 16)
-    wanted, state = ssmgen.selective_scan(**call, return_final_states=True)
-    found = ssmgen.selective_scan(**call | {"u": far}, state=pool, state_indices=torch.tensor([slot], device="cuda"))
-    assert same(found, wanted) and same(pool[slot], state[0].to(BF16))
+    repeats.offsets_may_exceed_32_bits(ssmgen.selective_scan, Sizes(dim=64, device="cuda"))

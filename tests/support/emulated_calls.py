@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from ssmgen import emulator
+from ssmgen.calls import planning
 from ssmgen.compile.render import render
 from ssmgen.emulator import SMS, run_source
 from ssmgen.select import registry
@@ -43,6 +44,24 @@ def launch_emulated(
     grid = family.grid_of(part, views)
     launch = part.name, min(grid, SMS) if part.stays else grid, part.threads_per_block, packed, named, writable, part.dynamic_bytes
     run_source(change(render(part, arch)), *launch, early=part.early_operands(), cluster=part.cluster_blocks)
+
+
+def run_as_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on calls on CPU tensors run the kernels that the registry chooses, instead of the reference."""
+
+    def plan(caller: Any, given: Any, options: Any, pdl: Any, objections: Any = ()) -> Callable[[], None]:
+        operands, family = caller.named(given), caller.family
+        views = caller.checked(operands, options, pdl, objections)
+        problem = family.problem_of(views, {n: t.data_ptr() for n, t in operands.items()}, options)
+        spec = registry.select(family.operator, problem, family.size_of(views), SM90, True)
+
+        def launched() -> None:
+            for part in spec.kernels:
+                launch_emulated(part, family, views, options, operands)
+
+        return launched
+
+    monkeypatch.setattr(planning.Caller, "plan", plan)
 
 
 def chosen(call: Any, arch: Arch = SM90) -> Any:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from bits import bits
+from emulated_calls import SM90
 from torch import Tensor
 
 import ssmgen
 from ssmgen.calls.checks import NARROW
 from ssmgen.calls.operator import call_of
+from ssmgen.emulator import run
+from ssmgen.emulator.check import trial_of
 from ssmgen.engine.narrow_reference import narrowed, widened
 from ssmgen.engine.recurrences.mamba.operands import OPERANDS
 from ssmgen.engine.recurrences.mamba.reference import one_token, reference
 from ssmgen.families.selective_state_update.views import Options, views_of
+from ssmgen.spec.arguments import Arguments
 
 I8, I16, E4M3 = torch.int8, torch.int16, torch.float8_e4m3fn
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -268,3 +273,15 @@ def ringed_tokens(seed: int) -> dict[str, Tensor]:
     made = {"x": torch.randn(3, T, H, P, generator=g), "dt": torch.rand(3, T, H, generator=g)[..., None].expand(3, T, H, P)}
     made |= {n: torch.randn(3, T, G, N, generator=g) for n in ("B", "C")}
     return made | {"out": torch.full((3, T, H, P), torch.nan)}
+
+
+def trials_are_bit_equal(specs: Iterable[Any], batch: int) -> None:
+    """Of the states, their scales and the outputs of random operands, with each of these variants."""
+    results = []
+    for spec in specs:
+        trial = trial_of(spec, batch, 0)
+        values, grid = trial.launch_of(spec)
+        named = {n: trial.named[n] for n in spec.operands()}
+        run(spec, SM90, grid, Arguments(spec, values).at([t.data_ptr() for t in named.values()]), named, trial.written)
+        results.append([bits(named[n]) for n in ("state", "state_scale", "out")])
+    assert len(results) > 2 and all(torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True))

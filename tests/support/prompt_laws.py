@@ -28,9 +28,11 @@ from prompt_cases import (
 from sequence_laws import (  # noqa: F401
     a_cut_changes_no_bit,
     a_pool_is_touched_where_it_should_be,
+    boundaries_that_make_no_sense_are_sequences_without_tokens,
     decoding_goes_on,
     neighbours_do_not_matter,
     packing_changes_no_bit,
+    sequences_without_tokens_keep_states,
     states_of_a_pool_may_begin_elsewhere,
 )
 from ssu_cases import Memory
@@ -231,21 +233,3 @@ def states_at_positions_are_those_on_the_way(run: Run, case: Case) -> None:
     wanted = exact(case, call, **more | {"checkpoints_out": kept.clone()}, return_checkpoints=True)["checkpoints"]
     rows = [0, 2, 3, 4, 5, 6, 7, 8]
     assert all(error(kept[i], wanted[i]) <= BOUNDS[BF16] for i in rows) and same(kept[6], last[0]) and same(kept[8], last[1])
-
-
-def sequences_without_tokens_keep_states(run: Run, case: Case, state: torch.dtype) -> None:
-    """Dense states pass through; states in a pool stay unchanged."""
-    call, before = make(case, 0), states(case, 2, state)
-    starts = torch.zeros(3, dtype=torch.int32)
-    _, after = run(case, **call, cu_seqlens=starts, initial_states=before, return_final_states=True)
-    pool = before.clone()
-    run(case, **call, cu_seqlens=starts, state=pool, has_initial_state=torch.tensor([True, False]))
-    assert same(after, before) and same(pool, before)
-
-
-def boundaries_that_make_no_sense_are_sequences_without_tokens(run: Run, case: Case) -> None:
-    call = make(case, 20)
-    out = torch.full_like(call["v"], -7.0)
-    run(case, **call, cu_seqlens=torch.tensor([5, 3, 21, -4, 2]), out=out)
-    assert (out == -7.0).all()
-    assert not run(case, **call, cu_seqlens=torch.tensor([3]), return_final_states=True)[1].numel(), "no sequences at all"

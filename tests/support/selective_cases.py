@@ -14,9 +14,11 @@ from sequence_laws import (  # noqa: F401
     Sequences,
     a_cut_changes_no_bit,
     a_pool_is_touched_where_it_should_be,
+    boundaries_that_make_no_sense_are_sequences_without_tokens,
     decoding_goes_on,
     neighbours_do_not_matter,
     packing_changes_no_bit,
+    sequences_without_tokens_keep_states,
     states_of_a_pool_may_begin_elsewhere,
 )
 from ssu_cases import BF16, F16

@@ -156,3 +156,21 @@ def decoding_goes_on(run: Run, case: Sequences, tokens: int) -> None:
     _, state = case.of(run)(**case.cut(call, slice(None), slice(0, -1)), return_final_states=True)
     out = case.step(state, case.cut(call, slice(None), -1))
     assert error(out, wanted["out"][:, -1]) <= case.step_bound() and error(state, wanted["final_states"]) <= case.state_bound(F32)
+
+
+def sequences_without_tokens_keep_states(run: Run, case: Sequences, state: torch.dtype) -> None:
+    """Dense states pass through; states in a pool stay unchanged."""
+    call, before, run = case.made(0), case.states(2, state), case.of(run)
+    starts = torch.zeros(3, dtype=torch.int32)
+    _, after = run(**call, cu_seqlens=starts, initial_states=before, return_final_states=True)
+    pool = before.clone()
+    run(**call, cu_seqlens=starts, state=pool, has_initial_state=torch.tensor([True, False]))
+    assert same(after, before) and same(pool, before)
+
+
+def boundaries_that_make_no_sense_are_sequences_without_tokens(run: Run, case: Sequences) -> None:
+    call, run = case.made(20), case.of(run)
+    out = torch.full_like(call[case.rows], -7.0)
+    run(**call, cu_seqlens=torch.tensor([5, 3, 21, -4, 2]), out=out)
+    assert (out == -7.0).all()
+    assert not run(**call, cu_seqlens=torch.tensor([3]), return_final_states=True)[1].numel(), "no sequences at all"

@@ -15,6 +15,8 @@ import norm_cases
 import replay_cases
 import ssu_cases
 import ssu_token_cases
+from emulated_calls import emulate
+from kernel_laws import edited, found_in_words
 
 
 class Subject(NamedTuple):
@@ -33,6 +35,13 @@ SUBJECTS = {
     "causal_conv1d": Subject(conv_cases.make, conv_laws.expected, conv_laws.assert_matches),
     "replay": Subject(replay_cases.make, replay_cases.expected, replay_cases.assert_matches),
 }
+
+
+def a_mistake_is_found(operator: str, edit: tuple[Any, str, str, str], count: int = -1) -> None:
+    """edit: the case of a call, the text to replace in its kernels, the replacement, and words of the finding."""
+    case, old, new, words = edit
+    with found_in_words(words):
+        is_accurate(operator, case, "cpu", lambda call: emulate(call, change=edited(old, new, count=count)))
 
 
 def is_accurate(operator: str, case: Any, device: str, run: Callable[[Any], Any]) -> None:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated_calls import SM90, needs_emulator
+from emulated_calls import needs_emulator, run_as_emulated
 from engine_calls import no_call_goes_to_the_engine, sglang_functions, vllm_functions  # noqa: F401
 from engine_cases import FORMS, SHARED, load, operands, padded_with
 from selection import costly
 from test_fast_path import launched  # noqa: F401
-
-from ssmgen.calls import planning
-from ssmgen.compile.render import render
-from ssmgen.emulator import run_source
-from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 
 ONE_OF_EACH = [*{(f.arguments, f.relay): f for f in FORMS if "noisy" not in f.id}.values()]  # kind of arguments
 named = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.id)
@@ -75,29 +69,12 @@ def test_the_second_call_finds_what_the_first_has_made(request, form, launched):
     assert all(step.keys() == launched[0].keys() and all(step[n] == launched[0][n] for n in given) for step in launched)
 
 
-@pytest.fixture
-def emulated(monkeypatch):
-    """A call on CPU tensors runs the kernel that the registry chooses, as it stands."""
-
-    def plan(caller, given, options, pdl, objections=()):
-        operands = caller.named(given)
-        views = caller.checked(operands, options, pdl, objections)
-        family, pointers = caller.family, {n: t.data_ptr() for n, t in operands.items()}
-        spec = registry.select(family.operator, family.problem_of(views, pointers, options), family.size_of(views), SM90, True)
-        packed = Arguments(spec, family.values_of(spec, views, options)).at(list(pointers.values()))
-        written = {pointers[n] for n in family.written if n in operands and operands[n].numel()}
-        writable = tuple(n for n, p in pointers.items() if p in written)
-        return lambda: run_source(
-            render(spec, SM90), spec.name, family.grid_of(spec, views), spec.threads_per_block, packed, operands, writable
-        )
-
-    monkeypatch.setattr(planning.Caller, "plan", plan)
-
-
 @costly(12)
 @needs_emulator
 @pytest.mark.parametrize("form", ONE_OF_EACH, ids=lambda f: f.id)
-def test_kernels_of_what_the_engines_pass(request, form, emulated):
+def test_kernels_of_what_the_engines_pass(request, form, monkeypatch):
+    """The kernels that the registry chooses, as they stand."""
+    run_as_emulated(monkeypatch)
     function = getattr(request.getfixturevalue(form.engine), form.name)
     with torch.no_grad():
         call = form.make("cpu")

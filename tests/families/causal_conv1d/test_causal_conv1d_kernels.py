@@ -7,11 +7,10 @@ from itertools import cycle, product
 
 import kernel_laws as laws
 import pytest
-from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase, make
-from conv_laws import assert_matches, emulate, expected
+from conv_cases import FIRST, I32, LAST, POOL, RING, ROLL, SHORT, STATEFUL, UpdateCase
 from emulated_calls import SM90, needs_emulator
-from kernel_laws import edited, found_in_words
 from selection import costly, few, kept
+from subjects import a_mistake_is_found
 
 from ssmgen.families.causal_conv1d import spec as conv
 from ssmgen.families.causal_conv1d.spec import ConvLayout, ConvProblem, ConvSpec
@@ -183,12 +182,7 @@ EDITS = {
 @needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
-    case, old, new, words = EDITS[edit]
-    call = make(case, "cpu")
-    want = expected(call)
-    with found_in_words(words):
-        emulate(call, change=edited(old, new))
-        assert_matches(call, want)
+    a_mistake_is_found("causal_conv1d", EDITS[edit])
 
 
 # Machine code.

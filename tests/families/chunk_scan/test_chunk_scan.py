@@ -14,7 +14,6 @@ from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, 
 from selection import costly
 
 import ssmgen
-from ssmgen import emulator
 from ssmgen.cache.store import shared_cache
 from ssmgen.compile.occupancy import LIMITS
 from ssmgen.emulator.check import check
@@ -136,25 +135,15 @@ def test_place_in_the_batch_changes_no_bit():
     assert all(same(emulated(**{n: t[i : i + 1] if n in per_token else t for n, t in call.items()})[0], whole[i]) for i in (0, 2))
 
 
+@by_both
 @pytest.mark.parametrize("state", [F32, BF16])
-def test_states_of_sequences_without_tokens(state):
-    """Dense states pass through; states in a pool stay unchanged."""
-    call = make(SMALL, 0)
-    before = torch.randn(2, SMALL.heads, SMALL.headdim, SMALL.d_state).to(state)
-    starts = torch.zeros(3, dtype=torch.int32)
-    for scan in (ssmgen.chunk_scan, *([emulated] if emulator.available() else [])):
-        _, after = scan(**call, cu_seqlens=starts, initial_states=before, return_final_states=True)
-        pool = before.clone()
-        scan(**call, cu_seqlens=starts, state=pool, has_initial_state=torch.tensor([True, False]))
-        assert same(after, before) and same(pool, before)
+def test_states_of_sequences_without_tokens(scan, state):
+    laws.sequences_without_tokens_keep_states(scan, SMALL, state)
 
 
-def test_boundaries_that_make_no_sense_are_sequences_without_tokens():
-    call = make(SMALL, 20)
-    out = torch.full_like(call["x"], -7.0)
-    for scan in (ssmgen.chunk_scan, *([emulated] if emulator.available() else [])):
-        scan(**call, cu_seqlens=torch.tensor([5, 3, 21, -4, 2]), out=out)
-        assert (out == -7.0).all()
+@by_both
+def test_boundaries_that_make_no_sense_are_sequences_without_tokens(scan):
+    laws.boundaries_that_make_no_sense_are_sequences_without_tokens(scan, SMALL)
 
 
 def test_without_sequences_there_is_nothing_to_launch():

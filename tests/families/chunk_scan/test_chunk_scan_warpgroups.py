@@ -51,40 +51,27 @@ in_parts = pytest.mark.parametrize("parts", [1, 2])
 # Laws.
 
 
+KINDS: dict[str, tuple[Sizes, int, int, float, dict[str, Any]]] = {  # sizes, parts, tokens, scale of A, and more
+    "plain": (SMALL, 1, 130, 1.0, {}),
+    "long-memory": (SMALL, 1, 330, 1e-3, {}),
+    "strong-decay": (SMALL, 1, 130, 16.0, {"step": 3.0}),  # a chunk's sum is about -3000
+    "f16-gate": (replace(SMALL, x=F16), 1, 130, 1.0, {"z": True}),
+    "2-parts": (SMALL, 2, 2 * PART, 1e-3, {}),
+    "3-parts": (SMALL, 3, 2 * PART + 66, 1e-3, {"z": True}),  # the last of three has a chunk and a part of one
+    "a-part-of-3": (SMALL, 3, PART + 1, 0.1, {}),  # and none here
+    # Eleven and ten: buffers change sides between the sums and the walk, and phases their parity.
+    "odd-parts": (SMALL, 2, 2 * PART + 300, 1e-2, {}),
+    "strong-in-parts": (SMALL, 2, PART + 200, 16.0, {"step": 3.0}),
+    "model": (Sizes(heads=4, groups=2, headdim=64, d_state=128), 1, 70, 0.1, {}),
+    "p128": (Sizes(heads=1, headdim=128, d_state=64), 2, PART + 65, 0.1, {}),
+}
+
+
 @costly(3)
 @needs_emulator
 @pytest.mark.parametrize("stages", few([4, 2]))
-@pytest.mark.parametrize(
-    ("sizes", "parts", "tokens", "decay", "more"),
-    [
-        (SMALL, 1, 130, 1.0, {}),
-        (SMALL, 1, 330, 1e-3, {}),  # long memory
-        (SMALL, 1, 130, 16.0, {"step": 3.0}),  # strong decay: a chunk's sum is about -3000
-        (replace(SMALL, x=F16), 1, 130, 1.0, {"z": True}),
-        (SMALL, 2, 2 * PART, 1e-3, {}),
-        (SMALL, 3, 2 * PART + 66, 1e-3, {"z": True}),  # the last of three has a chunk and a part of one
-        (SMALL, 3, PART + 1, 0.1, {}),  # and none here
-        (SMALL, 2, 2 * PART + 300, 1e-2, {}),  # eleven and ten: buffers change sides between the sums and the walk, and phases their parity
-        (SMALL, 2, PART + 200, 16.0, {"step": 3.0}),
-        (Sizes(heads=4, groups=2, headdim=64, d_state=128), 1, 70, 0.1, {}),
-        (Sizes(heads=1, headdim=128, d_state=64), 2, PART + 65, 0.1, {}),
-    ],
-    ids=[
-        "plain",
-        "long-memory",
-        "strong-decay",
-        "f16-gate",
-        "2-parts",
-        "3-parts",
-        "a-part-of-3",
-        "odd-parts",
-        "strong-in-parts",
-        "model",
-        "p128",
-    ],
-)
+@pytest.mark.parametrize(("sizes", "parts", "tokens", "decay", "more"), KINDS.values(), ids=KINDS)
 def test_results_are_those_of_float64(sizes, parts, stages, tokens, decay, more):
-
     laws.is_accurate(by(parts, stages), sizes, tokens, decay, **more)
 
 
@@ -162,14 +149,7 @@ def test_place_in_the_batch_changes_no_bit(parts):
 @pytest.mark.parametrize("state", [F32, BF16])
 @in_parts
 def test_states_of_sequences_without_tokens(state, parts):
-    """Dense states pass through; states in a pool stay unchanged."""
-    call, scan = make(SMALL, 0), by(parts)
-    before = torch.randn(2, SMALL.heads, SMALL.headdim, SMALL.d_state).to(state)
-    starts = torch.zeros(3, dtype=torch.int32)
-    _, after = scan(**call, cu_seqlens=starts, initial_states=before, return_final_states=True)
-    pool = before.clone()
-    scan(**call, cu_seqlens=starts, state=pool, has_initial_state=torch.tensor([True, False]))
-    assert same(after, before) and same(pool, before)
+    laws.sequences_without_tokens_keep_states(by(parts), SMALL, state)
 
 
 @needs_emulator

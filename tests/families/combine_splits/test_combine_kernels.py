@@ -7,10 +7,10 @@ from itertools import cycle, product
 
 import kernel_laws as laws
 import pytest
-from combine_cases import DENSE, F32, INF, PREFIX, assert_matches, expected, make
-from emulated_calls import SM90, emulate, needs_emulator
-from kernel_laws import edited, found_in_words
+from combine_cases import DENSE, F32, INF, PREFIX
+from emulated_calls import SM90, needs_emulator
 from selection import costly, kept
+from subjects import a_mistake_is_found
 from test_check import edited as rendered
 
 from ssmgen.compile.render import render
@@ -152,12 +152,7 @@ EDITS = {
 @needs_emulator
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_template(edit):
-    case, old, new, words = EDITS[edit]
-    call = make(case, "cpu")
-    want = expected(call)
-    with found_in_words(words):
-        emulate(call, change=edited(old, new))
-        assert_matches(call, want)
+    a_mistake_is_found("combine_splits", EDITS[edit])
 
 
 # The registry and machine code.

@@ -7,19 +7,18 @@ import random
 import pytest
 import torch
 from emulated_calls import SM90, needs_emulator
+from narrow_cases import trials_are_bit_equal
 from selection import costly
 from torch import Tensor
 
 import ssmgen
 from ssmgen.calls.checks import NARROW
-from ssmgen.emulator import run
-from ssmgen.emulator.check import check, trial_of
+from ssmgen.emulator.check import check
 from ssmgen.engine.narrow_reference import narrowed, widened
 from ssmgen.engine.recurrences.attention.problem import Delta, Gate, LinearAttentionProblem, Tokens
 from ssmgen.errors import ArgumentError
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import DType, Index, Layout, Loads, Narrow, PoolMode, Update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,14 +57,7 @@ def test_kernels_are_within_rounding_of_float64(state, form):
 def test_variants_are_bit_equal(state):
     specs = [s for s in space(problem(state, "gated delta rule"), SM90) if not s.prefetch]
     random.Random(3).shuffle(specs)
-    results = []
-    for spec in [*{(s.lanes, s.vec): s for s in specs}.values()][:5]:
-        trial = trial_of(spec, 3, 0)
-        values, grid = trial.launch_of(spec)
-        named = {n: trial.named[n] for n in spec.operands()}
-        run(spec, SM90, grid, Arguments(spec, values).at([t.data_ptr() for t in named.values()]), named, trial.written)
-        results.append([named[n].contiguous().view(torch.uint8) for n in ("state", "state_scale", "out")])
-    assert len(results) > 2 and all(torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True))
+    trials_are_bit_equal([*{(s.lanes, s.vec): s for s in specs}.values()][:5], 3)
 
 
 B, H, V, K, SLOTS = 3, 2, 8, 32, 5

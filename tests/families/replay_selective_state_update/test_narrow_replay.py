@@ -7,23 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulated_calls import SM90, needs_emulator
-from narrow_cases import RINGED, assert_rounded_once, bits, caught_up, ringed, ringed_tokens
+from emulated_calls import SM90, needs_emulator, run_as_emulated
+from narrow_cases import RINGED, assert_rounded_once, bits, caught_up, ringed, ringed_tokens, trials_are_bit_equal
 from selection import costly
 from torch import Tensor
 
 import ssmgen
-from ssmgen.calls import planning
 from ssmgen.calls.checks import NARROW
 from ssmgen.compat.flashinfer import checkpointing_ssu
-from ssmgen.emulator import run
-from ssmgen.emulator.check import check, trial_of
+from ssmgen.emulator.check import check
 from ssmgen.engine.narrow_reference import widened
 from ssmgen.errors import ArgumentError
 from ssmgen.families.replay_selective_state_update.problem import History, ReplayProblem
 from ssmgen.families.replay_selective_state_update.spec import space
 from ssmgen.select import registry
-from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import DType, Index, Loads, Narrow
 
 H, P, N, _, R, T, SLOTS = RINGED
@@ -57,14 +54,7 @@ def test_kernels_are_within_rounding_of_float64(state, form):
 def test_variants_leave_the_same_bits(state):
     specs = [s for s in space(replace(problem(state, "ring"), philox_rounds=3), SM90) if not s.prefetch and not s.min_blocks]
     random.Random(2).shuffle(specs)
-    results = []
-    for spec in [*{(s.warps, s.helpers): s for s in specs}.values()][:4]:
-        trial = trial_of(spec, 4, 0)
-        values, grid = trial.launch_of(spec)
-        named = {n: trial.named[n] for n in spec.operands()}
-        run(spec, SM90, grid, Arguments(spec, values).at([t.data_ptr() for t in named.values()]), named, trial.written)
-        results.append([named[n].contiguous().view(torch.uint8) for n in ("state", "state_scale", "out")])
-    assert len(results) > 2 and all(torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True))
+    trials_are_bit_equal([*{(s.warps, s.helpers): s for s in specs}.values()][:4], 4)
 
 
 @needs_emulator
@@ -72,16 +62,7 @@ def test_variants_leave_the_same_bits(state):
 def test_a_state_that_is_written_is_rounded_once(dtype, monkeypatch):
     """The error is half a step from float64, plus the error of f32 arithmetic. Tokens are f32: all their bits count against a step of
     int16."""
-
-    def plan(caller, given, options, pdl, objections=()):
-        named = caller.named(given)
-        views, family = caller.checked(named, options, pdl, objections), caller.family
-        pointers = {n: t.data_ptr() for n, t in named.items()}
-        spec = registry.select(family.operator, family.problem_of(views, pointers, options), family.size_of(views), SM90, True)
-        packed = Arguments(spec, family.values_of(spec, views, options)).at(list(pointers.values()))
-        return lambda: run(spec, SM90, family.grid_of(spec, views), packed, named, tuple(spec.written()))
-
-    monkeypatch.setattr(planning.Caller, "plan", plan)
+    run_as_emulated(monkeypatch)
     call = ringed(dtype, 1)
     for i, count in enumerate((2, 3, 5)):
         call |= ringed_tokens(20 + i)

@@ -164,22 +164,12 @@ def test_variants_are_bit_equal(first, d_state):
 
 @by_both
 def test_states_of_sequences_without_tokens(run):
-    """Dense states pass through; states in a pool stay unchanged."""
-    call, before = make(SMALL, 0), laws.states(SMALL, 2)
-    starts = torch.zeros(3, dtype=torch.int32)
-    _, after = run(**call, cu_seqlens=starts, initial_states=before, return_final_states=True)
-    pool = before.clone()
-    run(**call, cu_seqlens=starts, state=pool, has_initial_state=torch.tensor([True, False]))
-    assert same(after, before) and same(pool, before)
+    laws.sequences_without_tokens_keep_states(run, SMALL, F32)
 
 
 @by_both
 def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
-    call = make(SMALL, 20)
-    out = torch.full_like(call["u"], -7.0)
-    run(**call, cu_seqlens=torch.tensor([5, 3, 21, -4, 2]), out=out)
-    assert (out == -7.0).all()
-    assert not run(**call, cu_seqlens=torch.tensor([3]), return_final_states=True)[1].numel(), "no sequences at all"
+    laws.boundaries_that_make_no_sense_are_sequences_without_tokens(run, SMALL)
 
 
 @costly(1)
