@@ -25,7 +25,7 @@ def _scanned(V: Tensor, steps: tuple[Tensor, Tensor, Tensor], inputs: States | N
     """The call, whose states come and go in mamba-ssm's order: angle, state, k, v. steps: ADT, DT and Trap."""
     adt, dt, trap = (t.transpose(1, 2) for t in steps)
     names = ("initial_angles", "initial_states", "initial_k", "initial_v")
-    before = {} if inputs is None else dict(zip(names, (inputs[0].float(), *inputs[1:]), strict=True))
+    before: dict[str, Any] = {} if inputs is None else dict(zip(names, (inputs[0].float(), *inputs[1:]), strict=True))
     found = mamba3_chunk_scan(
         _rows(V), dt=dt, A=adt, trap=trap, A_form="log_decay", dt_softplus=False, return_final_states=final, **before, **more
     )
