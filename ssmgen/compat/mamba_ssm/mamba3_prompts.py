@@ -31,7 +31,7 @@ def _scanned(V: Tensor, steps: tuple[Tensor, Tensor, Tensor], inputs: States | N
     )
     if not final:
         return found
-    out, state, k, v, angle = found  # type: ignore[misc]
+    out, state, k, v, angle = found
     return out, angle, state, k, v
 
 

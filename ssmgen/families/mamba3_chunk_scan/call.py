@@ -64,7 +64,7 @@ def mamba3_chunk_scan(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     pdl: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Whole sequences of Mamba-3, from the in-projection's output to the out-projection's input, per token and head:
 
         k, q <- rotated(norm(B) + B_bias), rotated(norm(C) + C_bias) by the sum of pi tanh(angle) dt up to this token

@@ -115,7 +115,7 @@ def _said(projected: Any, state: Any, k_state: Any, angle_state: Any, found: Siz
     if found is None:
         shapes = ", ".join([f"{n} is {_shape(t)}" for n, t in (("state", state), ("k_state", k_state), ("angle_state", angle_state))])
         return f"{shapes}; expected [slots, heads, headdim, d_state], [slots, rank, heads, d_state] and [slots, heads, angles]"
-    width = f"{found.fixed} + {found.group} groups"
+    width = f"{found.fixed()} + {found.group()} groups"
     return f"projected is {_shape(projected)}; expected [batch, {width}] or [batch, tokens, {width}]"
 
 

@@ -16,20 +16,20 @@ class Sizes(NamedTuple):
     rank: int
     angles: int
 
-    @property
+    # Methods, and no properties or divmod, which Dynamo does not evaluate for sizes that are symbols.
+
     def fixed(self) -> int:
         """The width of a row without B and C."""
         return 2 * self.heads * self.headdim + 3 * self.heads + self.angles
 
-    @property
     def group(self) -> int:
         """The width of B and C of one group."""
         return 2 * self.rank * self.d_state
 
     def groups(self, width: int) -> int | None:
         """The number of groups that share B and C in a row of this width; None if no number fits."""
-        groups, rest = divmod(width - self.fixed, self.group) if self.group else (0, 1)
-        return groups if groups > 0 and not rest else None
+        rows, group = width - self.fixed(), self.group()
+        return rows // group if group > 0 and rows > 0 and rows % group == 0 else None
 
     def widths(self, groups: int) -> list[int]:
         """The widths of the parts."""

@@ -116,6 +116,16 @@ def test_kernels_take_the_row_s_strides(R, gap):
         assert norm_error(got[name].reshape(exact[name].shape), exact[name]) < 2e-6, name
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_makes_the_same_views(dynamic):
+    torch._dynamo.reset()
+    _, ours = pair(3, norm=True, gap=5)
+    del ours["out"]
+    plain = {name: t.clone() if name in POOLS else t for name, t in ours.items()}
+    compiled = torch.compile(lambda **given: 2 * ssmgen.mamba3_layer(**given), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert torch.equal(compiled(**ours), 2 * ssmgen.mamba3_layer(**plain)) and all(torch.equal(ours[name], plain[name]) for name in POOLS)
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("R", [1, 2])
 def test_each_rank_of_the_heads_takes_its_part_of_the_row(R):
