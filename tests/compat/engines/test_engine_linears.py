@@ -348,6 +348,7 @@ class Counted:
 
 
 def compiled(engine: Called, made: SimpleNamespace, bias, times: int = 2):
+    torch._dynamo.reset()  # all of these functions share one limit of recompilations
     counted = Counted()
 
     def forward(x):
