@@ -59,6 +59,7 @@ def test_a_graph_follows_x(operator, dtype, rows):
 
 @each
 def test_one_compiled_graph_of_any_number_of_rows(operator):
+    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, inputs):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import namedtuple
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,19 +36,11 @@ both = pytest.mark.parametrize("engine", sorted(PLUGINS), indirect=True)
 
 
 def default_unquantized_gemm(layer, x, weight, bias=None):
-    """vLLM's, by its name."""
-    return linear(x, weight, bias)
+    return linear(x, weight, bias)  # vLLM's, by its name
 
 
-class Called(NamedTuple):
-    """How the engine calls a layer, and its head; the words that its own methods return."""
-
-    name: str
-    method: object
-    apply: object
-    head: object
-    own: str
-    own_head: str
+# How the engine calls a layer, and its head; the words that its own methods return.
+Called = namedtuple("Called", "name method apply head own own_head")
 
 
 @pytest.fixture
@@ -308,10 +300,8 @@ def test_a_batch_invariant_mode_keeps_the_engine_s_products(engine, monkeypatch,
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True)
 def test_the_mode_of_vllm_does_not_need_these_functions(engine, monkeypatch):
     """It promises without them, since it does not use them."""
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    vllm.unregister()
-    monkeypatch.delenv("SSMGEN_ENGINE_LINEAR")
-    vllm.register()
+    in_the_mode(monkeypatch, engine)
+    vllm._ENGINE.outcome.update({r.place: replacing.NOT_ASKED for r in vllm._ENGINE.replacements if r.asked})
     assert place_of("vllm.v1.attention.backends.mamba2_attn", "Mamba2AttentionBackend").supports_batch_invariance()
 
 
@@ -348,6 +338,7 @@ class Counted:
 
 
 def compiled(engine: Called, made: SimpleNamespace, bias, times: int = 2):
+    torch._dynamo.reset()  # all of these functions share one limit of recompilations
     counted = Counted()
 
     def forward(x):

@@ -84,6 +84,7 @@ def test_a_layer_of_vllm_is_served_up_to_16_rows(ranks, rows, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_of_a_layer_for_any_number_of_rows(ranks, rows, kind):
+    torch._dynamo.reset()  # all of these functions share one limit of recompilations
     made, graphs, operators = built(kind), [], []
 
     def backend(graph, inputs):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_signatures import FUNCTIONS, SIGNATURES, VERSIONS
+from engine_stand_ins import all_are_asked_for as all_are_asked_for
 from engine_stand_ins import answer, importable, modules_of, write
 from engine_stand_ins import found as place_of
 
@@ -22,12 +23,6 @@ from ssmgen.errors import ArgumentError, CaptureError, LaunchError, NotBuiltErro
 
 PLUGINS = {"vllm": vllm, "sglang": sglang}
 OURS = {(r.module, r.name): r.form for plugin in PLUGINS.values() for r in plugin._ENGINE.replacements}
-
-
-@pytest.fixture(autouse=True)
-def all_of_them(monkeypatch):
-    """The functions that are replaced only on request, too."""
-    monkeypatch.setenv("SSMGEN_ENGINE_LINEAR", "allow")
 
 
 def of(package: str) -> list[tuple[str, str]]:
