@@ -336,7 +336,7 @@ REGISTERED += [UpdateCase("tree", tokens=3, parents=I32, saved="windows"), Updat
 @named(*[replace(c, id=f"{i}-{c.id}") for i, c in enumerate(REGISTERED)])
 def test_opcheck(case):
     call = make(case, "cpu")
-    options = forward_op.ACTIVATIONS[call.options[0]], call.options[1], None
+    options = forward_op.ACTIVATIONS[call.options[0]], call.options[1], 1, None  # dilation, pdl
     torch.library.opcheck(getattr(torch.ops.ssmgen, call.op.OPERATOR).default, (*call.given, *options))
 
 
