@@ -188,6 +188,7 @@ SIGNATURES = {
         "mixed_qkv, num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v"
     ),
     ("sglang.srt.models.qwen3_5", "Qwen3_5GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
+    ("sglang.srt.models.qwen4_exp", "Qwen4ExpPLELayer._short_conv"): "self, x, forward_batch, batch",
     ("sglang.srt.models.qwen3_next", "Qwen3GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
@@ -389,6 +390,8 @@ IMPORTS = {
     "sglang.srt.model_executor.forward_context": _STEPS,
     # The split of Qwen3-Next's projections, a kernel of SGLang's own; a test puts one here.
     "sglang.srt.models.qwen3_next": "fused_qkvzba_split_reshape_cat = None",
+    # SGLang's own functions; a test puts others here.
+    "sglang.srt.models.qwen4_exp": "get_req_to_token_pool = _ple_track_targets = None",
     "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
     "sglang.srt.models.lfm2_moe": (
         f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode, fused_lfm_short_conv_prefill"

@@ -27,6 +27,7 @@ from . import gdn_layers as _gdn_layers
 from . import invariance as _invariance
 from . import layers as _layers
 from . import mamba as _mamba
+from . import ple as _ple
 from . import steps as _steps
 from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -41,6 +42,7 @@ from .layers import kda_fused_decode as kda_fused_decode
 from .layers import lfm2_forward as lfm2_forward
 from .lightning import seg_la_fwd as seg_la_fwd
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
+from .ple import ple_short_conv as ple_short_conv
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
 from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
 from .steps import merge_state as merge_state
@@ -364,6 +366,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         *_delta.REPLACEMENTS,
         *_gdn_layers.REPLACEMENTS,
         *_layers.REPLACEMENTS,
+        *_ple.REPLACEMENTS,
         *_steps.REPLACEMENTS,
         *_updates.REPLACEMENTS,
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
