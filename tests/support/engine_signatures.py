@@ -21,8 +21,7 @@ _LIGHTNING_STEP = "q, k, v, kv_caches, slope_rate, slot_idx, BLOCK_SIZE=32"
 _NORM = "x, g, weight, bias, activation='swish', residual=None, prenorm=False, residual_in_fp32=False, eps=1e-06"
 _PACKED = "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False"
 
-_SGLANG_LAYERS = [("lfm2", "Lfm2ShortConv"), ("lfm2_moe", "Lfm2MoeShortConv"), ("qwen3_5", "Qwen3_5GatedDeltaNet")]
-_SGLANG_LAYERS += [("qwen3_next", "Qwen3GatedDeltaNet")]
+_FORWARD = {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv", "qwen3_5": "Qwen3_5GatedDeltaNet", "qwen3_next": "Qwen3GatedDeltaNet"}
 
 SIGNATURES = {
     (f"{_OPS}.mamba_ssm", "selective_state_update"): (
@@ -188,7 +187,7 @@ SIGNATURES = {
     (f"{_ATTENTION}.triton_gdn_fused_proj", "fused_qkv_split_gdn_prefill"): (
         "mixed_qkv, num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v"
     ),
-    **{(f"sglang.srt.models.{module}", f"{owner}.forward"): "self, hidden_states, forward_batch" for module, owner in _SGLANG_LAYERS},
+    **{(f"sglang.srt.models.{module}", f"{owner}.forward"): "self, hidden_states, forward_batch" for module, owner in _FORWARD.items()},
     ("sglang.srt.models.qwen4_exp", "Qwen4ExpPLELayer._short_conv"): "self, x, forward_batch, batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
