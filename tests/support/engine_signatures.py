@@ -9,11 +9,8 @@ from __future__ import annotations
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 
-_OPS, _FLA, _GDN = (
-    "vllm.model_executor.layers.mamba.ops",
-    "vllm.third_party.flash_linear_attention.ops",
-    "vllm.model_executor.layers.mamba.gdn",
-)
+_OPS, _GDN = "vllm.model_executor.layers.mamba.ops", "vllm.model_executor.layers.mamba.gdn"
+_FLA = "vllm.third_party.flash_linear_attention.ops"
 _MAMBA, _ATTENTION, _LAYERS = "sglang.kernels.ops.mamba", "sglang.kernels.ops.attention", "sglang.srt.layers.attention"
 _KIMI, _GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.nvidia.ops.third_party.kda"
 _LIGHTNING = "q, k, v, ed, block_size=256, kv_history=None"
@@ -21,6 +18,7 @@ _LIGHTNING_STEP = "q, k, v, kv_caches, slope_rate, slot_idx, BLOCK_SIZE=32"
 _NORM = "x, g, weight, bias, activation='swish', residual=None, prenorm=False, residual_in_fp32=False, eps=1e-06"
 _PACKED = "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False"
 
+_DECODE = "QwenGatedDeltaNetAttention._forward_core_decode_non_spec"
 _FORWARD = {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv", "qwen3_5": "Qwen3_5GatedDeltaNet", "qwen3_next": "Qwen3GatedDeltaNet"}
 
 SIGNATURES = {
@@ -65,6 +63,7 @@ SIGNATURES = {
         "checkpoint_cu_starts=None, checkpoint_every_n_tokens=0, use_cp='auto'"
     ),
     (f"{_GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention._forward_core"): "self, mixed_qkv, b, a, core_attn_out",
+    (f"{_GDN}.qwen_gdn_linear_attn", _DECODE): "self, mixed_qkv, b, a, core_attn_out, attn_metadata",
     (f"{_FLA}.kda", "chunk_kda"): (
         "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
         "**kwargs"

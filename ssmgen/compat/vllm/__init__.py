@@ -40,6 +40,7 @@ from .flashkda import flashkda_prefill as flashkda_prefill
 from .flashkda import glm_flashkda_prefill as glm_flashkda_prefill
 from .flashkda import kda_prefill_checkpoint_alignment as kda_prefill_checkpoint_alignment
 from .gdn import forward_core as forward_core
+from .gdn import forward_decode as forward_decode
 from .layers import fused_kda_decode as fused_kda_decode
 from .layers import short_conv as short_conv
 from .mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
