@@ -9,11 +9,8 @@ from __future__ import annotations
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 
-_OPS, _FLA, _GDN = (
-    "vllm.model_executor.layers.mamba.ops",
-    "vllm.third_party.flash_linear_attention.ops",
-    "vllm.model_executor.layers.mamba.gdn",
-)
+_OPS, _GDN = "vllm.model_executor.layers.mamba.ops", "vllm.model_executor.layers.mamba.gdn"
+_FLA = "vllm.third_party.flash_linear_attention.ops"
 _MAMBA, _ATTENTION, _LAYERS = "sglang.kernels.ops.mamba", "sglang.kernels.ops.attention", "sglang.srt.layers.attention"
 _KIMI, _GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.nvidia.ops.third_party.kda"
 _LIGHTNING = "q, k, v, ed, block_size=256, kv_history=None"
@@ -21,6 +18,9 @@ _LIGHTNING_STEP = "q, k, v, kv_caches, slope_rate, slot_idx, BLOCK_SIZE=32"
 _APPLY = "self, layer, x, bias=None"
 _NORM = "x, g, weight, bias, activation='swish', residual=None, prenorm=False, residual_in_fp32=False, eps=1e-06"
 _PACKED = "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False"
+
+_DECODE = "QwenGatedDeltaNetAttention._forward_core_decode_non_spec"
+_FORWARD = {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv", "qwen3_5": "Qwen3_5GatedDeltaNet", "qwen3_next": "Qwen3GatedDeltaNet"}
 
 SIGNATURES = {
     (f"{_OPS}.mamba_ssm", "selective_state_update"): (
@@ -64,6 +64,7 @@ SIGNATURES = {
         "checkpoint_cu_starts=None, checkpoint_every_n_tokens=0, use_cp='auto'"
     ),
     (f"{_GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention._forward_core"): "self, mixed_qkv, b, a, core_attn_out",
+    (f"{_GDN}.qwen_gdn_linear_attn", _DECODE): "self, mixed_qkv, b, a, core_attn_out, attn_metadata",
     (f"{_FLA}.kda", "chunk_kda"): (
         "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
         "**kwargs"
@@ -189,13 +190,11 @@ SIGNATURES = {
     (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_prefill"): (
         "b, c, x, weight, state, query_start_loc, cache_indices, has_initial_state, max_seq_len"
     ),
-    ("sglang.srt.models.lfm2", "Lfm2ShortConv.forward"): "self, hidden_states, forward_batch",
-    ("sglang.srt.models.lfm2_moe", "Lfm2MoeShortConv.forward"): "self, hidden_states, forward_batch",
     (f"{_ATTENTION}.triton_gdn_fused_proj", "fused_qkv_split_gdn_prefill"): (
         "mixed_qkv, num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v"
     ),
-    ("sglang.srt.models.qwen3_5", "Qwen3_5GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
-    ("sglang.srt.models.qwen3_next", "Qwen3GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
+    **{(f"sglang.srt.models.{module}", f"{owner}.forward"): "self, hidden_states, forward_batch" for module, owner in _FORWARD.items()},
+    ("sglang.srt.models.qwen4_exp", "Qwen4ExpPLELayer._short_conv"): "self, x, forward_batch, batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
         "scale, onorm_eps, lower_bound=None"
@@ -400,6 +399,8 @@ IMPORTS = {
     "sglang.srt.model_executor.forward_context": _STEPS,
     # The split of Qwen3-Next's projections, a kernel of SGLang's own; a test puts one here.
     "sglang.srt.models.qwen3_next": "fused_qkvzba_split_reshape_cat = None",
+    # SGLang's own functions; a test puts others here.
+    "sglang.srt.models.qwen4_exp": "get_req_to_token_pool = _ple_track_targets = None",
     "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
     "sglang.srt.models.lfm2_moe": (
         f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode, fused_lfm_short_conv_prefill"

@@ -30,6 +30,7 @@ from . import layers as _layers
 from . import linears as _linears
 from . import mamba as _mamba
 from . import noise as _noise
+from . import ple as _ple
 from . import steps as _steps
 from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -46,6 +47,7 @@ from .lightning import seg_la_fwd as seg_la_fwd
 from .linears import compute_lm_head as compute_lm_head
 from .linears import linear_apply as linear_apply
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
+from .ple import ple_short_conv as ple_short_conv
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
 from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
 from .steps import merge_state as merge_state
@@ -365,6 +367,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         *_gdn_layers.REPLACEMENTS,
         *_layers.REPLACEMENTS,
         *_linears.replacements(lambda: _ENGINE),
+        *_ple.REPLACEMENTS,
         *_steps.REPLACEMENTS,
         *_updates.REPLACEMENTS,
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),

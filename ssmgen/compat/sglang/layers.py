@@ -118,22 +118,30 @@ def fused_lfm_short_conv_prefill(
 
 @_takes(hidden_states="[tokens, hidden]")
 def lfm2_forward(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """Decode steps and prompts of LFM2's short convolution, from one projection to the next: the method forward of SGLang's Lfm2ShortConv
-    and Lfm2MoeShortConv.
+    """Decode steps, prompts and verified drafts of LFM2's short convolution, from one projection to the next: the method forward of
+    SGLang's Lfm2ShortConv and Lfm2MoeShortConv.
 
-    One kernel between the projections; SGLang has two multiplications and the convolution, and for prompts a copy. Verified drafts and
-    empty batches are SGLang's own method, without a warning.
+    One kernel between the projections, also for drafts to be verified; SGLang has two multiplications and the convolution, and for prompts
+    a copy. Empty batches, and drafts without a buffer for their windows, are SGLang's own method, without a warning.
     """
     mode = forward_batch.forward_mode
-    if mode.is_idle() or mode.is_target_verify():
+    if mode.is_idle():
         raise NotReplaced
     step = import_module(_CONTEXT).get_attn_backend().conv_state_metadata(self.layer_idx, forward_batch)
-    if not mode.is_decode() and step.query_start_loc is None:
+    drafts, kept = 0, getattr(step.layer_cache, "intermediate_conv_window", None)
+    if mode.is_target_verify():
+        drafts = forward_batch.spec_info.draft_token_num
+        if kept is None or step.cache_indices.shape[0] * drafts != hidden_states.shape[0]:
+            raise NotReplaced
+    elif not mode.is_decode() and step.query_start_loc is None:
         raise NotReplaced
     projected, _ = self.in_proj(hidden_states)
     b, c, x = projected.chunk(3, dim=-1)
     window, slots = step.layer_cache.conv[0], step.cache_indices
-    if mode.is_decode():
+    if drafts and kept is not None:
+        by_sequence = (t.unflatten(0, (-1, drafts)).transpose(1, 2) for t in (x, b, c))
+        convolved = _drafts(*by_sequence, self.conv_weight, self.conv_bias, window, slots, kept[0]).transpose(1, 2).flatten(0, 1)
+    elif mode.is_decode():
         convolved = _gated(b, c, x, self.conv_weight, self.conv_bias, window, slots)
     else:
         started = step.has_initial_state
@@ -146,6 +154,14 @@ def lfm2_forward(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor
 def _gated(b: Tensor, c: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor) -> Tensor:
     return causal_conv1d_update(
         x, state, weight, bias, conv_state_indices=first(slots, x.shape[0]), input_gate=b, output_gate=c
+    )  # fmt: skip
+
+
+def _drafts(x: Tensor, b: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, kept: Tensor) -> Tensor:
+    """x, b, c: [batch, dim, drafts]. kept: [batch or more, drafts or more, dim, width - 1], receives the window after each draft."""
+    return causal_conv1d_update(
+        x, state[..., : weight.shape[1] - 1], weight, bias, conv_state_indices=slots, input_gate=b, output_gate=c,
+        intermediate_conv_window=kept,
     )  # fmt: skip
 
 
@@ -163,7 +179,9 @@ def _gated_prompts(
 
 
 _CONV = "sglang.srt.layers.attention.mamba.causal_conv1d"
-_CONVOLUTIONS = (f"{_CONV}.causal_conv1d_fn", f"{_CONV}.causal_conv1d_update")
+_CONVOLUTIONS = (
+    f"{_CONV}.causal_conv1d_fn", f"{_CONV}.causal_conv1d_update", "sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update",
+)  # fmt: skip
 REPLACEMENTS = [
     Replacement("sglang.kernels.ops.attention.kda_fused_decode", "kda_fused_decode", kda_fused_decode),
     Replacement(_SHORT, "fused_lfm_short_conv_decode", fused_lfm_short_conv_decode),

@@ -50,7 +50,8 @@ NAMES = (
     "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2", "rms_norm_gated",
     "seg_la_fwd", "selective_scan_fn", "selective_state_update", "Glm5NextLinearAttention._flashkda_prefill", "Lfm2MoeShortConv.forward",
     "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
-    "QwenGatedDeltaNetAttention._forward_core", "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",
+    "Qwen4ExpPLELayer._short_conv", "QwenGatedDeltaNetAttention._forward_core", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
+    "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",
     "LogitsProcessor._compute_lm_head", "UnquantizedEmbeddingMethod.apply", "UnquantizedLinearMethod.apply",
 )  # fmt: skip
 

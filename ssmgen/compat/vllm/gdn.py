@@ -1,4 +1,4 @@
-"""vLLM's layer of gated delta rules with prompts among its sequences, as in vLLM 0.33: states stay in their pool."""
+"""vLLM's layer of gated delta rules, as in vLLM 0.33: steps with prompts, whose states stay in their pool, and decode steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch import Tensor
 from ...calls.operator import call_of
 from ...errors import ArgumentError
 from ...families.causal_conv1d.call import causal_conv1d
+from ...families.delta_layer.call import gdn_layer
 from ...families.linear_attention.call import gated_delta_rule
 from ..shared import delta_prompts as _prompts
 from ..shared import invariance, noise
 from ..shared.gated_delta import first, unpacked
+from ..shared.kda_layers import arrivals
 from ..shared.operands import VECTOR
 from ..shared.operands import takes as _takes
 from ..shared.replacing import NotReplaced, Replacement
 
 _LAYERS = "vllm.model_executor.layers.mamba"
 _MODULE, _METHOD = f"{_LAYERS}.gdn.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention._forward_core"
-_NAME = f"vllm's {_METHOD}"
+_NAME, _DECODE = f"vllm's {_METHOD}", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec"
 
 
 @_takes(mixed_qkv="[tokens, channels]", b="[tokens, HV]", a="[tokens, HV]", core_attn_out="[tokens, HV, V]")
@@ -81,6 +83,27 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
         )  # fmt: skip
 
 
+@_takes(mixed_qkv="[tokens, channels]", b="[tokens, HV]", a="[tokens, HV]", core_attn_out="[tokens, HV, V]")
+def forward_decode(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, attn_metadata: Any) -> None:
+    """Convolution and gated delta rule of a decode step, into core_attn_out: the method _forward_core_decode_non_spec of vLLM's layer.
+
+    Operands as in forward_core. One kernel; vLLM has two. In the batch-invariant mode, and with another activation than SiLU, it is
+    vLLM's own method, without a warning.
+    """
+    if invariance.on() or self.activation not in ("silu", "swish"):
+        raise NotReplaced
+    window, state = self.kv_cache[:2]
+    if not import_module(_MODULE).is_conv_state_dim_first():
+        window = window.transpose(-1, -2)
+    tokens, weight = attn_metadata.num_actual_tokens, self.conv1d.weight.squeeze(1)
+    mixed_qkv, a, b, out = (t[:tokens] for t in (mixed_qkv, a, b, core_attn_out))
+    q, _, _ = unpacked(f"vllm's {_DECODE}", mixed_qkv, state)
+    gdn_layer(
+        mixed_qkv, a, b, None, window[..., : weight.shape[1] - 1], state, arrivals(state, q.shape[1]), weight, self.conv1d.bias, self.A_log,
+        self.dt_bias, state_indices=first(attn_metadata.non_spec_state_indices_tensor, tokens), pad_slot_id=0, out=out,
+    )  # fmt: skip
+
+
 def _checkpoints(layer: Any, engine: Any, step: Any, prompts: Tensor, state: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(rows of vLLM's workspace that receive states inside prompts, after how many tokens), both None without a plan for them."""
     plan = step.flashinfer_checkpoint_plan
@@ -101,5 +124,12 @@ REPLACEMENTS = [
             f"{_LAYERS}.ops.causal_conv1d.causal_conv1d_fn", f"{_FLA}.chunk.chunk_gated_delta_rule",
             f"{_MODULE}.fi_chunk_gated_delta_rule", f"{_FLA}.fused_sigmoid_gating.fused_sigmoid_gating_delta_rule_update",
         ),
-    )
+    ),
+    Replacement(
+        _MODULE, _DECODE, forward_decode,
+        needs=(
+            f"{_LAYERS}.ops.causal_conv1d.causal_conv1d_update",
+            f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
+        ),
+    ),
 ]  # fmt: skip

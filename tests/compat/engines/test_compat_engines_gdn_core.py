@@ -119,3 +119,47 @@ def test_refused_before_anything_is_written(vllm, monkeypatch, caplog, why):
     assert all(map(torch.equal, before, (step.window, step.state, step.call["core_attn_out"])))
     words = {"checkpoints of another dtype": "the dtype of states", "a kept function": "fi_chunk_gated_delta_rule is vllm's own"}
     assert words.get(why, "channels") in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("by_windows", [False, True])
+def test_a_decode_step(vllm, monkeypatch, by_windows, dtype):
+    """The bits of the two functions that vLLM's method calls. Slot 0 is padding, rows after the step's stay as they are."""
+    step = Step(2, dtype, by_windows, False)
+    step.metadata.num_actual_tokens, slots = 3, torch.tensor([4, 0, 7, 5], dtype=torch.int32)
+    step.metadata.non_spec_state_indices_tensor = slots
+    module, call, layer = import_module(QWEN), step.call, step.layer
+    monkeypatch.setattr(module, "is_conv_state_dim_first", lambda: not by_windows)
+    window, state, out = step.window.clone(), step.state.clone(), torch.full((3, 1, HV, V), 7.0, dtype=BF16)
+    for _ in range(2):
+        assert module.QwenGatedDeltaNetAttention._forward_core_decode_non_spec(layer, **call, attn_metadata=step.metadata) is None
+        mixed = plugin.causal_conv1d_update(
+            call["mixed_qkv"][:3].clone(), window, layer.conv1d.weight.squeeze(1), None, "silu", conv_state_indices=slots
+        )  # fmt: skip
+        plugin.fused_recurrent_gated_delta_rule_packed_decode(
+            mixed, call["a"][:3], call["b"][:3], layer.A_log, layer.dt_bias, K**-0.5, state, out, slots[:3], True
+        )  # fmt: skip
+        assert torch.equal(call["core_attn_out"][:3], out[:, 0]) and not out[1].any() and (call["core_attn_out"][3:] == 7).all()
+        assert torch.equal(step.window, window) and torch.equal(step.state, state)
+
+
+@pytest.mark.parametrize("why", ["activation", "batch-invariant"])
+def test_decode_steps_that_are_the_engine_s_own(vllm, monkeypatch, why):
+    step, module = Step(2, F32, False, False), import_module(QWEN)
+    if why == "activation":
+        step.layer.activation = "gelu"
+    else:
+        monkeypatch.setattr("ssmgen.compat.vllm.gdn.invariance.on", lambda: True)
+    method = module.QwenGatedDeltaNetAttention._forward_core_decode_non_spec
+    assert method(step.layer, **step.call, attn_metadata=step.metadata).startswith("the engine's")
+
+
+@pytest.mark.refused
+def test_a_refused_decode_step(vllm, monkeypatch, caplog):
+    step, module = Step(2, F32, False, False), import_module(QWEN)
+    monkeypatch.setattr(module, "is_conv_state_dim_first", lambda: True)
+    step.layer.kv_cache = (step.layer.kv_cache[0], step.state[..., :24])
+    before = step.window.clone()
+    method = module.QwenGatedDeltaNetAttention._forward_core_decode_non_spec
+    assert method(step.layer, **step.call, attn_metadata=step.metadata).startswith("the engine's")
+    assert "channels" in caplog.text and torch.equal(step.window, before)

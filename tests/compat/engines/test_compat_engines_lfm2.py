@@ -202,11 +202,31 @@ def test_sglang_prompts(sglang, monkeypatch, model):
 
 
 @pytest.mark.parametrize("model", LAYERS)
+def test_sglang_verified_drafts(sglang, monkeypatch, model):
+    """Three drafts of two sequences and of a padded one. The results equal SGLang's three operations; the window after each is kept."""
+    slots, window = torch.tensor([4, -1, 0], dtype=torch.int32), pages(6, HIDDEN, WIDTH - 1)
+    windows = [torch.full((4, 5, HIDDEN, WIDTH - 1), 7.0) for _ in range(2)]
+    step = SimpleNamespace(layer_cache=SimpleNamespace(conv=[window], intermediate_conv_window=[windows[0]]), cache_indices=slots)
+    batch, hidden, other = sglang_mode("target_verify"), randn(9, HIDDEN, seed=6), window.clone()
+    batch.spec_info = SimpleNamespace(draft_token_num=3)
+    layer, function = sglang_layer(monkeypatch, step, batch, True), getattr(import_module(model), LAYERS[model]).forward
+    b, c, x = gates_of(hidden)
+    y = import_module("ssmgen.compat.sglang").causal_conv1d_update_triton(
+        (b * x).view(3, 3, HIDDEN).transpose(1, 2), other, WEIGHT[:, 0], BIAS, conv_state_indices=slots,
+        intermediate_conv_window=windows[1], intermediate_state_indices=torch.arange(3),
+    )  # fmt: skip
+    got = function(layer, hidden, batch)
+    assert torch.equal(got, (c * y.transpose(1, 2).flatten(0, 1)) @ OUT) and not got[3:6].any()
+    assert torch.equal(window, other) and torch.equal(*windows) and (windows[0][0, :3] != 7).all()
+
+
+@pytest.mark.parametrize("model", LAYERS)
 @pytest.mark.parametrize("mode", ["idle", "target_verify", "extend"])
 def test_sglang_steps_that_are_its_own(sglang, monkeypatch, model, mode):
-    """Without a warning: empty batches, verified drafts, and a prompt whose start is not known."""
-    step = SimpleNamespace(layer_cache=None, cache_indices=None, query_start_loc=None, has_initial_state=None)
+    """Without a warning: empty batches, drafts without a buffer for their windows, and a prompt whose start is not known."""
+    step = SimpleNamespace(layer_cache=None, cache_indices=torch.zeros(1), query_start_loc=None, has_initial_state=None)
     batch = sglang_mode(mode)
+    batch.spec_info = SimpleNamespace(draft_token_num=3)
     layer = sglang_layer(monkeypatch, step, batch, True)
     assert getattr(import_module(model), LAYERS[model]).forward(layer, randn(3, HIDDEN), batch).startswith("the engine's")
 
