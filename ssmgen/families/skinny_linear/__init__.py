@@ -13,6 +13,7 @@ FAMILY = Family(
     trials="trial:TRIALS",
     bench={"skinny_linear": "bench:BENCH"},
     tuning="tuning:TUNING",
+    asks="models:ASKS",
     defaults="defaults:DEFAULTS",
     page="operators/skinny_linear.md",
 )
