@@ -128,6 +128,11 @@ model_options = [
         type=click.IntRange(1, SWITCHES["replay"].most),
         help="With --replay: use a ring of this many tokens. Default: the history of one step.",
     ),
+    click.option(
+        "--rows",
+        type=click.IntRange(1, SWITCHES["rows"].most),
+        help="Also the products of the recurrent layers' projections (skinny_linear), for batches of up to this size.",
+    ),
 ]
 
 
@@ -194,7 +199,7 @@ def problems_of(name: str, operator: str | None, tp: int, callers: Sequence[Clie
     wanted, given = wanted_of(**options)
     ask = asks().get(operator or model.operator)
     if operator and ask and not ask.serves(wanted) and ask.switch:
-        raise click.UsageError(f"--tokens does not apply to {operator}. Use --{ask.switch} for the tokens of a step.")
+        raise click.UsageError(f"--tokens does not apply to {operator}. Pass --{ask.switch}.")
     if ask is None or not ask.used_by(model):
         return []
     if refused := given & OPTIONS - set(ask.takes(model)):

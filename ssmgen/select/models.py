@@ -53,8 +53,10 @@ class Client(Enum):
 
 
 _LEFT = {
-    Client.TRANSFORMERS: "norms between layers (of the hidden size), batches with padding, Mamba-1 prompts of one token or after a "
-    "cached prefix",
+    Client.TRANSFORMERS: (
+        "norms between layers (of the hidden size), linear layers of attention and MLPs (without --rows: all), batches with padding, "
+        "Mamba-1 prompts of one token or after a cached prefix"
+    ),
     Client.ENGINES: (
         "norms between layers (of the hidden size), drafts (--tokens, --replay), caches of prefixes (--intermediates), Mamba-1 of SGLang"
     ),
@@ -78,6 +80,7 @@ class Wanted:
     layers: bool = False  # a commit of several layers
     replay: int | None = None  # tokens of a step that is replayed
     window: int | None = None  # of a ring for such steps
+    rows: int | None = None  # of products, at most
     caller: Client | None = None  # None: this package's own functions, in all their usual forms
 
     def of(self, caller: Client) -> Wanted:
@@ -109,6 +112,7 @@ class Role(Enum):
     REPLAY = "steps of its recurrence that are replayed"
     NORM = "the gated norm behind its recurrence"
     LAYER = "the decode step of a whole layer, between its projections"
+    PRODUCT = "the projections of its recurrent layers, for few rows"
 
 
 class Ask:
@@ -117,7 +121,7 @@ class Ask:
     operator: str
     role: Role | None = None  # None: none of them
     options: frozenset[str] = OPTIONS  # that it takes; where it is asked for by name, others are an error
-    switch: str = ""  # the field of `Wanted` without which it is not asked for: a number of tokens, up to `most`
+    switch: str = ""  # the field of `Wanted` without which it is not asked for: a number of tokens or rows, up to `most`
     most: int = 0
     narrow: bool = False  # whether its states may have fewer bits
 
@@ -217,6 +221,7 @@ class Model:
     nheads: int  # of the state
     state: DType = DType.F32  # as its reference implementation keeps it
     conv_width: int = 4  # taps of its short convolution, if it has one
+    hidden: int | None = None  # channels between layers, where known
     verified: bool
     source: str
 
@@ -234,6 +239,11 @@ class Model:
     def shape(self) -> tuple[int, int, int]:
         """(rows per head, elements per row, groups of heads that share operands) of the state"""
         raise NotImplementedError
+
+    @property
+    def inner(self) -> int:
+        """Channels of its recurrence's output, which a layer's last projection reads."""
+        return self.nheads * self.shape[0]
 
     @property
     def conv_channels(self) -> int:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...families.linear_attention.call import gated_delta_rule as _gated_delta_rule
-from ..shared import gated_delta
+from ..shared import gated_delta, noise
 from ..shared.operands import takes as _takes
 from ..shared.replacing import Replacement
 
@@ -75,7 +75,7 @@ def fused_recurrent_gated_delta_rule(
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
     out = _gated_delta_rule(
         initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=gated_delta.new_output(q, v), **options,
-        **_noise_of(initial_state),
+        **noise.of(initial_state),
     )  # fmt: skip
     return out, initial_state
 

@@ -12,6 +12,7 @@ FAMILY = Family(
     sharding="sharding:RULES",
     trials="trial:TRIALS",
     bench={"skinny_linear": "bench:BENCH"},
+    asks="models:ASKS",
     defaults="defaults:DEFAULTS",
     page="operators/skinny_linear.md",
 )
