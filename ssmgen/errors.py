@@ -170,7 +170,7 @@ class ModelError(SsmgenError, ValueError):
 
 
 class PatchError(SsmgenError, ValueError):
-    """Models of transformers cannot be patched or warmed, or a patch cannot be undone."""
+    """Models or layers of another package cannot be patched or warmed, or a patch cannot be undone."""
 
 
 class DriftError(SsmgenError):

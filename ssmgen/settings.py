@@ -25,6 +25,10 @@ VARIABLES = {
     "SSMGEN_COMPILE": "allow (default) or deny: with deny, a kernel that is in no cache is an error",
     "SSMGEN_NATIVE": "allow (default) or deny: with deny, calls do not use ssmgen-native even if it is installed",
     "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins do not replace, separated by ',', or all (default: none)",
+    "SSMGEN_ENGINE_LINEAR": "deny (default) or allow: with allow, the plugins of vLLM and SGLang multiply up to 16 rows in linear layers "
+    "by skinny_linear",
+    "SSMGEN_ENGINE_NOISE": "rounds of the noise, 1 to 32, with which the plugins round 16-bit states of vLLM and SGLang in decode steps "
+    "(default: 0, to nearest; 10 is usual)",
     "VLLM_BATCH_INVARIANT": "vLLM's own: with 1, bits do not depend on the batch, and the plugin refuses all else (default: 0)",
 }
 
@@ -139,6 +143,19 @@ def may_be_native() -> bool:
 def kept_functions() -> frozenset[str]:
     """The functions that plugins leave to an engine; "all" for every one."""
     return frozenset(name for word in os.environ.get("SSMGEN_ENGINE_KEEP", "").split(",") if (name := word.strip()))
+
+
+def linear_layers_are_asked_for() -> bool:
+    """Whether plugins replace an engine's linear layers. Raises ConfigError."""
+    return _allowed("SSMGEN_ENGINE_LINEAR", "deny")
+
+
+def engine_noise() -> int:
+    """Rounds of the noise for the states of vLLM and SGLang; 0 for none. Raises ConfigError."""
+    value = os.environ.get("SSMGEN_ENGINE_NOISE", "") or "0"
+    if not value.isdecimal() or int(value) > 32:
+        raise ConfigError("SSMGEN_ENGINE_NOISE", value, "is not a number of rounds; expected 0 … 32")
+    return int(value)
 
 
 def vllm_is_batch_invariant() -> bool:

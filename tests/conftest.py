@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import card_memory
+import cards_of_tests
 import pytest
 import selection
 import torch
@@ -23,6 +23,14 @@ os.environ.setdefault("SSMGEN_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"
 os.environ.setdefault("SSMGEN_NATIVE", "deny")  # tests that are run with ssmgen-native and without build their own
 for variable in [name for name in os.environ if name.startswith(("SSMGEN_CACHE_PATH", "SSMGEN_CACHE_REMOTE", "SSMGEN_COMPILE"))]:
     del os.environ[variable]
+
+# Workers share the cards, too. torch counts them before it starts CUDA, and reads the variable again when it starts it.
+if "PYTEST_XDIST_WORKER" in os.environ and (
+    cards := cards_of_tests.order(
+        int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    )
+):
+    os.environ["CUDA_VISIBLE_DEVICES"] = cards
 
 # Workers share the processors: each with a thread per processor, they wait for each other.
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
@@ -82,7 +90,7 @@ def cardless(items: list[pytest.Item]) -> set[pytest.Item]:
 def memory_goes_back() -> Iterator[None]:
     """Returns cached memory: other workers cannot use memory that a test leaves in the allocator's cache."""
     yield
-    card_memory.give_back()
+    cards_of_tests.give_back()
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ FLOORS = (
     "cli",
     "__main__",
 )
-# Modules of a family that belong to a higher floor: its benchmark, its tuning, and the names of its default variants.
-HIGHER = {"bench": "bench", "tuning": "tune", "defaults": "variants"}
+# Modules of a family that belong to a higher floor: its benchmark, and the names of its default variants.
+HIGHER = {"bench": "bench", "defaults": "variants"}
 ENTRIES = 22
 
 

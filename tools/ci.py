@@ -27,7 +27,7 @@ NEW = "channel_mix"  # a family's name, of none that there is
 # without the longest such tests in other files, the suite takes a fourth of its time.
 OTHERS = (
     "accelerate", "bench_combine", "bench_conv", "bench_layers", "bench_norm", "bench_replay", "bench_trees", "build_out", "cache*",
-    "causal_*", "chunk_*", "combine_*", "compat*", "constraints", "context", "copies", "crew", "demo*", "emulator*", "engine_*",
+    "causal_*", "chunk_*", "combine_*", "compat*", "constraints", "context", "copies", "crew", "demo*", "emulator*", "engine_*", "engines",
     "fast_path", "first_use", "gated_*", "hf*", "inspect", "layer*", "linear_*", "live", "models_scans", "narrow_*", "native",
     "norm_*", "nvrtc", "odd_sizes", "products*", "prompt*", "remote*", "replay*", "ring", "rms_norm", "sanitize", "selection",
     "selective_*", "serving", "stochastic", "wheel", "worker_memory",
@@ -103,6 +103,16 @@ def engine() -> None:
     _python("tools.live")
 
 
+def engines() -> None:
+    """The releases of vLLM and SGLang that the plugins name have the recorded signatures. Reads Python files of wheels; 375 MB."""
+    _python("tools.engines")
+
+
+def newest_engines() -> None:
+    """The newest releases of vLLM and SGLang have them, too. Fails with the names of functions that have drifted."""
+    _python("tools.engines", "--newest")
+
+
 def newest() -> None:
     """Tests that depend on other packages, with the newest releases; torch stays. Reports failures and always passes."""
     _report("newest")
@@ -118,8 +128,10 @@ def oldest() -> None:
     _report("oldest")
 
 
-STEPS = {step.__name__: step for step in (tests, matrix, lint, types, generated, docs, family, build, engine, newest, newest_torch, oldest)}
-ON_REQUEST = ("newest_torch", "oldest")  # too much to download for each change: run them when a release is made, or by a schedule
+_STEPS = (tests, matrix, lint, types, generated, docs, family, build, engines, engine, newest, newest_torch, oldest, newest_engines)
+STEPS = {step.__name__: step for step in _STEPS}
+# Too much to download for each change, or a failure that no change here caused: run them when a release is made, or by a schedule.
+ON_REQUEST = ("newest_torch", "oldest", "newest_engines")
 
 
 def _report(step: str) -> None:
@@ -161,11 +173,11 @@ def _run(command: list[str], cwd: Path = ROOT, env: Mapping[str, str] = {}) -> N
 
 
 def main() -> None:
-    told = "\n".join(f"  {name:12} {step.__doc__}" for name, step in STEPS.items())
+    told = "\n".join(f"  {name:14} {step.__doc__}" for name, step in STEPS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tools.ci", description=__doc__, epilog=f"steps:\n{told}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"Default: all but {' and '.join(ON_REQUEST)}, in this order.")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"Default: all but {', '.join(ON_REQUEST)}, in this order.")
     steps = parser.parse_args().steps or [name for name in STEPS if name not in ON_REQUEST]
     if unknown := [name for name in steps if name not in STEPS]:
         parser.error(f"no step is called {' or '.join(unknown)}; there are {', '.join(STEPS)}")

@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
-from ..select.models import Model, find_model
+from ..select.models import Model, find_model, models
 from ..spec.kernel import DType
+from . import bench_of
 from .schema import COUNT, FLAG, PART, TEXT, Kind, list_of
 
 Option = Callable[[Any], Any]
@@ -25,6 +26,21 @@ class At(SimpleNamespace):
 def share_of(at: At) -> Any:
     """The model of a case, by name or by itself, as one of at.tp tensor-parallel ranks has it. Raises ModelError."""
     return at.model if isinstance(at.model, Model) else find_model(at.model).divided(at.tp)
+
+
+def uses(op: str, model: Model) -> bool:
+    """Whether the benchmark of an operator has a model's shapes."""
+    return bench_of(op).of_model(model, 1, True) is not None
+
+
+def users(op: str) -> list[Model]:
+    """The models that use an operator."""
+    return [model for model in models().values() if uses(op, model)]
+
+
+def states_of(model: Model) -> list[DType]:
+    """The model's own state dtype, and the dtype that serving engines use."""
+    return list(dict.fromkeys((model.state, DType.BF16)))
 
 
 class Choice(click.Choice):

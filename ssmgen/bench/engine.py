@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -26,6 +26,7 @@ from .progress import PRINTING, Watch
 from .schema import Fields, Report
 
 Device = torch.device
+Values = Iterable[Mapping[str, Any]]  # the values of cases on the axes; on axes without one, a case lies at the first of the defaults
 Peer = Callable[[Case], timing.Launch | None]  # a launch of another package's function; None where that does not serve the case
 ROUNDS = 7
 
@@ -51,12 +52,16 @@ class Bench:
     copied: a slot copy is timed with it; otherwise the case has a contender "mul".
     fields, measured_fields: fields of rows in addition to the axes, before the measurement and after it.
     parts: rows name each kernel of a variant.
+    tuned: the cases that `ssmgen tune` measures, of these models (if none is named, of its own choice), batches and numbers of tokens.
+    label: the name of such a case.
     """
 
     op: str
     method: str
     axes: tuple[Axis, ...]
     inputs: Callable[[At, Device], Case]
+    tuned: Callable[[Sequence[Model], Sequence[int], Sequence[int]], Values]
+    label: Callable[[At], str]
     words: Callable[[Mapping[str, Any]], str]
     size_of: str = "batch"
     size: Callable[[Mapping[str, Any]], str] = lambda row: str(row["batch"])

@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +67,25 @@ def check(suite: Suite) -> None:
 def as_csv(suite: Suite) -> str:
     """The flat rows of all reports, a header first; unknown values are empty."""
     rows = list(flat(*rows_and_failures(suite)))
-    if not rows:
-        return ""
+    return csv_of(list(rows[0]), rows) if rows else ""
+
+
+def csv_of(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for row in rows:
         writer.writerow({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()})
     return text.getvalue().rstrip("\n")
+
+
+def write_page(page: Path | None, text: str) -> None:
+    """Writes a page to the file that --html names. Raises FileError."""
+    assert page is not None
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise FileError(f"{page} cannot be written: {e.strerror or e}") from e
 
 
 def as_json(suite: Suite, alone: bool) -> str:
@@ -88,12 +99,7 @@ def show(suite: Suite, form: str, alone: bool = False, page: Path | None = None)
     if form == "html":
         from .html import as_html
 
-        assert page is not None
-        text = as_html(suite)
-        try:
-            page.write_text(text, encoding="utf-8")
-        except OSError as e:
-            raise FileError(f"{page} cannot be written: {e.strerror or e}") from e
+        write_page(page, as_html(suite))
     elif form == "table" and sys.stdout.isatty():
         from .table import print_tables
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import click
@@ -14,8 +15,8 @@ from ..errors import SsmgenError
 from ..select.models import Model, find_model
 from ..spec.kernel import DType, must
 from . import axes
-from .axes import At, Axis, share_of
-from .engine import Bench, Peer
+from .axes import At, Axis, share_of, users
+from .engine import Bench, Peer, Values
 from .layer_case import Layer
 from .schema import COUNT, TEXT
 
@@ -74,6 +75,19 @@ def words(row: Mapping[str, Any]) -> str:
     return f"{row['model']}, {row['heads']} heads, {state} state{tokens}"
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], op: str) -> Values:
+    """Decode steps of models' layers; with several tokens, calls that verify drafts: with kept states, and with a slot per token."""
+    for model in given or users(op):
+        for state, batch, count in product(axes.states_of(model), batches, tokens):
+            for how in ({"intermediates": True}, {"by_slot": True}) if count > 1 else ({},):
+                yield {"model": model, "state": state, "batch": batch, "tokens": count, **how}
+
+
+def label(at: At, op: str) -> str:
+    several = f" T {at.tokens} {'by slot' if at.by_slot else 'kept'}" if at.tokens > 1 else ""
+    return f"{op} {at.model} {at.state.value}{several} batch {at.batch}"
+
+
 def layer_bench(op: str, method: str, models: Sequence[str], kind: type[Layer], peers: Mapping[str, Peer], *more: Axis) -> Bench:
     """The benchmark of a layer's public function. models: timed by default. kind: makes the inputs of a case."""
     return Bench(
@@ -105,4 +119,6 @@ def layer_bench(op: str, method: str, models: Sequence[str], kind: type[Layer], 
         copied=True,
         fields={"heads": COUNT, "layout?": TEXT},
         parts=True,
+        tuned=partial(tuned, op=op),
+        label=partial(label, op=op),
     )  # fmt: skip

@@ -279,10 +279,10 @@ def worst_of(results: Any) -> float | None:
     return max((result.ratio for result in results if result.ratio is not None), default=None)
 
 
-def losses(report: Mapping[str, Any], most: float = 1.0) -> list[str]:
-    """Every result whose ratio is more than `most`, in words, the worst first."""
+def losses(report: Mapping[str, Any]) -> list[str]:
+    """Every result at which a peer is faster, in words, the worst first."""
     found = [result for columns in results_of(report).values() for result in columns.values()]
-    lost = [result for result in found if result.ratio is not None and result.ratio > most]
+    lost = [result for result in found if result.ratio is not None and result.ratio > 1]
     return [result.words for result in sorted(lost, key=lambda result: -(result.ratio or 0))]
 
 

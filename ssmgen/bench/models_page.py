@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +11,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ..cache.files import FileError, plain, plain_values, read_json
+from ..cache.files import plain, plain_values, read_json
 from .charts import CHARACTER, MARKS, brief, log_axis
-from .formats import FAULTS, BenchFileError, CasesFailedError
+from .formats import FAULTS, BenchFileError, CasesFailedError, csv_of, write_page
 from .models import COLUMNS, Result, faults_of, losses, results_of, worst_of
 from .report import head
 
@@ -106,12 +104,7 @@ def flat(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def as_csv(report: Mapping[str, Any]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ("model", "column", "us", "copy_us", "peer", "peer_us", "ratio"), lineterminator="\n")
-    writer.writeheader()
-    for row in flat(report):
-        writer.writerow({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()})
-    return text.getvalue().rstrip("\n")
+    return csv_of(("model", "column", "us", "copy_us", "peer", "peer_us", "ratio"), flat(report))
 
 
 def plot(report: Mapping[str, Any]) -> Markup:
@@ -161,11 +154,7 @@ def as_html(report: Mapping[str, Any]) -> str:
 def show(report: Mapping[str, Any], form: str, page: Path | None = None) -> None:
     """Prints the report as "table", "json" or "csv", or writes the page. Raises CasesFailedError where a cell was not timed."""
     if form == "html":
-        assert page is not None
-        try:
-            page.write_text(as_html(report), encoding="utf-8")
-        except OSError as e:
-            raise FileError(f"{page} cannot be written: {e.strerror or e}") from e
+        write_page(page, as_html(report))
         print(headline(report))
     else:
         print({"table": as_text, "csv": as_csv}[form](report) if form in ("table", "csv") else json.dumps(report, indent=1))

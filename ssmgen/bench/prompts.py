@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..spec.kernel import must
 from . import axes
-from .case import Call, Launch, cuts_of, sets_of
+from .axes import At
+from .case import Call, Case, Launch, cuts_of, sets_of
 
 PROMPT = 2048  # tokens of a model's prompts
 HOST_TOKENS = 2048  # host times are of cases up to this
@@ -31,6 +32,37 @@ def moving(set_bytes: float, sets: int, device: torch.device) -> Launch:
     """torch's multiplication of dense tensors, out of place, that moves `set_bytes`."""
     source, target = (torch.empty(sets, int(set_bytes) // 8, device=device) for _ in range(2))
     return lambda i: torch.mul(source[i], 1.0, out=target[i])
+
+
+def prompt_case(
+    at: At, function: Any, moved: int, limit: float, rotating: Mapping[str, Tensor], shared: Mapping[str, Any],
+    part: Callable[[Call], Call], outputs: tuple[str, ...] = ("out", "final_states_out"),
+) -> Case:  # fmt: skip
+    """The case of a benchmark whose shape ends with sequences and their tokens. moved: bytes of a call; limit: of the error of each result;
+    part: of a call, which is held against float64."""
+    *_, count, length = at.shape
+    sets, device = len(rotating["out"]), rotating["out"].device
+    return Case(
+        function=function,
+        sets=sets,
+        bytes=moved,
+        rotating=rotating,
+        shared={**shared, **({"cu_seqlens": even_cuts(count, length, device)} if at.packed else {})},
+        part=part,
+        limits=dict.fromkeys(("out", "state", "final_states"), limit),
+        outputs=outputs,
+        beside={"mul": moving(moved, sets, device)},
+        ratios=("mul",),
+        host=count * length <= HOST_TOKENS,
+    )
+
+
+def normal(at: At, moved: int, flat: bool, device: torch.device) -> Callable[..., Tensor]:
+    """A function (axes of a token) -> bf16 numbers [sets, sequences, tokens, …], or of flat sequences [sets, tokens, …]. moved: bytes of a
+    call."""
+    *_, count, length = at.shape
+    lead = (prompt_sets(moved), *((count * length,) if flat else (count, length)))
+    return lambda *inner: torch.randn(*lead, *inner, device=device, dtype=torch.bfloat16)
 
 
 def ends(states: Tensor, packed: int) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from ..errors import ArgumentError
 from ..launch import runtime
-from ..spec.kernel import SM90, DType, Index, Narrow
+from ..spec.kernel import SM90, DType, Index, Loads, Narrow
 from ..spec.operands import Table, Types
 
 DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
@@ -29,6 +29,11 @@ STORED_DTYPES: dict[DType | Narrow, torch.dtype] = {ours: theirs for theirs, our
 def dtypes_of(views: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Any]:
     """The dtypes of these operands as fields of a problem. Absent operands are left out."""
     return {name: DTYPES[views[name].dtype] for name in names if name in views}
+
+
+def index_of(views: Mapping[str, Tensor], name: str) -> Index:
+    """The type of an index as a field of a problem."""
+    return INDEX[views[name].dtype if name in views else None]
 
 
 def describe(t: Tensor) -> str:
@@ -110,6 +115,12 @@ def aligned(t: Tensor, pointer: int, elements: int, along: int = -1) -> bool:
     return (t.stride(along) == 1 or t.shape[along] == 1) and all(x % width == 0 for x in (pointer, *steps))
 
 
+def loads_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], names: Iterable[str], elements: int) -> Loads:
+    """How these operands can be loaded, as a field of a problem: by such vectors, if all that are given allow them."""
+    every = all(aligned(views[name], pointers[name], elements) for name in names if name in views)
+    return Loads.VECTOR if every else Loads.ELEMENT
+
+
 def check_pdl(pdl: bool | None, views: Mapping[str, Tensor], problems: list[str]) -> None:
     """Reports pdl=True on a device without programmatic dependent launch."""
     if pdl and views and (device := next(iter(views.values())).device).type == "cuda":
@@ -134,6 +145,30 @@ def overlaps_itself(t: Tensor) -> bool:
         if stride < reach:
             return True
         reach = stride * (size - 1) + reach
+    return False
+
+
+def check_distinct(named: Mapping[str, Tensor], names: Iterable[str], problems: list[str]) -> None:
+    """Adds an error for each of these tensors that has two elements at one address. Missing tensors are skipped."""
+    problems += [
+        f"{name} has strides {list(named[name].stride())}, and two of its elements share memory; expected one address per element. "
+        "Pass a contiguous tensor."
+        for name in names
+        if name in named and overlaps_itself(named[name])
+    ]
+
+
+def check_dense(name: str, t: Tensor, problems: list[str], axes: int = 3, turned: bool = False) -> bool:
+    """Whether the last axes are dense; adds an error if not. turned: the last two are in memory the other way round."""
+    sizes = t.shape[-axes:]
+    rows, n = sizes[-2:]
+    dense = [*torch.empty((*sizes[:-2], n, rows) if turned else sizes, device="meta").stride()]
+    if turned:
+        dense[-2:] = dense[:-3:-1]
+    if all(n == 1 or have == want for n, have, want in zip(sizes, t.stride()[-axes:], dense, strict=True)):
+        return True
+    words = {2: "two", 3: "three"}[axes]
+    problems.append(f"{name} has strides {list(t.stride())}; expected dense last {words} axes, {dense}")
     return False
 
 
@@ -179,6 +214,7 @@ def check_strides_fit(name: str, t: Tensor, first: int, problems: list[str]) -> 
 _TYPES: dict[Types, tuple[torch.dtype, ...]] = {
     Types.FLOAT: (*DTYPES,),
     Types.STATE: (*DTYPES,),
+    Types.WEIGHT: (*DTYPES, torch.int8, torch.float8_e4m3fn),
     Types.INDEX: (torch.int32, torch.int64),
     Types.F32: (torch.float32,),
     Types.I32: (torch.int32,),

@@ -110,6 +110,8 @@ class FastPath(Table):
         if len(tensors) + len(plain) < len(flat):  # an argument that is not compared may change the call
             return call.plan()
         positions = {name: given[id(t)] for name, t in seen.operands.items() if id(t) in given}
+        positions |= {name: given[id(whole)] for name, whole in seen.within.items()}
+        starts = {name: operands[name].data_ptr() - whole.data_ptr() for name, whole in call.within.items()}
         aside = [given[id(t)] for t in seen.before.given if id(t) in given] if seen.before else []
         unused = [i for i in tensors if i not in positions.values() and i not in aside]
         before = call.before
@@ -119,7 +121,7 @@ class FastPath(Table):
         new = {name: t for name, t in operands.items() if name not in positions}
         named = {name: operands[name] for name in (*positions, *new)}
         resolve = resolving(call.caller, named, call.options, call.pdl, call.objections)
-        made = Pattern(taken, resolve, list(positions.values()), unused)
+        made = Pattern(taken, resolve, list(positions.values()), unused, [starts.get(name, 0) for name in positions])
         plan = made.plan((*made.pick(taken), *new.values()))
         places = {name: made.positions.index(i) for name, i in positions.items()} | {n: len(made.positions) + i for i, n in enumerate(new)}
         rest = made, [*map(maker, new.values())], [places[name] for name in call.returns]
@@ -140,18 +142,20 @@ class Pattern:
     """Calls that differ only in tensor addresses.
 
     `given` is all arguments of a call. Its operands lie at `positions`; their pointers go to `resolve` in that order, followed by the
-    pointers of new tensors. Tensors at `unused` are compared but are not operands. Alignment and overlap depend on the pointers: `resolve`
-    checks them and makes the plan, once per set of pointers. The other methods take the given tensors and their pointers in the order of
-    the pattern's `positions`.
+    pointers of new tensors. An operand begins `starts` bytes after its tensor, if it is a view. Tensors at `unused` are compared but are
+    not operands. Alignment and overlap depend on the pointers: `resolve` checks them and makes the plan, once per set of pointers. The
+    other methods take the given tensors and their pointers in the order of the pattern's `positions`.
     """
 
     __slots__ = ("_order", "_resolve", "matches", "pick", "plans", "positions")
 
     limit = 1024  # pointer sets remembered; caching allocators hand out the same few again and again
 
-    def __init__(self, given: Sequence[Any], resolve: Resolve, positions: Sequence[int], unused: Sequence[int] = ()):
+    def __init__(
+        self, given: Sequence[Any], resolve: Resolve, positions: Sequence[int], unused: Sequence[int] = (), starts: Sequence[int] = ()
+    ):
         self.positions = sorted({*positions, *unused})
-        self._order = [self.positions.index(i) for i in positions]
+        self._order = [(self.positions.index(i), start) for i, start in zip(positions, starts or [0] * len(positions), strict=True)]
         self.pick = picking(self.positions)
         self.matches = matching([given[i] for i in self.positions])
         self._resolve = resolve
@@ -159,7 +163,7 @@ class Pattern:
 
     def new_plan(self, pointers: tuple[int, ...]) -> runtime.Plan:
         """The plan for pointers not seen before. Raises what `resolve` raises."""
-        ordered = *(pointers[i] for i in self._order), *pointers[len(self.positions) :]
+        ordered = *(pointers[i] + start for i, start in self._order), *pointers[len(self.positions) :]
         launch = self._resolve(ordered)
         if len(self.plans) >= self.limit:
             self.plans.clear()

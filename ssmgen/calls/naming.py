@@ -12,7 +12,7 @@ _ENGLISH = frozenset(("read", "write", "erase", "checkpoints", "bonus"))
 
 
 def spoken(sentences: Iterable[str], words: Mapping[str, str]) -> list[str]:
-    """words: role -> parameter, where they differ. Shapes, in brackets, stay as they are."""
+    """The sentences, each once. words: role -> parameter, where they differ. Shapes, in brackets, stay as they are."""
     if not words:
         return list(sentences)
     found = re.compile(r"\[[^\]]*\]|(?<![\w.])(" + "|".join(map(re.escape, words)) + r")(?![\w\]])")
@@ -26,4 +26,4 @@ def spoken(sentences: Iterable[str], words: Mapping[str, str]) -> list[str]:
 
         return found.sub(name, sentence)
 
-    return [one(sentence) for sentence in sentences]
+    return list(dict.fromkeys(map(one, sentences)))  # several roles may be parts of one parameter

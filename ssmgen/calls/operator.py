@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -45,12 +45,14 @@ class Call(NamedTuple):
     """The call that a public function makes from its arguments."""
 
     caller: Caller
-    given: tuple[Any, ...]  # in the order of caller.names; None for absent operands. Each is an argument unchanged, or a new tensor
+    # In the order of caller.names; None for absent operands. Each is an argument unchanged, a new tensor, or named in `within`.
+    given: tuple[Any, ...]
     options: Any
     pdl: bool | None = None
     returns: tuple[str, ...] = ("out",)  # names of the operands that the function returns
     objections: tuple[str, ...] = ()  # to arguments that are not tensors
     before: Before | None = None
+    within: Mapping[str, Tensor] = {}  # operands that are views of an argument, and that argument; its layout determines the view's
 
     @property
     def result(self) -> Any:
@@ -146,14 +148,14 @@ def _learning(learn: Callable[[Call], Callable[[], None]]) -> Iterator[None]:
 
 def run(
     caller: Caller, tensors: Sequence[Any], options: Any, pdl: bool | None = None, *, returns: tuple[str, ...] = ("out",),
-    objections: tuple[str, ...] = (), before: Before | None = None,
+    objections: tuple[str, ...] = (), before: Before | None = None, within: Mapping[str, Tensor] = {},
 ) -> R:  # type: ignore[type-var]  # what the public function returns  # fmt: skip
     """Makes a call and returns its result: the tensors that `returns` names. Every public function ends here.
 
-    tensors: by `caller.names`; objections: errors in arguments that are not tensors.
+    tensors: by `caller.names`; objections: errors in arguments that are not tensors; within: as in Call.
     `build` takes the call before it is launched. Tracers see torch's operator instead of the launch.
     """
-    call = Call(caller, (*tensors,), options, pdl, returns, objections, before)
+    call = Call(caller, (*tensors,), options, pdl, returns, objections, before, within)
     if is_compiling():
         call.dispatch()
     elif _asked.calls is not None:

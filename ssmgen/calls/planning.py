@@ -35,7 +35,7 @@ class Family(NamedTuple):
     problem_of: Callable[[Views, Mapping[str, int], Any], Any]  # of views and the addresses of operands
     size_of: Callable[[Views], int]  # the size that the rules look at; 0 if there is nothing to do
     grid_of: Callable[[Any, Views], int]  # blocks of a spec's launch
-    values_of: Callable[[Any, Views, Any], Mapping[str, Value]]  # all kernel arguments that are not pointers
+    values_of: Callable[[Any, Views, Any], Mapping[str, Value]]  # at least all kernel arguments that are not pointers
     # (written, read, unless...): the first two may be the same memory, element by element, if no operand in `unless` is given
     in_place: tuple[tuple[str, ...], ...] = ()
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec.kernel import Index, Loads
 from ..spec.operands import Table
 from . import checks
 
@@ -164,19 +163,16 @@ def fields_of(views: Views, pointers: Mapping[str, int], together: int) -> dict[
     """The fields of a problem for sequences and states. together: elements of a state that kernels load at once."""
     states = [n for n in STATES if n in views]
 
-    def index(name: str) -> Index:
-        return checks.INDEX[views[name].dtype if name in views else None]
-
     found = {
-        "cu_seqlens": index("cu_seqlens"),
+        "cu_seqlens": checks.index_of(views, "cu_seqlens"),
         "initial": "initial_states" in views,
         "final": "final_states" in views,
         "pool": "state" in views,
         "started": "has_initial_state" in views,
-        "index": index("state_indices"),
-        "state_loads": Loads.VECTOR if all(checks.aligned(views[n], pointers[n], together) for n in states) else Loads.ELEMENT,
+        "index": checks.index_of(views, "state_indices"),
+        "state_loads": checks.loads_of(views, pointers, states, together),
     }
-    found |= {"checkpoints": index("checkpoint_positions")} if "checkpoint_positions" in views else {}
+    found |= {"checkpoints": checks.index_of(views, "checkpoint_positions")} if "checkpoint_positions" in views else {}
     return found | ({"state": checks.DTYPES[views[states[0]].dtype]} if states else {})
 
 
@@ -210,7 +206,7 @@ def walked(views: Views, head_k: int, layout: str, pad_slot_id: int, chunk: int,
     rows: dict[int, list[int]] = {}  # position -> rows of checkpoints
     for i, position in enumerate(views["checkpoint_positions"].tolist() if "checkpoint_positions" in views else ()):
         rows.setdefault(position, []).append(i)
-    for s, (row, span) in enumerate(_spans(v, starts)):
+    for s, (row, span) in enumerate(spans(v, starts)):
         slot = s if slots is None else int(slots[s])
         if state is not None and not (0 <= slot < state.shape[0] and (slots is None or slot != pad_slot_id)):
             out[row, span] = 0
@@ -234,7 +230,7 @@ def walked(views: Views, head_k: int, layout: str, pad_slot_id: int, chunk: int,
             kept[slot] = S.to(kept.dtype)
 
 
-def _spans(v: Tensor, starts: Tensor | None) -> list[tuple[int, slice]]:
+def spans(v: Tensor, starts: Tensor | None) -> list[tuple[int, slice]]:
     """(row of the batch, tokens) of each sequence. A sequence that ends before it begins, or lies outside of the tokens, has no tokens."""
     if starts is None:
         return [(b, slice(0, v.shape[1])) for b in range(v.shape[0])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import UnknownArchError
-from ..spec.kernel import Arch
+from ..spec.kernel import Arch, must
 
 WARP = 32
 MAX_THREADS = 1024  # per block
@@ -50,6 +50,16 @@ class Occupancy:
     blocks_per_sm: int
     warps_per_sm: int
     limit: str  # blocks, warps, registers or shared memory: the first resource without space for another block
+
+
+def most_shared(arch: Arch) -> int:
+    """Bytes of shared memory that a block may use; on an unknown architecture, the 48 KiB that every one has."""
+    return LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
+
+
+def shared_violations(arch: Arch, used: int) -> list[str]:
+    most = most_shared(arch)
+    return must(used <= most, f"a block uses {used} bytes of shared memory; expected at most {most} on {arch}")
 
 
 def sm_limits(arch: Arch) -> SmLimits:

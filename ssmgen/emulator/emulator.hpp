@@ -207,6 +207,12 @@ inline unsigned round_2xf16(float low, float high) { return round_f16(low) | uns
 inline float widen_f16(unsigned short v) { return emulator::from_f16(v); }
 inline unsigned widen_2xe4m3(unsigned short v) { return emulator::e4m3_to_f16(v & 255) | unsigned(emulator::e4m3_to_f16(v >> 8)) << 16; }
 inline unsigned round_2xe4m3(float low, float high) { return emulator::to_e4m3(low) | unsigned(emulator::to_e4m3(high)) << 8; }
+inline unsigned subtract_2xf16(unsigned a, unsigned b) {
+  return round_2xf16(widen_f16(a) - widen_f16(b), widen_f16(a >> 16) - widen_f16(b >> 16));
+}
+inline unsigned subtract_2xbf16(unsigned a, unsigned b) {
+  return round_2xbf16(__uint_as_float(a << 16) - __uint_as_float(b << 16), __uint_as_float(a & 0xffff0000u) - __uint_as_float(b & 0xffff0000u));
+}
 inline float max_nan(float a, float b) { return a != a || b != b ? __uint_as_float(0x7fffffffu) : fmaxf(a, b); }
 inline int round_to_int(float v) { return v != v ? 0 : int(rintf(fminf(fmaxf(v, -2147483648.f), 2147483520.f))); }
 

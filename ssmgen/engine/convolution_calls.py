@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..calls import checks
-from ..calls.scalars import one_of
+from ..calls.scalars import integer, one_of
 from ..spec.operands import Table
+from .window import MAX_REACH, reach_of
 
 ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
+DILATION = integer(f"1 … {MAX_REACH - 1}", 1, MAX_REACH - 1)
 ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
 
 _LIKE_X = (
@@ -24,6 +26,7 @@ class Options(NamedTuple):
 
     silu: bool = False
     pad_slot_id: int = -1
+    dilation: int = 1
 
 
 def check_convolution(table: Table, named: Mapping[str, Any], problems: list[str]) -> bool:
@@ -39,6 +42,14 @@ def check_convolution(table: Table, named: Mapping[str, Any], problems: list[str
         if name in named and named[name].dtype != named["x"].dtype:
             problems.append(f"{name} is {named[name].dtype}; expected {named['x'].dtype}, the dtype of x".replace("torch.", ""))
     return True
+
+
+def check_reach(width: int, dilation: int, problems: list[str]) -> bool:
+    """Whether kernels can hold the window of taps that are `dilation` inputs apart. Adds to `problems` if not."""
+    reach = reach_of(width, dilation)
+    if reach > MAX_REACH:
+        problems.append(f"weight has width {width} and dilation is {dilation}, a window of {reach} inputs; expected at most {MAX_REACH}")
+    return reach <= MAX_REACH
 
 
 def check_strides(name: str, t: Tensor, problems: list[str]) -> None:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 from ..calls.checks import TORCH_DTYPES
-from ..spec.kernel import DType, Loads
+from ..spec.kernel import Loads
 from .trial import wide
 
 
-class Taps(Protocol):
-    """Fields of a convolution's spec that describe its weights."""
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def weight(self) -> DType: ...
-    @property
-    def bias(self) -> DType | None: ...
-    @property
-    def taps(self) -> Loads: ...
-
-
-def taps(spec: Taps, dim: int, g: Generator) -> dict[str, Tensor]:
+def taps(spec: Any, dim: int, g: Generator) -> dict[str, Tensor]:
     """Weight and bias for either convolution."""
     weight, bias = torch.randn(dim, spec.width, generator=g), torch.randn(dim, generator=g)
     if spec.taps is Loads.VECTOR:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..spec.kernel import LATER, SM90, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ..spec.kernel import LATER, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .norm import Activation
 from .norm_operands import OPERANDS
 
@@ -146,8 +146,7 @@ class NormKernel(KernelSpec, NormProblem):
                 f"threads is {self.threads}; expected {self.team}, as many as meet at the team's barrier",
             ),
             *must(held <= most, f"a thread holds {held} elements of its group; expected at most {most} with {self.threads} threads"),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
 
     @property

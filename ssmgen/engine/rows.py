@@ -192,8 +192,7 @@ class RowSpec(KernelSpec, RowProblem):
                 self.tile < rows + self.rows_per_step,
                 f"tile is {self.tile}; expected at most the {rows} rows of a head, rounded up to {self.rows_per_step}",
             ),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
             *must(arch >= SM90 or not self.prefetch, f"arch is {arch}; expected sm_90 or later, or prefetch=0"),
             *must(
                 not self.prefetch or (self.row_loads is Loads.VECTOR and vector * self.row_dtype.size == 16),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..spec.kernel import LATER, DType, Index, Loads, Part, must
-from .window import MAX_WIDTH, Saved, StateLayout
+from .window import MAX_WIDTH, Saved, StateLayout, Windowed
 
 CHANNELS = 4  # neighbouring channels per thread
 MAX_TOKENS = 8  # of a sequence; all of them are staged at once
@@ -17,7 +17,7 @@ MAX_COLUMNS = 32  # candidate start slots of a sequence; each is read by one lan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConv(Part):
+class ShortConv(Part, Windowed):
     """The convolution in a call's problem. Inputs and window have one dtype, and results are rounded to it."""
 
     width: int = 4  # taps
@@ -40,25 +40,6 @@ class ShortConv(Part):
     def saves_any(self) -> bool:
         """Whether the saved windows have arbitrary strides."""
         return self.windows is Saved.ANY
-
-    @property
-    def runs(self) -> bool:
-        """Whether a window is one contiguous run."""
-        return self.layout is StateLayout.RUNS
-
-    @property
-    def any_place(self) -> bool:
-        """Whether channels and inputs of a window have arbitrary strides."""
-        return self.layout is StateLayout.ANY
-
-    @property
-    def loose(self) -> bool:
-        """Whether the inputs are loaded element by element."""
-        return self.loads is Loads.ELEMENT
-
-    @property
-    def loose_taps(self) -> bool:
-        return self.taps is Loads.ELEMENT
 
     def faults(self, rolls: bool) -> list[str]:
         """Constraints that no variant can meet. rolls: the window's history begins after the accepted tokens of the last call."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .window import reach_of
 
-def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, dtype: torch.dtype) -> Tensor:
-    """inputs: [dim, width - 1 + tokens], the history first. Returns [dim, tokens], in `dtype`; the oldest tap is added first."""
-    return over_windows(inputs.unfold(1, weight.shape[1], 1), weight, bias, silu, dtype)
+
+def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, dtype: torch.dtype, dilation: int = 1) -> Tensor:
+    """inputs: [dim, (width - 1) dilation + tokens], the history first. Returns [dim, tokens], in `dtype`; the oldest tap is added first."""
+    windows = inputs.unfold(1, reach_of(weight.shape[1], dilation), 1)
+    return over_windows(windows[..., ::dilation], weight, bias, silu, dtype)
 
 
 def over_windows(windows: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, dtype: torch.dtype) -> Tensor:
@@ -73,14 +76,15 @@ def step(
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
     pad_slot_id: int = -1,
+    dilation: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """x, out, input_gate, output_gate: [batch, dim, tokens], with query_start_loc [1, dim, tokens]; conv_state [slots, dim, state_len];
     weight [dim, width]; parents, first_children, next_siblings, parents_out [batch, tokens]; intermediate_conv_window
     [·, tokens, dim, width - 1]. Computes in `dtype`; writes out, rounded once, copies of inputs, and a tree's parents.
     """
-    width, (slots, _, state_len) = weight.shape[1], conv_state.shape
-    history = width - 1
+    reach, (slots, _, state_len) = reach_of(weight.shape[1], dilation), conv_state.shape
+    history = reach - 1
     x = x if input_gate is None else x * input_gate
     starts = None if query_start_loc is None else query_start_loc.tolist()
     if first_children is not None and next_siblings is not None and parents_out is not None:
@@ -104,8 +108,8 @@ def step(
             entries = (seen - history + torch.arange(history)) % state_len
         state = conv_state[slot]
         inputs = torch.cat([state[:, entries], tokens], 1)
-        windows = inputs[:, paths(count, width, [] if parents is None else parents[s].tolist())]
-        y = over_windows(windows, weight, bias, silu, dtype)
+        windows = inputs[:, paths(count, reach, [] if parents is None else parents[s].tolist())]
+        y = over_windows(windows[..., ::dilation], weight, bias, silu, dtype)
         result.copy_(y if output_gate is None else y.to(x.dtype).to(dtype) * output_gate[row, :, span].to(dtype))
         if intermediate_conv_window is not None:
             target = s if intermediate_state_indices is None else int(intermediate_state_indices[s])

@@ -182,7 +182,7 @@ class Launch:
     __slots__ = ("arguments", "device", "grid", "kernel", "watch_device")
 
     def __init__(self, kernel: Kernel, device: int, grid: int, values: Mapping[str, Value]):
-        """`values` holds every kernel argument that is not a pointer, by name; `grid` counts blocks of kernels that are not persistent."""
+        """`values` as in Arguments; `grid` counts blocks of kernels that are not persistent."""
         self.kernel, self.device = kernel, device
         self.grid = min(grid, device_sms(device)) if kernel.spec.stays else grid
         self.arguments = Arguments(kernel.spec, values, tensor_map)

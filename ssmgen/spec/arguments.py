@@ -55,18 +55,18 @@ class Arguments:
     __slots__ = ("_data", "_encode", "_maps", "_offsets", "_pointers", "values")
 
     def __init__(self, spec: KernelSpec, values: Mapping[str, Value], encode: Callable[[Tiles, int], bytes] = Tiles.described):
-        """`values` holds every parameter that is not a pointer, by name; `encode` makes the tensor map for an address."""
+        """values: every parameter that is not a pointer, by name, and perhaps others; `encode` makes the tensor map for an address."""
         params = spec.parameters()
         pointers = sum(p.code == "Q" for p in params)
         assert all(p.code == "Q" for p in params[:pointers]), "pointers come first"
-        self.values = dict(values)
+        self.values = {p.name: values[p.name] for p in params[pointers:]}
         self._encode = encode
         self._pointers = struct.Struct(f"={pointers}Q")
-        known = [b"" if isinstance(v := values[p.name], Tiles) else v for p in params[pointers:]]
+        known = [b"" if isinstance(v, Tiles) else v for v in self.values.values()]
         self._data = struct.pack("=" + "".join(p.code for p in params), *([0] * pointers), *known)
         self._offsets = [struct.calcsize("=" + "".join(p.code for p in params[:i])) for i in range(len(params))]
         offsets = dict(zip((p.name for p in params), self._offsets, strict=True))
-        self._maps = [(offsets[n], [*offsets].index(v.operand), v) for n, v in values.items() if isinstance(v, Tiles)]
+        self._maps = [(offsets[n], [*offsets].index(v.operand), v) for n, v in self.values.items() if isinstance(v, Tiles)]
 
     def at(self, pointers: Sequence[int]) -> Packed:
         data = bytearray(self._data)

@@ -1,6 +1,6 @@
 """Family records: one for each package in `ssmgen/families/`, found by scanning that folder.
 
-All lists of families come from these records: operators, specs by name, public names, sharding rules, checks, benchmarks, tuning, models,
+All lists of families come from these records: operators, specs by name, public names, sharding rules, checks, benchmarks, models,
 default variants, pages. A record names its parts by *place*, `module:name` within the family's package. A part is imported when it is first
 used, so that reading all records imports neither torch nor CUDA.
 """
@@ -50,7 +50,6 @@ class Family:
     trials: str | None = None  # place of {spec class: function that makes a Trial}
     bench: Mapping[str, str] = field(default_factory=dict)  # name of a benchmark -> place of its Bench
     copies: str | None = None  # place of the function that makes the copies used as the benchmarks' reference; one family has it
-    tuning: str | None = None  # place of {operator: function that makes cases to tune}
     models: str | None = None  # place of {kind of a model: its class}
     asks: str | None = None  # place of {operator: the problems that models have for it}
     defaults: str | None = None  # place of {name: Default}, the variants with committed texts
@@ -83,7 +82,7 @@ def public_names() -> dict[str, tuple[Family, str]]:
 
 
 def parts(field: str) -> dict[Any, Any]:
-    """Merges one field of all records: `sharding`, `context`, `trials`, `tuning`, `models`, `asks` or `defaults`."""
+    """Merges one field of all records: `sharding`, `context`, `trials`, `models`, `asks` or `defaults`."""
     found: dict[Any, Any] = {}
     for family in records():
         if place := getattr(family, field):

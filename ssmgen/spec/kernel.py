@@ -202,6 +202,7 @@ class KernelSpec:
     """Base of every family's spec."""
 
     family: ClassVar[str]
+    table: ClassVar[Any]  # the operand table (`spec/operands.py`) of its kernels
 
     @property
     def kind(self) -> str:
@@ -255,7 +256,8 @@ class KernelSpec:
 
     def operands(self) -> list[str]:
         """The tensors whose pointers a launch takes, in this order."""
-        raise NotImplementedError
+        names: list[str] = self.table.of(self)
+        return names
 
     @property
     def dynamic_bytes(self) -> int:
@@ -274,6 +276,13 @@ class KernelSpec:
     def violations(self, arch: Arch) -> list[str]:
         """Every broken constraint in words; the only place that knows what is legal."""
         raise NotImplementedError
+
+    def arch_violations(self, arch: Arch, needs: str = "bf16 arithmetic") -> list[str]:
+        """Constraints on the architecture that most kernels have. needs: what sm_80 has first."""
+        return [
+            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for {needs}"),
+            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+        ]
 
     def check(self, arch: Arch) -> None:
         """Raises SpecError with every violation."""

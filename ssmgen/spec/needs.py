@@ -37,5 +37,6 @@ class Needs:
     warpgroups: tuple[int, ...] = ()  # columns of the warpgroups' products, of `mma`'s type; sm_90a
     panels: bool = False  # operands of warpgroups whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block reach from several places in the text
+    differences: bool = False  # of two 16-bit numbers at once, from sm_90 on
     mma: str = ""  # element type of the tensor cores' operands, as PTX names it; empty without tensor cores
     tf32: bool = False  # tensor cores also multiply f32, rounded to tf32

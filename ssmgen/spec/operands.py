@@ -31,6 +31,7 @@ class Types(Enum):
 
     FLOAT = "float32, float16 or bfloat16"
     STATE = "float32, float16 or bfloat16, or with scales int16, int8 or float8_e4m3fn"
+    WEIGHT = "float32, float16, bfloat16, or with scales int8 or float8_e4m3fn"
     INDEX = "int32 or int64"
     F32 = "float32"
     I32 = "int32"
@@ -163,10 +164,6 @@ class Table:
         needed = frozenset(required)
         rows = [row for row in self if not names or row.name in names]
         return Table([replace(row, optional=row.optional and row.name not in needed) for row in rows], self.words)
-
-    def renamed(self, names: Mapping[str, str]) -> Table:
-        """The same table for a function with other names for some operands: {the name here: its name}."""
-        return Table([replace(row, name=names.get(row.name, row.name)) for row in self], self.words)
 
     def beside(self, *more: Operand) -> Table:
         """The same table with more operands at its end."""

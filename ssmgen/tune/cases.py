@@ -1,20 +1,16 @@
-"""The calls that are tuned: each operator's benchmark, on rotating cold inputs, for the models that use it or for its default shapes.
-
-A family's `tuning.py` makes them, `{operator: cases(given, batches, tokens, device)}`; `given` is a list of models, or empty.
-"""
+"""The calls that are tuned: each operator's benchmark, on rotating cold inputs, for the models that use it or for its default shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..bench import bench_of
+from ..bench import bench_of, benchmarks
+from ..bench.axes import At, uses
 from ..bench.case import Case as BenchCase
 from ..calls.operator import Call, call_of
 from ..errors import SsmgenError
-from ..select.models import Model, find_model, models
-from ..spec.family import parts
-from ..spec.kernel import DType
+from ..select.models import find_model
 
 BATCHES = (1, 8, 64, 256)
 
@@ -39,34 +35,19 @@ def cases(
     """Makes each case only when it is requested, so that its buffers are freed before the next one's. names: models; if empty, all models
     that use the operator, or the benchmark's shapes; tp: the number of ranks that share a model. Raises SsmgenError for a model that does
     not use it."""
-    known = parts("tuning")
-    if operator not in known:
-        raise SsmgenError(f"{operator} is not tuned; expected one of {', '.join(known)}")
-    given = [find_model(name).divided(tp) for name in names]
-    if wrong := [m.name for m in given if not _uses(operator, m)]:
+    if operator not in benchmarks():
+        raise SsmgenError(f"{operator} is not tuned; expected one of {', '.join(benchmarks())}")
+    given, bench = [find_model(name).divided(tp) for name in names], bench_of(operator)
+    if wrong := [m.name for m in given if not uses(operator, m)]:
         raise SsmgenError(f"--model is {', '.join(wrong)}; expected models that {operator} decodes")
-    yield from known[operator](given, batches or BATCHES, tokens or (1,), device)
+    for values in bench.tuned(given, batches or BATCHES, tokens or (1,)):
+        yield _case(bench.case(device, **values), bench.label)
 
 
 def used(operator: str, names: Sequence[str]) -> bool:
     """Whether all of these models use the operator; true without models. Raises ModelError."""
-    return all(_uses(operator, find_model(name)) for name in names)
+    return all(uses(operator, find_model(name)) for name in names)
 
 
-def _uses(operator: str, model: Model) -> bool:
-    return bench_of(operator).of_model(model, 1, True) is not None
-
-
-def users(operator: str) -> list[Model]:
-    """The models that use it."""
-    return [model for model in models().values() if _uses(operator, model)]
-
-
-def states_of(model: Model) -> list[DType]:
-    """The model's own state dtype, and the dtype that serving engines use."""
-    return list(dict.fromkeys((model.state, DType.BF16)))
-
-
-def case_of(label: str, bench: BenchCase) -> Case:
-    """A benchmark's case as a case to tune."""
-    return Case(label, bench.sets, lambda i: call_of(bench.function, **bench.arguments(i), pdl=True), bench.gate)
+def _case(of: BenchCase, label: Callable[[At], str]) -> Case:
+    return Case(label(of.at), of.sets, lambda i: call_of(of.function, **of.arguments(i), pdl=True), of.gate)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
+from ..bench import benchmarks
 from ..errors import SsmgenError
 from ..select import tuned as table
 from ..select.catalog import parse
-from ..spec.family import records
 from ..spec.kernel import flat, text_of
 from ..work_sharing import LEASE, LEASE_HELP, Crew, seat
 from .losses import loss, ruled
@@ -28,7 +28,7 @@ from .losses import loss, ruled
 if TYPE_CHECKING:
     from .search import Bench, Outcome
 
-TUNED = tuple(name for family in records() if family.tuning for name in family.bench)
+TUNED = tuple(benchmarks())
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 

@@ -46,7 +46,11 @@ def _dao() -> list[Form]:
     final = {"initial_states": states, "return_final_states": True, "final_states_out": rand(B, DIM, WIDTH - 1), "activation": "swish"}
     update = x | {"conv_state": rand(SLOTS, DIM, WIDTH), "conv_state_indices": ints(2, 0), "cache_seqlens": ints(0, 5)}
     ssu = mamba1() | {"state_batch_indices": ints(1, 3)}
+    rotation = {"q": rand(B, 2, H, N), "k": rand(B, 2, H, N), "angle_state": rand(B, H, 3), "angle_proj": rand(B, H, 3), "dt": rand(B, H)}
+    rotation |= {"bias_q": rand(2, H, N), "bias_k": rand(2, H, N)}
     return [
+        _theirs(mamba_ssm, "apply_rotary_qk_inference_fwd", rotation),
+        _theirs(mamba_ssm, "apply_rotary_qk_inference_fwd", rotation | {"inplace": True}, "q k angle_state", "in-place"),
         _theirs(mamba_ssm, "selective_state_update", ssu, "state"),
         _theirs(causal_conv1d, "causal_conv1d_fn", x | final, "final_states_out"),
         _theirs(causal_conv1d, "causal_conv1d_update", update, "conv_state"),

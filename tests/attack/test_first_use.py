@@ -68,7 +68,7 @@ def imported(name: str) -> list[str]:
 
 
 # Packages that people import by name, and that import their own modules.
-DOORS = tuple(f"ssmgen.compat.{peer}" for peer in ("fla", "flashinfer", "hf", "sglang", "vllm"))
+DOORS = tuple(f"ssmgen.compat.{peer}" for peer in ("fla", "flashinfer", "hf", "mamba_ssm", "sglang", "vllm"))
 
 
 def behind(door: str) -> set[str]:

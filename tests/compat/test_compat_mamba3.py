@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+
 import pytest
 import torch
 from mamba3_cases import SISO, make
 from torch import Tensor
 
 import ssmgen
-from ssmgen.compat.mamba_ssm import mamba3_siso_step, mamba3_step_fn
+from ssmgen.compat.mamba_ssm import apply_rotary_qk_inference_fwd, mamba3_siso_step, mamba3_step_fn
+from ssmgen.engine.accuracy import norm_error
 from ssmgen.errors import ArgumentError, UnsupportedError
 
 STATES = ("state", "k_state", "v_state", "angle_state")
@@ -95,3 +99,109 @@ def test_siso_step_is_ours(given):
     assert torch.allclose(y, ours, rtol=1e-4, atol=1e-5)
     for found, name in zip(after, ("angle_state", "state", "k_state", "v_state"), strict=True):
         assert torch.allclose(found, call[name].view_as(found), rtol=1e-4, atol=1e-5)
+
+
+# The rotation of a step.
+
+
+def rotation(dtype: torch.dtype = torch.float32, n: int = 4, far: float = 1.0) -> dict[str, Tensor]:
+    batch, R, H, N = 3, 2, 4, 16
+    torch.manual_seed(2)
+    rows = {name: torch.randn(batch, R, H, N).to(dtype) for name in ("q", "k")}
+    angles = {"angle_state": far * torch.randn(batch, H, n), "angle_proj": torch.randn(batch, 1, n).to(dtype).expand(-1, H, -1)}
+    return rows | angles | {"dt": torch.rand(batch, H)} | {name: torch.randn(R, H, N) for name in ("bias_q", "bias_k")}
+
+
+def turned(call: dict[str, Tensor], pairs: bool, sign: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """In float64, with complex numbers."""
+    call = {name: t.double() for name, t in call.items()}
+    angle = call["angle_state"] + math.pi * call["angle_proj"].tanh() * call["dt"][..., None]
+    N = call["q"].shape[-1]
+    unit = torch.polar(torch.ones(()).double().expand(angle.shape), sign * angle)
+    unit = torch.cat([unit, torch.ones(*angle.shape[:-1], N // 2 - angle.shape[-1])], -1)[:, None]
+
+    def one(name: str) -> Tensor:
+        rows = call[name] + call[f"bias_{name}"] if f"bias_{name}" in call else call[name]
+        z = torch.complex(rows[..., ::2], rows[..., 1::2]) if pairs else torch.complex(*rows.chunk(2, -1))
+        z = z * unit
+        return torch.stack([z.real, z.imag], -1).flatten(-2) if pairs else torch.cat([z.real, z.imag], -1)
+
+    return one("q"), one("k"), angle
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("n", [4, 8, 1])
+def test_rotation_is_the_complex_one(n, pairs, conjugate):
+    call = rotation(n=n)
+    before = {name: t.clone() for name, t in call.items()}
+    q, k, angle = apply_rotary_qk_inference_fwd(**call, conjugate=conjugate, rotate_pairwise=pairs)
+    exact = turned(call, pairs, -1.0 if conjugate else 1.0)
+    assert norm_error(q, exact[0]) < 1e-6 and norm_error(k, exact[1]) < 1e-6
+    assert norm_error(angle.cos(), exact[2].cos()) < 1e-6 and norm_error(angle.sin(), exact[2].sin()) < 1e-6 and angle.abs().max() <= 3.1416
+    assert all(torch.equal(t, before[name]) for name, t in call.items())
+    bare = {name: t for name, t in call.items() if not name.startswith("bias")}
+    assert norm_error(apply_rotary_qk_inference_fwd(**bare)[0], turned(bare, True)[0]) < 1e-6
+
+
+def test_rotation_in_place_and_of_16_bit_rows():
+    call = rotation(torch.bfloat16)
+    exact = turned(call, True)
+    q, k, angle = apply_rotary_qk_inference_fwd(**call, inplace=True)
+    assert q is call["q"] and k is call["k"] and angle is call["angle_state"] and q.dtype == torch.bfloat16
+    assert norm_error(q, exact[0]) < 2.5e-3 and norm_error(k, exact[1]) < 2.5e-3  # one rounding
+    assert norm_error(angle.sin(), exact[2].sin()) < 1e-6
+
+
+def test_angles_keep_their_precision_over_many_tokens():
+    """Each logit is 3: the angles grow by about pi dt a token, and a cache may begin far from zero."""
+    call = rotation(far=1e4)
+    call["angle_proj"] = torch.full_like(call["angle_state"], 3.0)
+    exact = call["angle_state"].double()
+    for _ in range(2000):
+        exact = exact + math.pi * call["angle_proj"].double().tanh() * call["dt"].double()[..., None]
+        call["angle_state"] = apply_rotary_qk_inference_fwd(**call)[2]
+    assert norm_error(call["angle_state"].sin(), exact.sin()) < 1e-4
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_rotation_and_step_are_ours_in_one_launch(pairs):
+    """Mamba3.step's two calls, and the native one."""
+    torch.manual_seed(3)
+    call = make(G=4, R=2, dtype=torch.float32)
+    call |= {"A": -call["A"].abs(), "dt": call["dt"].abs(), "trap": call["trap"].sigmoid()}
+    biases = [call[name].transpose(0, 1) for name in ("C_bias", "B_bias")]
+    angles = call["angle"][:, None].expand(-1, 4, -1)
+    q, k, angle = apply_rotary_qk_inference_fwd(call["C"], call["B"], call["angle_state"], angles, call["dt"], *biases, False, False, pairs)
+    dropped = fresh(call)
+    y = theirs(dropped | {"B": k, "C": q})
+    skipped = dict.fromkeys(("B_norm", "C_norm", "dt_bias"))
+    how = {"A_form": "ready", "rotary": "pairs" if pairs else "halves", "dt_softplus": False, "trap_sigmoid": False}
+    ours = fresh(call)
+    assert torch.allclose(y, ssmgen.mamba3_state_update(**ours | skipped | how), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(ours["k_state"], k, rtol=1e-4, atol=1e-5) and torch.allclose(ours["angle_state"], angle, atol=1e-5)
+
+
+def test_rotation_refuses_what_does_not_fit():
+    call = rotation()
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"k": call["k"][..., :8]}, r"k is \[3, 2, 4, 8\]; expected \[batch, rank, heads, d_state\] = \[3, 2, 4, 16\]"),
+        ({"dt": torch.rand(3, 5)}, r"dt is \[3, 5\]"),
+        ({"bias_q": torch.rand(4, 2, 16)}, r"bias_q is \[4, 2, 16\]"),
+        ({"q": call["q"][0]}, r"q is \[2, 4, 16\]; expected \[batch, R, H, N\]"),
+        ({"angle_state": torch.zeros(3, 4, 9), "angle_proj": torch.zeros(3, 4, 9)}, "expected up to 8 angles"),
+        ({"q": torch.zeros(3, 2, 1, 16).expand(-1, -1, 4, -1), "inplace": True}, "q has strides .* expected inplace=False"),
+        ({"q": call["q"].clone().requires_grad_()}, "q requires grad"),
+        ({"inplace": 1}, "inplace is a int"),
+    ]
+    for change, words in wrong:
+        with pytest.raises(ArgumentError, match=words) as refused:
+            apply_rotary_qk_inference_fwd(**call | change)
+        assert str(refused.value).startswith("mamba_ssm's apply_rotary_qk_inference_fwd cannot run")
+
+
+def test_parameters_are_the_published_ones():
+    found = inspect.signature(apply_rotary_qk_inference_fwd).parameters.values()
+    assert ", ".join([str(p.replace(annotation=p.empty)) for p in found]) == (
+        "q, k, angle_state, angle_proj, dt, bias_q=None, bias_k=None, inplace=False, conjugate=False, rotate_pairwise=True"
+    )

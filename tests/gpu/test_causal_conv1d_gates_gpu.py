@@ -1,4 +1,4 @@
-"""causal_conv1d_update with gates on a card: the bits of the kernel without gates and of two multiplications."""
+"""causal_conv1d and causal_conv1d_update with gates on a card: the bits of the kernel without gates and of two multiplications."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import pytest
 import torch
 from conv_laws import Draw, equal
 from test_causal_conv1d_gates import FORMS, GATES, make
+from test_causal_conv1d_prompt_gates import BOTH, kept, multiplied, results
+from test_causal_conv1d_prompt_gates import FORMS as PROMPTS
+from test_causal_conv1d_prompt_gates import make as prompts_of
 
 import ssmgen
 
@@ -28,6 +31,32 @@ def test_gates_are_multiplications_around_the_call(gates, form, dtype, last, dim
     assert equal(got, want)
     for name in ("conv_state", "intermediate_conv_window"):
         assert name not in call or equal(call[name], plain[name])
+
+
+@pytest.mark.parametrize("gates", GATES, ids="-".join)
+@pytest.mark.parametrize("form", PROMPTS)
+@pytest.mark.parametrize(("dtype", "last", "dim"), [(torch.bfloat16, True, 1024), (torch.float16, False, 24), (torch.float32, True, 17)])
+def test_gates_of_prompts(gates, form, dtype, last, dim):
+    call = prompts_of(form, Draw("cuda", dtype, last, dim, width=3), gates)
+    want = multiplied(ssmgen.causal_conv1d, call, False)
+    call["out"] = torch.zeros_like(call["x"])
+    got = results(ssmgen.causal_conv1d(**call), call)
+    assert len(got) == len(want) and all(equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_graph_with_gates_of_prompts():
+    call = prompts_of("pool", Draw("cuda", torch.bfloat16, True, 2048, width=3), BOTH)
+    call["out"] = torch.zeros_like(call["x"])
+    before = kept(call)
+    want = [t.clone() for t in results(ssmgen.causal_conv1d(**call), call)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ssmgen.causal_conv1d(**call)
+    for name in ("conv_states", "out"):
+        call[name].copy_(before[name])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(equal(a, b) for a, b in zip(results(call["out"], call), want, strict=True))
 
 
 def test_a_graph_with_gates():

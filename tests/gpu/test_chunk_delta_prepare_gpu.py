@@ -15,7 +15,8 @@ from test_chunk_delta_prepare import GATES, Sizes, assert_images, function_of, m
 from torch import Tensor
 
 import ssmgen
-from ssmgen.families.chunk_delta_rule.planning import counts_of
+from ssmgen.engine.chunks.problem import CHUNK
+from ssmgen.engine.chunks.views import counts_of
 from ssmgen.families.chunk_delta_rule.problem import IMAGE
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ MODELS = {name: replace(sizes, key_heads=2, group=4, head_k=128) for name, sizes
 def launched(sizes: Sizes, call: dict[str, Any]) -> Tensor:
     """[numbers, HV, IMAGE] bytes, as a call on the card leaves them; NaN where it writes nothing."""
     given = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in call.items()}
-    counts = counts_of(views_of(function_of(sizes).build(**call)))
+    counts = counts_of(views_of(function_of(sizes).build(**call)), CHUNK)
     size = ssmgen.chunk_delta_rule_workspace(call["v"][..., 0, 0].numel(), counts.sequences, counts.heads)
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
     function_of(sizes)(**given, workspace=workspace)

@@ -17,9 +17,9 @@ import ssmgen
 from ssmgen.calls.checks import DTYPES
 from ssmgen.emulator.check import trial_of
 from ssmgen.engine.accuracy import norm_error
+from ssmgen.engine.recurrences.mamba3.problem import Mamba3Problem
 from ssmgen.engine.trial import TOLERANCE
 from ssmgen.families.mamba3_state_update import planning
-from ssmgen.families.mamba3_state_update.problem import Mamba3Problem
 from ssmgen.families.mamba3_state_update.spec import space
 from ssmgen.launch import runtime
 from ssmgen.spec.kernel import Arch, DType, Pdl

@@ -45,6 +45,47 @@ def test_within_rounding_of_float64_and_the_same_bits_beside_any_rows(dtype, sha
             assert torch.equal(ssmgen.skinny_linear(x[start:end], w, bias, out=poisoned(end - start), pdl=pdl), whole[start:end])
 
 
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "e4m3"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("shape", [(4096, 8192), (136, 1008), (18560, 512), (24, 14336)], ids=str)
+def test_weights_of_8_bits(shape, dtype, stored):
+    """Within rounding of float64; a scale of 1 gives the bits of weights in x's type; a row has the same bits beside any others."""
+    x, w = operands(16, *shape, dtype)
+    most = 127 if stored is torch.int8 else 448
+    narrow = (w[:, : shape[1]].float() * (most * shape[1] ** 0.5 / 5)).clamp(-most, most).to(stored)
+    scale, bias = torch.rand(shape[0], device=DEVICE) / most, torch.randn(shape[0], device=DEVICE)
+    want = x.double() @ narrow.double().t() * scale.double() + bias.double()
+    whole = ssmgen.skinny_linear(x, narrow, bias, scale=scale)
+    assert ((whole.double() - want).norm() / want.norm()).item() < LIMITS[dtype]
+    for start, end, pdl in ((0, 1, None), (2, 10, None), (5, 14, False), (15, 16, None)):
+        assert torch.equal(ssmgen.skinny_linear(x[start:end], narrow, bias, scale=scale, pdl=pdl), whole[start:end])
+    f32 = torch.empty(16, shape[0], device=DEVICE)
+    one = ssmgen.skinny_linear(x, narrow, bias, scale=torch.ones_like(scale), out=f32.clone())
+    assert torch.equal(one, ssmgen.skinny_linear(x, narrow.to(dtype), bias, out=f32))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("shape", [(4096, 8192), (136, 1008), (24, 14336)], ids=str)
+def test_the_norm_the_gate_and_the_residual(shape, dtype):
+    """The bits of rms_norm before the product, and of f32 sums after it; a row has the same bits beside any others."""
+    x, w = operands(16, *shape, dtype)
+    weights = [w, w.roll(1, 0)]
+    norm, residual = torch.rand(shape[1], device=DEVICE), torch.randn(16, shape[0], device=DEVICE, dtype=dtype)
+    normed = ssmgen.rms_norm(x, norm, 1e-5)
+    sums = ssmgen.skinny_linear(normed, w, out=torch.empty(16, shape[0], device=DEVICE))
+    alone = ssmgen.skinny_linear(x, w, norm_weight=norm, eps=1e-5, residual=residual)
+    assert torch.equal(alone, (sums + residual.float()).to(dtype))
+    in_place = residual.clone()
+    assert torch.equal(ssmgen.skinny_linear(x, w, norm_weight=norm, eps=1e-5, residual=in_place, out=in_place), alone)
+    how = {"norm_weight": norm, "eps": 1e-5, "activation": "silu_and_mul"}
+    whole = ssmgen.skinny_linear(x, weights, residual=residual, **how)
+    up = ssmgen.skinny_linear(normed, weights[1], out=torch.empty(16, shape[0], device=DEVICE))
+    want = torch.nn.functional.silu(sums.double()) * up.double() + residual.double()
+    assert ((whole.double() - want).norm() / want.norm()).item() < LIMITS[dtype]
+    for start, end, pdl in ((0, 1, None), (2, 10, None), (5, 14, False), (15, 16, None)):
+        assert torch.equal(ssmgen.skinny_linear(x[start:end], weights, residual=residual[start:end], pdl=pdl, **how), whole[start:end])
+
+
 @pytest.mark.parametrize(("n", "k", "dtype"), [(18560, 4096, BF16), (4096, 8192, BF16), (1000, 1000, F16), (512, 2048, F32)])
 @pytest.mark.parametrize("rows", [8, 16])
 def test_variants_are_bit_equal_over_many_runs(n, k, dtype, rows):

@@ -14,7 +14,7 @@ import ssmgen
 from ssmgen.bench import case as bench_case
 from ssmgen.cache.store import Cache
 from ssmgen.errors import SsmgenError
-from ssmgen.families.combine_splits import tuning
+from ssmgen.families.combine_splits import bench as combine
 from ssmgen.launch import runtime
 from ssmgen.select import registry
 from ssmgen.select import tuned as table
@@ -31,7 +31,7 @@ def work(monkeypatch, tmp_path):
     """The smallest cases of one operator, and no tables yet."""
     monkeypatch.setenv("SSMGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(table, "SHIPPED", tmp_path / "none")
-    monkeypatch.setattr(tuning, "SHAPES", [(16, 2), (1024, 8)])
+    monkeypatch.setattr(combine, "SHAPES", [(16, 2), (1024, 8)])
     monkeypatch.setattr(bench_case, "MOST", 64e6)
     registry.forget()
     yield lambda count: [case for case, _ in zip(cases.cases("combine_splits"), range(count), strict=False)]

@@ -9,6 +9,7 @@ import pytest
 from selection import costly
 
 from ssmgen.bench import benchmarks
+from ssmgen.bench.axes import users
 from ssmgen.engine.recurrences.attention.problem import Layout, Ring
 from ssmgen.errors import UnsupportedError
 from ssmgen.families.selective_state_update.spec import OPERATOR, SsuProblem
@@ -17,7 +18,6 @@ from ssmgen.select.catalog import OPERATOR_OF
 from ssmgen.select.model_variants import default_problems, specs_for
 from ssmgen.select.models import find_model, models
 from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl, PoolMode
-from ssmgen.tune.cases import users
 
 SM90, SM80 = Arch.parse("sm_90a"), Arch.parse("sm_80")
 MAMBA2 = SsuProblem(d_state=128, headdim=64, nheads=128, ngroups=8, state=DType.BF16, index=Index.I32)

@@ -29,9 +29,7 @@ def places(family: Family) -> Iterator[str]:
     for kernels in family.kernels:
         yield from filter(None, (kernels.spec, kernels.problem))
     yield from (*family.functions.values(), *family.types.values(), *family.helpers.values(), *family.bench.values())
-    yield from filter(
-        None, (family.sharding, family.context, family.trials, family.tuning, family.models, family.asks, family.copies, family.defaults)
-    )
+    yield from filter(None, (family.sharding, family.context, family.trials, family.models, family.asks, family.copies, family.defaults))
 
 
 @FAMILIES

@@ -20,11 +20,12 @@ from ssmgen.compile.render import render
 from ssmgen.emulator import run_source
 from ssmgen.engine.chunks.chain import Backend
 from ssmgen.engine.chunks.kernels import Counts
+from ssmgen.engine.chunks.problem import chunks_of
 from ssmgen.engine.tiles import maps
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec as DeltaChain
 from ssmgen.families.chunk_delta_rule.planning import Options
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec as LinearChain
-from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, chunks_of
+from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule
 from ssmgen.spec.arguments import Arguments, Value
 from ssmgen.spec.kernel import Arch, DType, Index, Layout, Pdl
 
@@ -250,7 +251,7 @@ def walked(
             "tile": 16, "pdl": Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF,
         } | how
     )  # fmt: skip
-    counts = Counts(chunks_of(tokens, count, p.problem.rule), count, HV, HV // p.q.shape[1])
+    counts = Counts(chunks_of(tokens, count, p.problem.rule.tokens), count, HV, HV // p.q.shape[1])
     values: dict[str, Value] = {"tokens": tokens // count if batch else tokens, "sequences": count, "heads": HV}
     values |= {"group_heads": counts.group_heads, "pad_slot_id": pad_slot_id}
     values |= {"slots": len(named.get("state", ())), "positions": len(positions or ())}

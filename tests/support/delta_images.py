@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmgen.engine.chunks.problem import CHUNK
-from ssmgen.families.chunk_delta_rule.problem import COEFFICIENTS_AT, IMAGE, P_AT, PANEL, PANEL_BYTES, PANELS, T_AT, chunks_of
+from ssmgen.engine.chunks.problem import CHUNK, chunks_of
+from ssmgen.families.chunk_delta_rule.problem import COEFFICIENTS_AT, IMAGE, P_AT, PANEL, PANEL_BYTES, PANELS, T_AT
 from ssmgen.families.chunk_delta_rule.reference import beta_of, decays_of
 
 # Relative L2 error of T and P, which are rounded once; their products are not exact.
@@ -41,7 +41,7 @@ def images_of(views: Mapping[str, Tensor], options: Any) -> Images:
     each = heads // q.shape[2]
     q, k, rk, rq = (t.repeat_interleave(each, 2) for t in (q, k, rk, options.scale * rq))
     spans = spans_of(views)
-    numbers = chunks_of(views["v"].shape[0] * views["v"].shape[1], len(spans))
+    numbers = chunks_of(views["v"].shape[0] * views["v"].shape[1], len(spans), CHUNK)
     square, row = torch.zeros(numbers, heads, CHUNK, CHUNK, dtype=torch.float64), torch.zeros(numbers, heads, CHUNK, dtype=torch.float64)
     large = torch.full_like(row, 1e3)
     found = Images(square, square.clone(), large, row, large.clone(), row[..., 0].clone(), torch.zeros(numbers, dtype=torch.int64))

@@ -18,6 +18,7 @@ _MAMBA, _ATTENTION, _LAYERS = "sglang.kernels.ops.mamba", "sglang.kernels.ops.at
 _KIMI, _GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.nvidia.ops.third_party.kda"
 _LIGHTNING = "q, k, v, ed, block_size=256, kv_history=None"
 _LIGHTNING_STEP = "q, k, v, kv_caches, slope_rate, slot_idx, BLOCK_SIZE=32"
+_APPLY = "self, layer, x, bias=None"
 _NORM = "x, g, weight, bias, activation='swish', residual=None, prenorm=False, residual_in_fp32=False, eps=1e-06"
 _PACKED = "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False"
 
@@ -124,6 +125,8 @@ SIGNATURES = {
     (f"{_OPS}.layernorm_gated", "rms_norm_gated"): "x, weight, bias, z=None, eps=1e-06, group_size=None, norm_before_gate=True",
     ("vllm.model_executor.layers.lightning_attn", "lightning_attention"): _LIGHTNING,
     ("vllm.model_executor.layers.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
+    ("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply"): _APPLY,
+    ("vllm.model_executor.layers.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.apply"): _APPLY,
     ("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states"): (
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, prefill_tokens_with_context=None, output_scale=None"
     ),
@@ -179,7 +182,20 @@ SIGNATURES = {
         "pad_slot_id=-1, validate_data=False, block_table=None, **kwargs"
     ),
     (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_decode"): "b, c, x, weight, state, cache_indices",
+    ("sglang.srt.layers.quantization.unquant", "UnquantizedLinearMethod.apply"): _APPLY,
+    ("sglang.srt.layers.logits_processor", "LogitsProcessor._compute_lm_head"): (
+        "self, hidden_states, lm_head, embedding_bias=None, *, out=None"
+    ),
+    (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_prefill"): (
+        "b, c, x, weight, state, query_start_loc, cache_indices, has_initial_state, max_seq_len"
+    ),
     ("sglang.srt.models.lfm2", "Lfm2ShortConv.forward"): "self, hidden_states, forward_batch",
+    ("sglang.srt.models.lfm2_moe", "Lfm2MoeShortConv.forward"): "self, hidden_states, forward_batch",
+    (f"{_ATTENTION}.triton_gdn_fused_proj", "fused_qkv_split_gdn_prefill"): (
+        "mixed_qkv, num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v"
+    ),
+    ("sglang.srt.models.qwen3_5", "Qwen3_5GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
+    ("sglang.srt.models.qwen3_next", "Qwen3GatedDeltaNet.forward"): "self, hidden_states, forward_batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
         "scale, onorm_eps, lower_bound=None"
@@ -201,7 +217,8 @@ SIGNATURES = {
     (f"{_LAYERS}.merge_state", "merge_state"): "prefix_output, prefix_lse, suffix_output, suffix_lse, output=None, output_lse=None",
 }
 
-# Methods that the plugins wrap for the engines' batch-invariant modes. A default ... is any.
+# What the plugins wrap: methods for the engines' batch-invariant modes and for the key of vLLM's graphs, and checks of options. A default
+# ... is any.
 _BACKENDS, _SCHEDULER = "vllm.v1.attention.backends", "vllm.v1.core.sched.scheduler"
 _MANAGERS = "sglang.srt.managers"
 BACKENDS = {
@@ -227,7 +244,10 @@ WRAPPED |= {
     ),
     (_SCHEDULER, "Scheduler._get_local_prefix_cache_hit"): "self, request, max_cache_hit_length=None",
     ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.cache_blocks"): "self, request, num_computed_tokens",
+    ("vllm.envs", "compile_factors"): "",
     ("vllm.platforms.interface", "Platform._align_hybrid_block_size"): "cls, vllm_config, backend_cls",
+    ("vllm.config.mamba", "MambaConfig.__post_init__"): "self",
+    ("sglang.srt.arg_groups.mamba_hook", "handle_mamba_backend"): "server_args",
     (f"{_MANAGERS}.scheduler", "Scheduler.init_mamba_truncation_align"): "self",
     (f"{_MANAGERS}.schedule_policy", "PrefillAdder.floor_chunked_tokens"): "self, trunc_len, remaining",
     (f"{_MANAGERS}.schedule_policy", "PrefillAdder.add_one_req_ignore_eos"): "self, req",
@@ -347,6 +367,7 @@ IMPORTS = {
         f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update\n"
         f"from {_LAYERS}.mamba.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn_cuda\n"
         "causal_conv1d_fn = causal_conv1d_fn_cuda\n"
+        f"from {_ATTENTION}.triton_gdn_fused_proj import fused_qkv_split_gdn_prefill\n"
         f"from {_LAYERS}.linear.kernels.gdn_triton import TritonGDNKernel"
     ),
     f"{_LAYERS}.linear.kda_backend": f"from {_MAMBA}.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update",
@@ -376,8 +397,13 @@ IMPORTS = {
         f"from {_ATTENTION}.linear.seg_la import seg_la_fwd"
     ),
     "sglang.srt.models.jet_nemotron": f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_update",
-    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}\n{_STEPS}",
-    "sglang.srt.models.lfm2_moe": f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode",
+    "sglang.srt.model_executor.forward_context": _STEPS,
+    # The split of Qwen3-Next's projections, a kernel of SGLang's own; a test puts one here.
+    "sglang.srt.models.qwen3_next": "fused_qkvzba_split_reshape_cat = None",
+    "sglang.srt.models.lfm2": f"{_TRITON}\n{_WRAPPED}",
+    "sglang.srt.models.lfm2_moe": (
+        f"{_WRAPPED}\nfrom {_MAMBA}.lfm_short_conv import fused_lfm_short_conv_decode, fused_lfm_short_conv_prefill"
+    ),
     f"{_MAMBA}.triton_ops.ssu_dispatch": _DISPATCH.format(ops=f"{_MAMBA}.triton_ops.mamba_ssm", noise=""),
     "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha": f"from {_LAYERS}.merge_state import merge_state",
 }

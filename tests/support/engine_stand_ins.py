@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 from engine_signatures import IMPORTS, SIGNATURES, VERSIONS
 
 DEFINED = "def {name}({parameters}):\n    return {answer!r}\n"
@@ -90,3 +91,9 @@ def importable(root: Path, package: str) -> Iterator[None]:
         sys.path.remove(str(root))
         take()
         sys.modules.update(before)
+
+
+@pytest.fixture(autouse=True)
+def all_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that are replaced only on request, too. For modules that import this."""
+    monkeypatch.setenv("SSMGEN_ENGINE_LINEAR", "allow")

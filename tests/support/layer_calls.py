@@ -216,6 +216,9 @@ class _Maker:
 
     def call(self, kwargs: dict[str, Any], function: Any, separate: Any) -> LayerCall:
         self.memory.seal()
+        if self.case.philox:
+            seeds = torch.randint(-(2**62), 2**62, (self.case.slots,), generator=self.generator)
+            kwargs |= {"rand_seed": seeds.to(self.memory.device), "philox_rounds": self.case.philox}
         where = [t.to(self.memory.device) for t in (self.used, self.windows, getattr(self, "rows", self.used))]
         return LayerCall(self.case, self.memory, kwargs, self.live, *where, function, separate)
 
@@ -302,6 +305,7 @@ def _separate_gdn(call: LayerCall, run: Any) -> None:
     out = k["out"] if case.headed else k["out"].unflatten(-1, heads)
     y = torch.empty_like(out, memory_format=torch.contiguous_format)
     operands = {n: k[n] for n in ("state", "A_log", "dt_bias", "state_indices", "pad_slot_id", "scale", "state_layout", "use_qk_l2norm")}
+    operands |= {n: k[n] for n in ("rand_seed", "philox_rounds") if n in k}
     operands |= {"q": q.unflatten(-1, (-1, case.K)), "k": key.unflatten(-1, (-1, case.K)), "v": v.unflatten(-1, heads)}
     operands |= {"beta_sigmoid": True, "allow_neg_eigval": case.twice, "out": out if case.norm is None else y}
     if isinstance(case, Kda):
@@ -350,9 +354,6 @@ def _mamba(maker: _Maker, case: Mamba) -> LayerCall:
         "dt_softplus": case.softplus,
         "dt_limit": case.limit,
     }
-    if case.philox:
-        seeds = torch.randint(-(2**62), 2**62, (case.slots,), generator=maker.generator)
-        kwargs |= {"rand_seed": seeds.to(maker.memory.device), "philox_rounds": case.philox}
     return maker.call(kwargs, ssmgen.mamba2_layer, _separate_mamba)
 
 

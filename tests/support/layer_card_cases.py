@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from layer_cases import BF16, F32, I32, I64, Gdn, Kda, Mamba, of_tokens, vary
+from layer_cases import BF16, F16, F32, I32, I64, Gdn, Kda, Mamba, of_tokens, vary
 
 NEMOTRON = Mamba("nemotron-h-8b", heads=128, P=64, N=128, groups=8, size=1024, extra=1)
 MAMBA2 = Mamba("mamba2-2.7b", heads=80, P=64, N=128, groups=1)
@@ -67,7 +67,8 @@ SHAPES = [
     *vary(KIMI, channels={"window": "channels", "batch": 17}, odd={"odd": True, "batch": 3}, flat={"flat": True}),
     *[case for base in (SMALL_GDN, SMALL_KDA) for k, v in ROWS for case in each(named_of(base, K=k, V=v), layout=("vk", "kv"))],
     *[case for base in (SMALL_GDN, SMALL_KDA) for case in vary(base, **ODD, odd_kv={"odd": True, "slot_gap": 1} | KV)],
-    *vary(SMALL_KDA, bare={"lower_bound": -5.0, "bare_gate": True}),
+    *vary(SMALL_KDA, bare={"lower_bound": -5.0, "bare_gate": True}, noise={"philox": 10, "state": F16}),
+    *vary(SMALL_GDN, noise={"philox": 10}, noise_kv={"philox": 10} | KV),
 ]
 VARIED = [
     *[named_of(NEMOTRON, batch=3), named_of(MAMBA2, batch=3, state=F32), *vary(SMALL, noise={"philox": 10})],

@@ -44,6 +44,7 @@ class Case:
     rows: torch.dtype | None = None  # of intermediate_state_indices
     columns: int = 0  # of either buffer, beyond the tokens
     accepted: torch.dtype | None = None  # of num_accepted_tokens: a slot per token
+    philox: int = 0  # rounds of the noise
 
     @property
     def slots(self) -> int:
@@ -101,7 +102,6 @@ class Mamba(Case):
     D: str = "head"  # or row; none
     softplus: bool = True
     limit: tuple[float, float] | None = None
-    philox: int = 0
 
 
 def vary(base: Any, **cases: dict[str, Any]) -> list[Any]:
@@ -125,6 +125,7 @@ GDN_MATRIX = [
     *vary(GDN, gate_first={"norm_first": False}, mixed={"z": F32, "gates": F32, "norm": F32, "weights": F16, "conv_weight": F32}),
     *vary(GDN, no_slots={"index": None, "batch": 3}, pad={"index": I64, "pad_slot_id": 7}, one={"batch": 1}, headed={"headed": True}),
     *vary(GDN, taps2={"taps": 2, "conv_bias": None}, taps3={"taps": 3, "window": "channels", "x": F32}, taps8={"taps": 8}),
+    *vary(GDN, noise={"philox": 7}, noise_kv={"philox": 10, "layout": "kv", "state": F16}),
     *vary(GDN, equal={"key_heads": 4}, one_key={"key_heads": 1}, v12={"V": 12, "K": 36}, v20_kv={"V": 20, "layout": "kv"}, v40={"V": 40}),
 ]
 GDN_HEADS = [
@@ -143,6 +144,7 @@ KDA_MATRIX = [
     *vary(KDA, any={"window": "any", "extra": 1}, channels={"window": "channels"}, mixed={"z": F32, "gates": F32, "weights": F16}),
     *vary(KDA, no_slots={"index": None, "batch": 3}, pad={"index": I64, "pad_slot_id": 7}, one={"batch": 1}, headed={"headed": True}),
     *vary(KDA, few_keys={"key_heads": 2}, v12={"V": 12, "K": 36}, v20_kv={"V": 20, "layout": "kv"}, v40={"V": 40}),
+    *vary(KDA, noise={"philox": 7, "state": F16}, noise_kv={"philox": 4, "layout": "kv"}),
     Kda("kda-128", heads=2, key_heads=2, K=128, V=128, batch=2, index=None),
 ]
 
@@ -185,6 +187,8 @@ GDN_TOKENS = of_tokens(
     {"id": "t3-bare", "tokens": 3, "norm": None, "bias": False, "l2norm": False, "accepted": I32},
     {"id": "t3-v20", "tokens": 3, "V": 20, "K": 36, "kept": BF16, "saved": "runs"},
     {"id": "t2-one-key", "tokens": 2, "key_heads": 1, "V": 40, "twice": True, "scale": 0.5},
+    {"id": "t3-noise", "tokens": 3, "philox": 7, "kept": BF16, "rows": I32},
+    {"id": "t3-noise-accepted", "tokens": 3, "philox": 7, "accepted": I32, "batch": 8},
     {"id": "t5-heads-128", "tokens": 5, "heads": 2, "key_heads": 1, "K": 128, "V": 128, "batch": 2, "index": None},
 )
 KDA_TOKENS = of_tokens(
@@ -195,6 +199,8 @@ KDA_TOKENS = of_tokens(
     {"id": "t3-bare", "tokens": 3, "norm": None, "lower_bound": -3.0, "bare_gate": True, "l2norm": False},
     {"id": "t3-v20", "tokens": 3, "V": 20, "K": 36, "kept": BF16, "saved": "runs", "gates": F32},
     {"id": "t2-few-keys", "tokens": 2, "key_heads": 2, "V": 40},
+    {"id": "t3-noise", "tokens": 3, "philox": 7, "state": F16, "kept": F16, "update": False},
+    {"id": "t3-noise-kv-accepted", "tokens": 3, "philox": 7, "accepted": I32, "batch": 8, "layout": "kv"},
     {"id": "t5-heads-128", "tokens": 5, "heads": 2, "key_heads": 2, "K": 128, "V": 128, "batch": 2, "index": None},
 )
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import card_memory
+import cards_of_tests
 import pytest
 import torch
 from card_calls import after_a_producer, arch, launch
@@ -51,7 +51,7 @@ def prepare(cases: Iterable[Case]) -> None:
         collect(call.function, call.kwargs)
         call.chain(collect)
         del call
-        card_memory.give_back()
+        cards_of_tests.give_back()
     load(specs)
 
 

@@ -11,6 +11,7 @@ import torch
 from delta_images import ROUNDED
 from torch import Tensor
 
+from ssmgen.engine.chunks.problem import chunks_of
 from ssmgen.engine.recurrences.attention.problem import Beta
 from ssmgen.engine.recurrences.attention.reference import log_decay, normalised
 from ssmgen.families.chunk_linear_attention.problem import (
@@ -20,7 +21,6 @@ from ssmgen.families.chunk_linear_attention.problem import (
     ROWS,
     ImageProblem,
     Rule,
-    chunks_of,
 )
 
 MATRICES, SQUARES = ("E", "Q", "W"), ("T", "P")
@@ -106,7 +106,7 @@ def images_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float =
     a = decays_of(views, problem, lower_bound)
     (batch, length), heads, K, step = views["q"].shape[:2], _heads(views), problem.head_k, problem.rule.tokens
     spans = spans_of(views)
-    numbers = chunks_of(batch * length, len(spans), problem.rule)
+    numbers = chunks_of(batch * length, len(spans), step)
     matrix, square = torch.zeros(numbers, heads, ROWS, K, dtype=torch.float64), torch.zeros(numbers, heads, ROWS, ROWS, dtype=torch.float64)
     served = torch.zeros(numbers, dtype=torch.int64)
     found = Images(matrix, matrix.clone(), matrix.clone(), square, square.clone(), matrix[:, :, 0].clone(), served)

@@ -15,7 +15,10 @@ SLOW = 0.002  # seconds that a request takes
 
 
 class StandIn:
-    """Steps take 1 ms, with ssmgen 0.5 ms, and prompts 1 us a token. SERVING_FAILS: `MODEL REQUEST`, where an engine with ssmgen fails."""
+    """Steps take 1 ms, with ssmgen 0.5 ms, and prompts 1 us a token. SERVING_FAILS: `MODEL REQUEST`, where an engine with ssmgen fails.
+
+    Log-probabilities depend on the batch where the mode is off; SERVING_FAILS: `varies`, in the mode, too, `same`, never, and `no hit`.
+    """
 
     def __init__(self) -> None:
         self.ours = "ssmgen" in os.environ["VLLM_PLUGINS"].split(",")
@@ -40,6 +43,22 @@ class StandIn:
         if "blind" in os.environ.get("SERVING_FAILS", ""):
             return {"seconds": None, "kernels": None}
         return {"seconds": batch * 1e-6 + tokens * (0.25e-3 if self.ours else 0.75e-3), "kernels": 5 + 7 * tokens}
+
+    def needles(self, lengths: list[int], batch: int, seed: int, tokens: int) -> dict[str, Any]:
+        self._done("needles", batch=batch, seed=seed, mode=os.environ.get("VLLM_BATCH_INVARIANT"))
+        fails = os.environ.get("SERVING_FAILS", "")
+        varies = (os.environ.get("VLLM_BATCH_INVARIANT") != "1" and fails != "same") or (fails == "varies" and batch == 32)
+        found = {
+            str(n): [[i, [[i, -0.1 * n], [i + 1, -3.5]]] for i in range(tokens)] for n in lengths[: max(1, batch - 1) if batch else None]
+        }
+        if varies:
+            found["1"][tokens - 1][1][0][1] -= 2**-20 * batch
+        return {"said": found}
+
+    def prefix(self, length: int, blocks: str, tokens: int) -> dict[str, Any]:
+        self._done("prefix", blocks=blocks)
+        hit = 0 if os.environ.get("SERVING_FAILS") == "no hit" else 64
+        return {"said": self.needles([length], 0, 0, tokens)["said"], "cached": hit, "block": 64}
 
     def tune(self, prompt: int) -> dict[str, Any]:
         return self._done("tune") | {"kernels": 3}

@@ -39,7 +39,7 @@ def checkout(tmp_path_factory) -> Path:
     fresh(root)
     shutil.copy(ROOT / "pyproject.toml", root)
     (root / "tests" / "support").mkdir(parents=True)
-    for name in ("conftest.py", *(f"support/{n}.py" for n in ("card_memory", "native_build", "selection", "worker_memory"))):
+    for name in ("conftest.py", *(f"support/{n}.py" for n in ("cards_of_tests", "native_build", "selection", "worker_memory"))):
         shutil.copy(ROOT / "tests" / name, root / "tests" / name)
     write(root, NAME)
     return root

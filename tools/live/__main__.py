@@ -23,13 +23,18 @@ VARIABLES = {
     "TRITON_INTERPRET": "1",
     "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",  # nothing is tuned
     "OMP_NUM_THREADS": "1",
+    "SSMGEN_ENGINE_LINEAR": "allow",  # of f32, one row
 }
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-SCHEDULING = "tests/compat/engines/test_engine_invariance_scheduler.py"
+# Tests of the plugin with vLLM's own scheduler and layers.
+TESTS = ("tests/compat/engines/test_engine_invariance_scheduler.py", "tests/compat/engines/test_engine_linears_vllm.py")
 PROMPTS, TOKENS = 4, 4
 STEP = 64  # tokens of the engine's step, fewer than prompts have: the longest comes in two parts
 WIDER = 80  # the same in the batch-invariant mode, which needs 65
-SERVED = {"causal_conv1d_fn", "causal_conv1d_update", "mamba_chunk_scan_combined_varlen", "selective_state_update"}
+SERVED = {
+    "causal_conv1d_fn", "causal_conv1d_update", "mamba_chunk_scan_combined_varlen", "selective_state_update",
+    "UnquantizedLinearMethod.apply",
+}  # fmt: skip
 WITHIN = 1e-4  # of log-probabilities: f32, two layers, and rounded to 1e-5 by the engine's side
 
 
@@ -94,8 +99,9 @@ def live(packages: Path | None, patience: float) -> None:
 
     Installs vLLM's wheel without its dependencies (0.6 GB of downloads, 1.6 GB on disk). No compiled code of it runs: Triton's kernels
     are interpreted. ssmgen's functions run their references, as they do for any CPU tensor, after all code that sorts and checks arguments;
-    no kernel of ssmgen runs. A third engine answers in vLLM's batch-invariant mode, and vLLM's scheduler runs that mode's tests. Ends with
-    exit code 1 where tokens differ, a function was not called, a call went to the engine's own, or the mode's bits depend on the batch.
+    no kernel of ssmgen runs. A third engine answers in vLLM's batch-invariant mode, and vLLM's scheduler and linear layers run tests.
+    Ends with exit code 1 where tokens differ, a function was not called, a call went to the engine's own, or the mode's bits depend on
+    the batch.
     """
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
@@ -111,14 +117,14 @@ def live(packages: Path | None, patience: float) -> None:
         except EngineError as e:
             raise SystemExit(str(e)) from None
         click.echo(f"batch-invariant answers after {time.monotonic() - begin:.0f} s")
-        scheduled = subprocess.run([sys.executable, "-m", "pytest", "-q", SCHEDULING], cwd=ROOT).returncode
+        tested = subprocess.run([sys.executable, "-m", "pytest", "-q", *TESTS], cwd=ROOT).returncode
     memory = ", ".join(f"{each['bytes'] / 2**30:.2f}" for each in (own_state, state))
     click.echo(f"answers after {time.monotonic() - begin:.0f} s: {compared(own, ours)}; GiB of the two engines at most: {memory}")
     for name, count in sorted(state["taken"].items()):
         click.echo(f"  {count:4} calls of {name}")
     found = problems(own, ours, state)
     found += [f"in the batch-invariant mode, answers to prompts {differ} depend on the batch"] * bool(differ)
-    found += [f"{SCHEDULING} fails with vLLM's own scheduler"] * bool(scheduled)
+    found += [f"{' or '.join(TESTS)} fails with vLLM's own classes"] * bool(tested)
     if found:
         raise SystemExit("\n".join(["vLLM with ssmgen is not as without:", *(f"  - {words}" for words in found)]))
 

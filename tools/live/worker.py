@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssmgen.compat.shared.replacing import NotReplaced
 from ssmgen.settings import vllm_is_batch_invariant
 from tools.serving.worker import Server, serve, weights_as_trained
 
@@ -87,16 +88,20 @@ class LiveServer(Server):
 
 
 def counted(function: Callable[..., Any], name: str, taken: Counter[str], refused: Counter[str]) -> Callable[..., Any]:
-    """The function, which adds each of its calls to one of the two: to `refused` where it raises."""
+    """The function, which adds its calls to one of the two: to `refused` where it raises, to neither where it leaves them to the engine."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        calls = refused
+        calls: Counter[str] | None = refused
         try:
             result = function(*args, **kwargs)
             calls = taken
+        except NotReplaced:
+            calls = None
+            raise
         finally:
-            calls[name] += 1
+            if calls is not None:
+                calls[name] += 1
         return result
 
     return call

@@ -1,7 +1,7 @@
 """Adds a family of kernels to this checkout: `python -m tools.new_family NAME`.
 
 Writes a complete family that works, a token shift under the name that is given, for you to change: record, spec, template, reference,
-public function, trial, sharding, benchmark, tuning, default variants, tests, a page; and its lines in the stub, the documentation and the
+public function, trial, sharding, benchmark, default variants, tests, a page; and its lines in the stub, the documentation and the
 changelog. Then renders generated/. docs/guides/new_family.md goes through the files.
 """
 

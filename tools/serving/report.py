@@ -8,24 +8,43 @@ from typing import Any
 
 from .run import Case, Pair
 
-HEAD = """| model | | own, tokens/s | with ssmgen | | of single rounds |
-|---|---|--:|--:|--:|---|"""
+HEAD = """| model | | own, tokens/s | with ssmgen | | of single rounds | the GPU works, own | with ssmgen | it waits, own | with ssmgen |
+|---|---|--:|--:|--:|---|--:|--:|--:|--:|"""
 STEPS = """| model | sequences | | a step, ms | the shortest | the GPU works | its kernels | the CPU works |
 |---|--:|---|--:|--:|--:|--:|--:|"""
 
 
 def table(pairs: list[Pair]) -> str:
-    """In Markdown: medians of rounds, their ratio, and the least and greatest ratio of a round. A missing measurement is a dash."""
-    lines = [HEAD]
-    for pair in pairs:
-        for case in dict.fromkeys(case for case, _ in pair.rates):
-            own, ours = (pair.rates.get((case, with_ssmgen), []) for with_ssmgen in (False, True))
-            ratios = [b / a for a, b in zip(own, ours, strict=False)]
-            what = f"{case.batch} prompt{'s' * (case.batch > 1)} of {case.prompt}" if case.what == "prompts" else f"decode, {case.batch}"
-            ratio = f"{median(ours) / median(own):.2f}" if ratios else "–"
-            spread = f"{min(ratios):.2f} … {max(ratios):.2f}" if ratios else "–"
-            lines.append(f"| {pair.model}, {pair.layers} layers | {what} | {_rate(own)} | {_rate(ours)} | {ratio} | {spread} |")
-    return "\n".join(lines)
+    """In Markdown: medians of rounds, their ratio, and the least and greatest ratio of a round. A missing measurement is a dash.
+
+    The last columns are shares of the time, from a profile after the rounds: the GPU is busy, and it waits, which is the host's share.
+    """
+    return "\n".join([HEAD, *(row(pair, case) for pair in pairs for case in dict.fromkeys(case for case, _ in pair.rates))])
+
+
+def row(pair: Pair, case: Case) -> str:
+    """A case's line of the table."""
+    own, ours = (pair.rates.get((case, with_ssmgen), []) for with_ssmgen in (False, True))
+    ratios = [b / a for a, b in zip(own, ours, strict=False)]
+    what = f"{case.batch} prompt{'s' * (case.batch > 1)} of {case.prompt}" if case.what == "prompts" else f"decode, {case.batch}"
+    ratio = f"{median(ours) / median(own):.2f}" if ratios else "–"
+    spread = f"{min(ratios):.2f} … {max(ratios):.2f}" if ratios else "–"
+    works = [share(pair, case, with_ssmgen) for with_ssmgen in (False, True)]
+    shares = [_percent(one) for one in works] + [_percent(None if one is None else 1 - one) for one in works]
+    return f"| {pair.model}, {pair.layers} layers | {what} | {_rate(own)} | {_rate(ours)} | {ratio} | {spread} | {' | '.join(shares)} |"
+
+
+def share(pair: Pair, case: Case, with_ssmgen: bool) -> float | None:
+    """The part of a case's time in which the GPU is busy, at most 1; None if it was not profiled. The time is that of the rounds."""
+    rates, (busy, _) = pair.rates.get((case, with_ssmgen)), pair.busy.get((case, with_ssmgen), (None, None))
+    if not rates or busy is None:
+        return None
+    tokens = case.batch * case.prompt if case.what == "prompts" else case.batch
+    return min(1.0, busy * median(rates) / tokens)
+
+
+def _percent(part: float | None) -> str:
+    return "–" if part is None else f"{100 * part:.0f} %"
 
 
 def steps(pairs: list[Pair]) -> str:
@@ -81,5 +100,6 @@ def as_dict(pairs: list[Pair], **about: Any) -> dict[str, Any]:
 def _rates(pair: Pair, case: Case) -> dict[str, Any]:
     sides = {"own": (case, False), "ssmgen": (case, True)}
     rates = {name: pair.rates.get(side, []) for name, side in sides.items()}
+    rates |= {"gpu_share": {name: share(pair, *side) for name, side in sides.items()}}  # type: ignore[dict-item]
     return asdict(case) | rates | {"cpu": {name: pair.cpu.get(side, []) for name, side in sides.items()},
                                    "busy": {name: pair.busy.get(side) for name, side in sides.items()}}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ class Options:
 
     steps: timed decode steps   rounds: of timing, each with all cases of all engines   layers: 0 for each model's own number
     seconds: no further round begins after this time   patience: seconds until all engines must be ready, and for any later answer
-    compiled: with torch.compile   apart: timed engines allocate memory after the others have ended
+    compiled: with torch.compile   apart: timed engines allocate memory after the others have ended   limit: seconds; no request that is
+    timed or profiled begins after them
     """
 
     timed: tuple[str, ...]
@@ -42,6 +44,7 @@ class Options:
     patience: float = 300
     compiled: bool = False
     apart: bool = False
+    limit: float = inf
 
     @property
     def longest(self) -> int:
@@ -76,7 +79,10 @@ class Case:
         return self.batch * self.steps / seconds, cpu / self.steps
 
     def busy(self, engine: Engine, patience: float) -> tuple[float, float] | None:
-        """Seconds of a decode step in which the GPU is busy, and its kernels and copies. None without a GPU."""
+        """Seconds in which the GPU is busy, and its kernels and copies: of all prompts, or of a decode step. None without a GPU."""
+        if self.what == "prompts":
+            seen = engine.ask("busy", patience, batch=self.batch, prompt=self.prompt, tokens=1)
+            return None if seen["seconds"] is None else (seen["seconds"], seen["kernels"])
         few, many = (engine.ask("busy", patience, batch=self.batch, prompt=self.prompt, tokens=n) for n in (1, 1 + WATCHED))
         if few["seconds"] is None or many["seconds"] is None:
             return None
@@ -87,8 +93,8 @@ class Case:
 class Pair:
     """A model without and with ssmgen. rates: {(case, with ssmgen): tokens per second in each round}; outcome: of the plugin's functions
 
-    cpu: seconds of the CPU, by the same keys, for all prompts or a decode step   busy: for decode, seconds of a step in which the GPU is
-    busy, and its kernels and copies
+    cpu: seconds of the CPU, by the same keys, for all prompts or a decode step   busy: seconds in which the GPU is busy, and its kernels
+    and copies, for the same
     """
 
     model: str
@@ -132,10 +138,14 @@ def pairs_of(options: Options) -> list[Pair]:
     return timed + [Pair(model, dtype, FEW, False) for model, dtype in options.answered]
 
 
-def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str], None], start: Callable[..., Engine] = Engine) -> None:
+def run(
+    pairs: list[Pair], options: Options, folder: Path, note: Callable[[str], None], start: Callable[..., Engine] = Engine,
+    tell_case: Callable[[Pair, Case], None] = lambda pair, case: None,
+) -> None:  # fmt: skip
     """Measures and compares; the pairs hold the results so far at any time.
 
     folder: for the engines' files   note: receives progress messages   start: makes engines, like Engine
+    tell_case: is called when a case has been measured again, or profiled, in both engines
     """
     begin = time.monotonic()
 
@@ -163,10 +173,10 @@ def run(pairs: list[Pair], options: Options, folder: Path, note: Callable[[str],
                 note(f"{options.seconds:.0f} s are over after {number} rounds of {options.rounds}")
                 break
             for pair in timed:
-                _round(pair, options, number)
+                _round(pair, options, number, begin, tell_case)
             note(f"{time.monotonic() - begin:5.0f} s  round {number + 1} of {options.rounds}")
         for pair in timed:
-            _watch(pair, options)
+            _watch(pair, options, begin, tell_case)
         note(f"{time.monotonic() - begin:5.0f} s  looked at what the GPU does in {WATCHED} steps")
     finally:
         for pair in pairs:
@@ -211,19 +221,25 @@ def _tuned(engine: Engine, options: Options) -> str:
     return f"{tuned['kernels']} kernels tuned alone in {tuned['seconds']:.1f} s"
 
 
-def _round(pair: Pair, options: Options, number: int) -> None:
+def _round(pair: Pair, options: Options, number: int, begin: float, tell_case: Callable[[Pair, Case], None]) -> None:
     """Runs every case once, with and without ssmgen in turn; the first one alternates from round to round."""
     for case in options.cases:
+        if time.monotonic() - begin > options.limit:
+            return
         for with_ssmgen in (number % 2 == 1, number % 2 == 0):
             measured = pair.attempt(with_ssmgen, case.rate, options.patience)
             if measured is not None:
                 for kept, value in zip((pair.rates, pair.cpu), measured, strict=True):
                     kept.setdefault((case, with_ssmgen), []).append(value)
+        tell_case(pair, case)
 
 
-def _watch(pair: Pair, options: Options) -> None:
-    """Profiles the GPU in decode steps, after all rounds, because the profiler costs time."""
-    for case in options.cases:
+def _watch(pair: Pair, options: Options, begin: float, tell_case: Callable[[Pair, Case], None]) -> None:
+    """Profiles the GPU, decode steps first, after all rounds, because the profiler costs time."""
+    for case in reversed(options.cases):
+        if time.monotonic() - begin > options.limit:
+            return
         for with_ssmgen in (False, True):
-            if case.what == "decode" and (busy := pair.attempt(with_ssmgen, case.busy, options.patience)) is not None:
+            if (case, with_ssmgen) in pair.rates and (busy := pair.attempt(with_ssmgen, case.busy, options.patience)) is not None:
                 pair.busy[case, with_ssmgen] = busy
+        tell_case(pair, case)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from . import needles
+
 LENGTHS = (1, 3, 17, 64, 130, 257, 400, 700)  # of prompts whose answers are compared: on both sides of chunk boundaries
 
 
@@ -94,12 +96,13 @@ class Server:
         logging.getLogger("vllm.ssmgen").addFilter(self.warnings)
 
     def build(
-        self, model: str, layers: int, dtype: str, graphs: list[int], longest: int, step: int, folder: str, compiled: bool
+        self, model: str, layers: int, dtype: str, graphs: list[int], longest: int, step: int, folder: str, compiled: bool,
+        eager: bool = False, prefixes: bool = False, wide: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         """Builds the engine. dtype: of weights   graphs: batch sizes with captured decode steps; the last one is the largest batch
 
         longest, step: most tokens of a sequence, and of the engine's step   folder: for the model's configuration
-        compiled: by torch.compile, vLLM's default
+        compiled: by torch.compile, vLLM's default   eager: no graphs   prefixes: a cache of them   wide: recurrent states in f32
         """
         from .models import config_of, pool_bytes
 
@@ -108,12 +111,13 @@ class Server:
         self.vocabulary = config.vocab_size
         config.save_pretrained(folder)
         sequences, sizes = graphs[-1], {"cudagraph_capture_sizes": graphs}
+        states = {"mamba_ssm_cache_dtype": "float32"} if wide else {}
         self.llm = self.make(
             folder, skip_tokenizer_init=True, load_format="dummy", dtype=dtype, seed=0, max_model_len=longest, max_num_seqs=sequences,
-            max_num_batched_tokens=step, enable_prefix_caching=False, disable_log_stats=True,
+            max_num_batched_tokens=step, enable_prefix_caching=prefixes, disable_log_stats=True, enforce_eager=eager, **states,
             compilation_config=sizes if compiled else {**sizes, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
             # the pool's size is given, not measured: other engines share the GPU
-            gpu_memory_utilization=0.02, kv_cache_memory_bytes=pool_bytes(model, layers, sequences, dtype == "float32"),
+            gpu_memory_utilization=0.02, kv_cache_memory_bytes=pool_bytes(model, layers, sequences, wide or dtype == "float32"),
             additional_config={"gdn_prefill_backend": "triton"},  # FlashInfer, Hopper's default, needs packages and nvcc
         )  # fmt: skip
         self.llm.apply_model(weights_as_trained)
@@ -129,6 +133,14 @@ class Server:
         said = [a.outputs[0] for a in self._generate(asked, tokens, logprobs=2)]
         best = [[sorted((round(p.logprob, 5) for p in step.values()), reverse=True)[:2] for step in a.logprobs] for a in said]
         return {"tokens": [list(a.token_ids) for a in said], "best": best}
+
+    def needles(self, **asked: Any) -> dict[str, Any]:
+        """Answers to needles alone or in a batch, with all bits: the arguments of needles.of_batch."""
+        return {"said": needles.of_batch(self._generate, self.vocabulary, **asked)}
+
+    def prefix(self, **asked: Any) -> dict[str, Any]:
+        """The answer to a needle after another prompt with its first blocks: the arguments of needles.after_prefix."""
+        return needles.after_prefix(self.llm, self._generate, self.vocabulary, **asked)
 
     def generate(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
         """Seconds to generate `tokens` tokens for each of `batch` prompts of `prompt` tokens, all submitted at once.

@@ -1,5 +1,6 @@
 """Functions of fla.ops, as in flash-linear-attention 0.6, forward only: fused_recurrent functions of gated delta rules and of gated linear
-attention, and chunk functions for prompts of them. Each function states its arguments, and how it differs from the original.
+attention, and chunk functions for prompts of them; and a patch of the layer Mamba3. Each function states its arguments, and how it differs
+from the original.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .arguments import beta_of as _beta
 from .arguments import forward_only as _forward_only
 from .arguments import gate as _gate
 from .arguments import v_first as _v_first
+from .mamba3 import patch_mamba3 as patch_mamba3
 from .prompts import chunk_comba as chunk_comba
 from .prompts import chunk_delta_rule as chunk_delta_rule
 from .prompts import chunk_dplr_delta_rule as chunk_dplr_delta_rule

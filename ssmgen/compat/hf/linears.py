@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...calls.checks import DTYPES
-from ...families.skinny_linear.call import skinny_linear
-from ...families.skinny_linear.problem import MAX_K, ROWS
-from ...launch.runtime import device_arch
-from ...spec.kernel import SM90
+from ..shared import linears
+from ..shared.linears import MOST, MOST_FMA
 from . import projections
-
-MOST = ROWS[-1]  # rows
-MOST_FMA = 1  # without tensor cores (f32 weights; GPUs before sm_90), cuBLAS was faster for 8 rows
 
 
 def objection(module: torch.nn.Linear) -> str:
@@ -28,40 +22,22 @@ def objection(module: torch.nn.Linear) -> str:
         return "their class has its own forward"
     if "forward" in module.__dict__ or projections.is_elsewhere(module):
         return "something else has replaced their forward"
-    weight, bias = module.weight, module.bias
-    if type(weight) not in (torch.nn.Parameter, Tensor) or weight.dtype not in DTYPES:
-        return f"their weights are {str(weight.dtype).removeprefix('torch.')}"
-    n, k = weight.shape
-    if n % 8 or k % 8 or not n or not 8 <= k <= MAX_K:
-        return "their sizes are not multiples of 8"
-    if weight.stride(1) != 1 or weight.stride(0) * weight.element_size() % 16 or weight.data_ptr() % 16:
-        return "rows of their weights do not begin at multiples of 16 bytes"
-    return "" if bias is None or (bias.dtype in DTYPES and bias.is_contiguous()) else "their biases are not contiguous floats"
-
-
-def tensor_cores(device: torch.device) -> bool:
-    """Whether skinny_linear has tensor cores for 16-bit weights on this device. A CPU runs the reference and counts as such a device."""
-    return device.type != "cuda" or device_arch(device.index) >= SM90
+    return linears.objection(module.weight, module.bias)
 
 
 def forward(self: torch.nn.Linear, x: Tensor) -> Tensor:
     """The forward of a linear layer on tensor cores: skinny_linear for up to 16 rows (of f32 one), else PyTorch's."""
-    return _product(self, x, MOST_FMA if self.weight.dtype is torch.float32 else MOST)
+    return _product(self, x, linears.most_rows(self.weight.dtype, True))
 
 
 def forward_by_fma(self: torch.nn.Linear, x: Tensor) -> Tensor:
     """The forward of a linear layer without tensor cores: skinny_linear for one row, else PyTorch's."""
-    return _product(self, x, MOST_FMA)
+    return _product(self, x, linears.most_rows(self.weight.dtype, False))
 
 
 def _product(self: torch.nn.Linear, x: Tensor, most: int) -> Tensor:
     weight, bias = self.weight, self.bias
-    if x.dtype != weight.dtype or torch.is_grad_enabled() or not 0 < x.numel() <= most * x.shape[-1]:
-        return linear(x, weight, bias)
-    if x.stride(-1) != 1 or sum(n > 1 for n in x.shape[:-1]) > 1:  # rows have one distance, or are copied unless they are contiguous
-        x = x.contiguous()
-    found: Tensor = skinny_linear(x, weight, bias)  # type: ignore[assignment]  # of one weight
-    return found
+    return linears.product(x, weight, bias) if linears.fits(x, weight, bias, most) else linear(x, weight, bias)
 
 
 class Linears:
@@ -77,7 +53,7 @@ class Linears:
                 else:
                     self.modules.append(module)
         for module in self.modules:
-            module.__dict__["forward"] = MethodType(forward if tensor_cores(module.weight.device) else forward_by_fma, module)
+            module.__dict__["forward"] = MethodType(forward if linears.tensor_cores(module.weight.device) else forward_by_fma, module)
 
     @property
     def words(self) -> str:

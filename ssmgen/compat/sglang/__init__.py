@@ -14,31 +14,41 @@ from torch import Tensor
 from ...errors import ArgumentError, UnsupportedError
 from ...families.causal_conv1d.call import causal_conv1d as _conv
 from ...families.causal_conv1d_update.call import causal_conv1d_update as _conv_update
-from ...families.combine_splits.call import combine_splits
 from ...families.selective_state_update.call import selective_state_update as _ssu
 from ..shared import gated_delta, replacing
 from ..shared.draft_trees import kept_of_drafts as _kept_of_drafts
 from ..shared.gated_delta import first as _first
 from ..shared.lightning import lightning_attention as lightning_attention
 from ..shared.lightning import linear_decode_forward_triton as linear_decode_forward_triton
+from ..shared.noise import of as _noise_of
 from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
 from . import delta as _delta
+from . import gdn_layers as _gdn_layers
 from . import invariance as _invariance
 from . import layers as _layers
+from . import linears as _linears
 from . import mamba as _mamba
+from . import noise as _noise
 from . import steps as _steps
 from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .delta import chunk_kda as chunk_kda
 from .delta import flashinfer_gdn_prefill_default as flashinfer_gdn_prefill_default
+from .delta import fused_qkv_split_gdn_prefill as fused_qkv_split_gdn_prefill
+from .gdn_layers import qwen3_next_forward as qwen3_next_forward
+from .gdn_layers import qwen35_forward as qwen35_forward
 from .layers import fused_lfm_short_conv_decode as fused_lfm_short_conv_decode
+from .layers import fused_lfm_short_conv_prefill as fused_lfm_short_conv_prefill
 from .layers import kda_fused_decode as kda_fused_decode
 from .layers import lfm2_forward as lfm2_forward
 from .lightning import seg_la_fwd as seg_la_fwd
+from .linears import compute_lm_head as compute_lm_head
+from .linears import linear_apply as linear_apply
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
 from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
+from .steps import merge_state as merge_state
 from .steps import merge_state_v2 as merge_state_v2
 from .steps import mixer2_rms_norm_gated as mixer2_rms_norm_gated
 from .steps import rms_norm_gated as rms_norm_gated
@@ -102,12 +112,17 @@ def selective_state_update(
     if kept is None and x.dim() == 3 and x.shape[2] == 1 and B.dim() == 3 and B.shape[1] == 1:
         state, x, dt, A, B, C, D, z, dt_bias, out = _mamba.one_head(state, x, dt, A, B, C, D, z, dt_bias, out)
     rows = None if kept is None else slots if intermediate_state_indices is None else _first(intermediate_state_indices, batch)
-    seed = torch.randint(0, 2**32, (1,), device=state.device) if enable_stochastic_rounding and not disable_state_update else None
+    writes = not disable_state_update
+    noisy = _noise_of(state, enable_stochastic_rounding and writes, cache_philox_rounds, writes or _alike(kept, state))
     _ssu(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=slots, parents=_first(retrieve_parent_token, batch),
-        intermediate_states=kept, intermediate_state_indices=rows, update_state=not disable_state_update, rand_seed=seed,
-        philox_rounds=cache_philox_rounds or 10, pad_slot_id=pad_slot_id, out=out,
+        intermediate_states=kept, intermediate_state_indices=rows, update_state=not disable_state_update, pad_slot_id=pad_slot_id,
+        out=out, **noisy,
     )  # fmt: skip
+
+
+def _alike(kept: Tensor | None, state: Tensor) -> bool:
+    return kept is not None and kept.dtype == state.dtype
 
 
 @_takes(x="[batch, dim] or [batch, dim, T]", cache_seqlens="[batch]", conv_state_indices="[batch]")
@@ -196,13 +211,9 @@ _WORK = ("seq_lens_cpu", "block_table")  # which sequence, and which of its bloc
 
 
 @_takes(
-    x="[dim, tokens] or [batch, dim, length]",
-    weight="[dim, width]",
-    conv_states="[slots, dim, state_len]",
-    query_start_loc="[batch + 1]",
-    cache_indices="[batch]",
-    has_initial_state="[batch]",
-)
+    x="[dim, tokens] or [batch, dim, length]", weight="[dim, width]", conv_states="[slots, dim, state_len]",
+    query_start_loc="[batch + 1]", cache_indices="[batch]", has_initial_state="[batch]",
+)  # fmt: skip
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -230,17 +241,11 @@ def causal_conv1d_fn(
         conv_states = conv_states[..., : weight.shape[1] - 1]
     sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     found = _conv(
-        x,
-        weight,
-        bias,
-        activation=activation,
-        query_start_loc=query_start_loc,
-        conv_states=conv_states,
-        conv_state_indices=_first(cache_indices, sequences),
-        has_initial_state=_first(has_initial_state, sequences),
+        x, weight, bias, activation=activation, query_start_loc=query_start_loc, conv_states=conv_states,
+        conv_state_indices=_first(cache_indices, sequences), has_initial_state=_first(has_initial_state, sequences),
         pad_slot_id=pad_slot_id,
-    )
-    return _one(found)  # fmt: skip
+    )  # fmt: skip
+    return _one(found)
 
 
 @_takes(**gated_delta.PACKED)
@@ -337,28 +342,12 @@ def fused_sigmoid_gating_delta_rule_update(
     )  # fmt: skip
 
 
-@_takes()
-def merge_state(
-    prefix_output: Tensor,
-    prefix_lse: Tensor,
-    suffix_output: Tensor,
-    suffix_lse: Tensor,
-    output: Tensor | None = None,
-    output_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Merges outputs [tokens, heads, head_dim] by LSEs [tokens, heads] f32, natural logarithms: (output, output_lse), new if not given."""
-    output = torch.empty_like(prefix_output) if output is None else output
-    output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse
-    combine_splits((prefix_output, suffix_output), (prefix_lse, suffix_lse), out=output, lse_out=output_lse)
-    return output, output_lse
-
-
 _MAMBA, _ATTENTION = "sglang.kernels.ops.mamba", "sglang.kernels.ops.attention"
 _LAYERS = "sglang.srt.layers.attention"
 _ENGINE: replacing.Engine = replacing.Engine(
     "sglang", "0.5.23",
     [
-        replacing.Replacement(f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update),
+        replacing.Replacement(f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update, behind=_noise.refused),
         replacing.Replacement(f"{_MAMBA}.triton_ops.ssd_combined", "mamba_chunk_scan_combined", mamba_chunk_scan_combined),
         replacing.Replacement(f"{_LAYERS}.mamba.mamba1", _mamba.METHOD, _mamba.selective_scan),
         replacing.Replacement(f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update", causal_conv1d_update_triton),
@@ -373,14 +362,16 @@ _ENGINE: replacing.Engine = replacing.Engine(
             fused_sigmoid_gating_delta_rule_update,
         ),
         *_delta.REPLACEMENTS,
+        *_gdn_layers.REPLACEMENTS,
         *_layers.REPLACEMENTS,
+        *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,
         *_updates.REPLACEMENTS,
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement(f"{_ATTENTION}.linear.seg_la", "seg_la_fwd", seg_la_fwd),
-        replacing.Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
         *_invariance.replacements(lambda: _ENGINE),
+        *_noise.replacements(lambda: _ENGINE),
     ],
     strict=_invariance.on,
 )  # fmt: skip

@@ -302,9 +302,32 @@ def flashinfer_gdn_prefill_default(model_runner: Any) -> str | None:
     return None
 
 
+@_takes(mixed_qkv="[tokens, channels]")
+def fused_qkv_split_gdn_prefill(
+    mixed_qkv: Tensor, num_q_heads: int, num_k_heads: int, num_v_heads: int, head_q: int, head_k: int, head_v: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a convolution's output [tokens, channels], as [1, tokens, heads, size] each: views, where SGLang copies.
+
+    SGLang itself passes views to the same functions for more than 8192 channels.
+    Raises ArgumentError (a ValueError) if the heads have another number of channels, or if channels are not contiguous.
+    """
+    heads = ((num_q_heads, head_q), (num_k_heads, head_k), (num_v_heads, head_v))
+    sizes = [count * size for count, size in heads]
+    problems = []
+    if mixed_qkv.dim() != 2 or mixed_qkv.shape[1] != sum(sizes):
+        problems.append(f"mixed_qkv is {list(mixed_qkv.shape)}; expected [tokens, {sum(sizes)}]")
+    elif mixed_qkv.stride(1) != 1:
+        problems.append(f"mixed_qkv has strides {list(mixed_qkv.stride())}; expected contiguous channels")
+    if problems:
+        raise ArgumentError("sglang's fused_qkv_split_gdn_prefill", problems)
+    q, k, v = (t.unflatten(1, form)[None] for t, form in zip(mixed_qkv.split(sizes, 1), heads, strict=True))
+    return q, k, v
+
+
 _ATTENTION, _LAYERS = "sglang.kernels.ops.attention", "sglang.srt.layers.attention.linear.kernels"
 _BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 REPLACEMENTS = [
+    Replacement(f"{_ATTENTION}.triton_gdn_fused_proj", "fused_qkv_split_gdn_prefill", fused_qkv_split_gdn_prefill),
     Replacement(f"{_ATTENTION}.fla.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
     Replacement(
         f"{_LAYERS}.gdn_triton", "TritonGDNKernel.extend", extend, says={"supports_track_state_snapshot": True}, behind=with_tracked_states

@@ -19,7 +19,7 @@ from ..shared.replacing import Engine, Replacement
 _CONTEXT, _SCHEDULER, _BATCH = "sglang.srt.runtime_context", "sglang.srt.managers.scheduler", "sglang.srt.managers.schedule_batch"
 _POLICY = "sglang.srt.managers.schedule_policy"
 # Functions that work row by row, or choose a backend: SGLang's own change no bit with the batch.
-FREE = ("merge_state", "merge_state_v2", "flashinfer_gdn_prefill_default")
+FREE = ("merge_state", "merge_state_v2", "flashinfer_gdn_prefill_default", "fused_qkv_split_gdn_prefill")
 RETRACTED = "There was no memory for this request's states, and its outputs computed again would have other bits. Send it again."
 MODE = "SGLang with --enable-deterministic-inference"
 ADVICE = "Nothing was served. Change these, or leave the mode."
@@ -57,7 +57,7 @@ def replacements(engine: Callable[[], Engine]) -> list[Replacement]:
         _Served.grid = 0
         if not on() or not self.is_hybrid_ssm:
             return
-        needed = [r.place for r in engine().replacements if r.name not in FREE]
+        needed = [r.place for r in engine().replacements if r.name not in FREE and not r.asked]
         if problems := engine().not_ours(needed) + _objections(self):
             raise BatchInvarianceError(MODE, problems, ADVICE)
         engine().promise(needed)

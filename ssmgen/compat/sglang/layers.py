@@ -1,4 +1,4 @@
-"""SGLang's decode layers that are one kernel each here: Kimi-K3's and LFM2's, as in SGLang 0.5.23."""
+"""SGLang's layers that are one kernel each here: Kimi-K3's decode steps and LFM2's, as in SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from ...families.causal_conv1d.call import causal_conv1d
 from ...families.causal_conv1d_update.call import causal_conv1d_update
 from ..shared import kda_layers
 from ..shared.gated_delta import first
@@ -16,7 +17,7 @@ from ..shared.gated_delta import shaped as _shaped
 from ..shared.operands import takes as _takes
 from ..shared.replacing import NotReplaced, Replacement
 
-_LFM2 = "sglang.srt.models.lfm2"
+_CONTEXT, _SHORT = "sglang.srt.model_executor.forward_context", "sglang.kernels.ops.mamba.lfm_short_conv"
 
 _TAPS = "[width, H V]"
 
@@ -88,19 +89,55 @@ def fused_lfm_short_conv_decode(b: Tensor, c: Tensor, x: Tensor, weight: Tensor,
     return _gated(b, c, x, weight, None, state, cache_indices)
 
 
+@_takes(
+    **dict.fromkeys("bcx", "[tokens, dim]"), weight="[dim, width]", state="[slots, dim, width - 1]", query_start_loc="[N + 1]",
+    cache_indices="[N]", has_initial_state="[N]",
+)  # fmt: skip
+def fused_lfm_short_conv_prefill(
+    b: Tensor,
+    c: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor,
+    max_seq_len: int,
+) -> Tensor:
+    """LFM2's short convolution over packed prompts: out = c conv(b x), both products rounded.
+
+    b, c, x: [tokens, dim], slices of a projection          weight: [dim, width]
+    state: [slots, dim, width - 1], receives the last products b x of each prompt
+    query_start_loc: [N + 1], start of each prompt          has_initial_state: [N] bool, whether state holds the products before the first
+    cache_indices: [N], slots; a negative one is padding: a zero output, and no state is touched
+
+    Returns a new tensor [tokens, dim]. max_seq_len is ignored. Raises ArgumentError (a ValueError) for operands that do not fit.
+    """
+    return _gated_prompts(b, c, x, weight, None, state, query_start_loc, cache_indices, has_initial_state)
+
+
 @_takes(hidden_states="[tokens, hidden]")
 def lfm2_forward(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """Decode steps of LFM2's short convolution, from one projection to the next: the method forward of SGLang's Lfm2ShortConv.
+    """Decode steps and prompts of LFM2's short convolution, from one projection to the next: the method forward of SGLang's Lfm2ShortConv
+    and Lfm2MoeShortConv.
 
-    One kernel between the projections; SGLang has two multiplications and the convolution. All else is SGLang's own method, without a
-    warning.
+    One kernel between the projections; SGLang has two multiplications and the convolution, and for prompts a copy. Verified drafts and
+    empty batches are SGLang's own method, without a warning.
     """
-    if not forward_batch.forward_mode.is_decode():
+    mode = forward_batch.forward_mode
+    if mode.is_idle() or mode.is_target_verify():
         raise NotReplaced
-    step = import_module(_LFM2).get_attn_backend().conv_state_metadata(self.layer_idx, forward_batch)
+    step = import_module(_CONTEXT).get_attn_backend().conv_state_metadata(self.layer_idx, forward_batch)
+    if not mode.is_decode() and step.query_start_loc is None:
+        raise NotReplaced
     projected, _ = self.in_proj(hidden_states)
     b, c, x = projected.chunk(3, dim=-1)
-    convolved = _gated(b, c, x, self.conv_weight, self.conv_bias, step.layer_cache.conv[0], step.cache_indices)
+    window, slots = step.layer_cache.conv[0], step.cache_indices
+    if mode.is_decode():
+        convolved = _gated(b, c, x, self.conv_weight, self.conv_bias, window, slots)
+    else:
+        started = step.has_initial_state
+        convolved = _gated_prompts(b, c, x, self.conv_weight, self.conv_bias, window, step.query_start_loc, slots, started)
     output: Tensor
     output, _ = self.out_proj(convolved)
     return output
@@ -112,10 +149,28 @@ def _gated(b: Tensor, c: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
     )  # fmt: skip
 
 
+def _gated_prompts(
+    b: Tensor, c: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, starts: Tensor, slots: Tensor,
+    started: Tensor | None,
+) -> Tensor:  # fmt: skip
+    sequences, out = starts.shape[0] - 1, torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    causal_conv1d(
+        x.t(), weight, bias, query_start_loc=starts, conv_states=state[..., : weight.shape[1] - 1],
+        conv_state_indices=first(slots, sequences), has_initial_state=first(started, sequences), input_gate=b.t(), output_gate=c.t(),
+        out=out.t(),
+    )  # fmt: skip
+    return out
+
+
+_CONV = "sglang.srt.layers.attention.mamba.causal_conv1d"
+_CONVOLUTIONS = (f"{_CONV}.causal_conv1d_fn", f"{_CONV}.causal_conv1d_update")
 REPLACEMENTS = [
     Replacement("sglang.kernels.ops.attention.kda_fused_decode", "kda_fused_decode", kda_fused_decode),
-    Replacement("sglang.kernels.ops.mamba.lfm_short_conv", "fused_lfm_short_conv_decode", fused_lfm_short_conv_decode),
+    Replacement(_SHORT, "fused_lfm_short_conv_decode", fused_lfm_short_conv_decode),
+    Replacement(_SHORT, "fused_lfm_short_conv_prefill", fused_lfm_short_conv_prefill),
+    Replacement("sglang.srt.models.lfm2", "Lfm2ShortConv.forward", lfm2_forward, traced=True, needs=_CONVOLUTIONS),
     Replacement(
-        _LFM2, "Lfm2ShortConv.forward", lfm2_forward, needs=("sglang.srt.layers.attention.mamba.causal_conv1d.causal_conv1d_update",)
+        "sglang.srt.models.lfm2_moe", "Lfm2MoeShortConv.forward", lfm2_forward, traced=True,
+        needs=(*_CONVOLUTIONS, f"{_SHORT}.fused_lfm_short_conv_decode", f"{_SHORT}.fused_lfm_short_conv_prefill"),
     ),
-]
+]  # fmt: skip

@@ -1,5 +1,5 @@
-"""SGLang's packed decode step of Kimi delta attention, its convolution of prompts in Triton, its gated norm of Mamba-2's layers and merged
-attention of its kernel package, as in SGLang 0.5.23."""
+"""SGLang's packed decode step of Kimi delta attention, its convolution of prompts in Triton, its gated norm of Mamba-2's layers and its two
+functions that merge attention, as in SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...families.causal_conv1d.call import causal_conv1d as _conv
 from ...families.combine_splits.call import combine_splits
 from ...families.linear_attention.call import kda as _kda
 from ..shared import engine_norms as _norms
-from ..shared import gated_delta
+from ..shared import gated_delta, noise
 from ..shared.engine_norms import rms_norm_gated as rms_norm_gated
 from ..shared.gated_delta import first as _first
 from ..shared.gated_delta import shaped as _shaped
@@ -54,7 +54,7 @@ def fused_recurrent_kda_packed_decode(
     _kda(
         initial_state, q, k, v, _shaped(a, (B, HV, k.shape[-1])), b, A_log, dt_bias, lower_bound=lower_bound,
         use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale, state_indices=_first(ssm_state_indices, B),
-        out=gated_delta.of_one_token(name, out),
+        out=gated_delta.of_one_token(name, out), **noise.of(initial_state),
     )  # fmt: skip
     return out, initial_state
 
@@ -140,6 +140,22 @@ def mixer2_rms_norm_gated(
 
 
 @_takes()
+def merge_state(
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output: Tensor | None = None,
+    output_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Merges outputs [tokens, heads, head_dim] by LSEs [tokens, heads] f32, natural logarithms: (output, output_lse), new if not given."""
+    output = torch.empty_like(prefix_output) if output is None else output
+    output_lse = torch.empty_like(prefix_lse) if output_lse is None else output_lse
+    combine_splits((prefix_output, suffix_output), (prefix_lse, suffix_lse), out=output, lse_out=output_lse)
+    return output, output_lse
+
+
+@_takes()
 def merge_state_v2(
     v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor | None = None, s_merged: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -164,5 +180,6 @@ REPLACEMENTS = [
     Replacement(f"{_KERNELS}.mamba.causal_conv1d_triton", "causal_conv1d_fn", causal_conv1d_fn_triton),
     Replacement(f"{_FLA}.fused_norm_gate", "rms_norm_gated", rms_norm_gated, traced=True),
     Replacement(f"{_FLA}.layernorm_gated", "rms_norm_gated", mixer2_rms_norm_gated, traced=True),
+    Replacement(f"{_LAYERS}.merge_state", "merge_state", merge_state),
     Replacement(f"{_LAYERS}.flashattention_backend", "merge_state_v2", merge_state_v2),
 ]

@@ -11,6 +11,7 @@ from ..shared import invariance
 from ..shared.draft_trees import kept_of_drafts
 from ..shared.gated_delta import first as _first
 from ..shared.gated_delta import new_output as _new_output
+from ..shared.gated_delta import noise_of as _noise_of
 from ..shared.operands import takes as _takes
 from ..shared.replacing import Replacement
 from .delta import in_pool
@@ -76,9 +77,10 @@ def fused_recurrent_gated_delta_rule_update(
             None, scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel,
         )  # fmt: skip
     kept = kept_of_drafts(name, intermediate_states_buffer, cache_steps, intermediate_state_indices, retrieve_parent_token, v, cu_seqlens)
+    kept |= {"update_state": not disable_state_update}
     return gated_delta_rule(
         pool, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, state_indices=slots, cu_seqlens=cu_seqlens,
-        update_state=not disable_state_update, out=_new_output(q, v), **kept,
+        out=_new_output(q, v), **kept, **_noise_of(pool, kept),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...calls.checks import DTYPES, overlaps_itself
+from ...calls.checks import DTYPES, check_distinct
 from ...errors import ArgumentError
 from ...families.chunk_delta_rule.call import chunk_delta_rule, chunk_gated_delta_rule
 from . import invariance
@@ -77,14 +77,10 @@ def _as_held(function: str, name: str, t: Tensor | None, held: torch.dtype) -> T
     """
     if t is None or t.dtype == held or t.dtype not in DTYPES:
         return t
-    if overlaps_itself(t):
-        raise ArgumentError(
-            function,
-            [
-                f"{name} has strides {list(t.stride())}, and two of its elements share memory; expected one address per element. "
-                "Pass a contiguous tensor."
-            ],
-        )
+    problems: list[str] = []
+    check_distinct({name: t}, (name,), problems)
+    if problems:
+        raise ArgumentError(function, problems)
     return t.to(held)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, overload
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
 from ...families.linear_attention.call import gated_delta_rule, kda
+from . import noise
 
 
 @overload
@@ -80,6 +81,7 @@ def packed_decode(
     gated_delta_rule(
         initial_state, q, k, v, a, b, A_log, dt_bias, use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale,
         state_indices=first(ssm_state_indices, q.shape[0]), pad_slot_id=pad_slot_id, out=of_one_token(name, out),
+        **noise.of(initial_state),
     )  # fmt: skip
     return out, initial_state
 
@@ -111,9 +113,15 @@ def from_logits(
     gate = shaped(a, (*lead, K) if is_kda else lead)
     out = function(
         state, q, k, v, gate, shaped(b, lead), shaped(A_log, (A_log.numel(),)), shaped(dt_bias, (dt_bias.numel(),)), beta_sigmoid=True,
-        out=new_output(q, v), **options,
+        out=new_output(q, v), **noise_of(state, options), **options,
     )  # fmt: skip
     return shaped(out, shape)
+
+
+def noise_of(state: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that round the states of a call with these options, if noise is asked for."""
+    written = options.get("update_state", True) or options.get("intermediate_states") is not None
+    return noise.of(state, written=written)
 
 
 def on_a_pool(

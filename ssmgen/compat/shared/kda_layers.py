@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...families.delta_layer.call import kda_layer
+from . import noise
 from .gated_delta import first
 
 # By where a pool of states lies and how many counts it needs: [slots, heads] zeros, which each launch leaves as zeros.
@@ -23,15 +24,15 @@ def decode(
     weights
     """
     kda_layer(
-        mixed_qkv, g, beta, z, window, state, _arrivals(state), weight, bias, A_log.reshape(-1), dt_bias.reshape(-1), norm_weight,
-        lower_bound=lower_bound, norm_eps=norm_eps, scale=scale, state_indices=first(slots, mixed_qkv.shape[0]), pad_slot_id=pad_slot_id,
-        out=out,
+        mixed_qkv, g, beta, z, window, state, arrivals(state, state.shape[1]), weight, bias, A_log.reshape(-1), dt_bias.reshape(-1),
+        norm_weight, lower_bound=lower_bound, norm_eps=norm_eps, scale=scale, state_indices=first(slots, mixed_qkv.shape[0]),
+        pad_slot_id=pad_slot_id, out=out, **noise.of(state),
     )  # fmt: skip
 
 
-def _arrivals(state: Tensor) -> Tensor:
-    """Counts for a pool [slots, H, V, K] with H key heads. New ones in each replay of a graph whose capture found none."""
-    slots, heads = state.shape[:2]
+def arrivals(state: Tensor, heads: int) -> Tensor:
+    """Counts for a pool [slots, H, V, K] with this number of key heads. New ones in each replay of a graph whose capture found none."""
+    slots = state.shape[0]
     key = (state.device, state.data_ptr(), slots, heads)
     found = _ARRIVALS.get(key)
     if found is None:

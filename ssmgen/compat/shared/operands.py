@@ -135,4 +135,5 @@ def _check(function: Callable[..., Any], shapes: Mapping[str, str], args: tuple[
             elif axes and value.dim() not in axes:
                 problems.append(f"{name} is {list(value.shape)}; expected {shapes[name]}")
     if problems:
-        raise ArgumentError(f"{function.__module__.rpartition('.')[2]}'s {function.__name__}", problems) from None
+        package = function.__module__.partition(".compat.")[2].partition(".")[0]
+        raise ArgumentError(f"{package}'s {function.__name__}", problems) from None

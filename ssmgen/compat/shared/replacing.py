@@ -27,7 +27,8 @@ import torch
 from torch.compiler import is_compiling
 
 from ...errors import ArgumentError, BatchInvarianceError, CaptureError, NotBuiltError, UnsupportedError
-from ...settings import kept_functions
+from ...settings import kept_functions, linear_layers_are_asked_for
+from . import noise
 from .invariance import Mode
 
 # Raised before anything is launched or written, so that the engine's own function can still do the call.
@@ -42,14 +43,15 @@ class NotReplaced(Exception):  # noqa: N818
 NAMES = (
     "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
     "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "flashinfer_gdn_prefill_default", "fused_gdn_decode_post_conv_mtp",
-    "fused_kda_decode", "fused_lfm_short_conv_decode", "fused_recurrent_gated_delta_rule",
-    "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update", "fused_recurrent_kda",
-    "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update", "kda_fused_decode",
-    "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
-    "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2",
-    "rms_norm_gated", "seg_la_fwd", "selective_scan_fn", "selective_state_update", "Glm5NextLinearAttention._flashkda_prefill",
-    "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "QwenGatedDeltaNetAttention._forward_core", "ShortConv.forward_cuda",
-    "TritonGDNKernel.extend", "_flashkda_prefill",
+    "fused_kda_decode", "fused_lfm_short_conv_decode", "fused_lfm_short_conv_prefill", "fused_qkv_split_gdn_prefill",
+    "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update",
+    "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update",
+    "kda_fused_decode", "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
+    "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2", "rms_norm_gated",
+    "seg_la_fwd", "selective_scan_fn", "selective_state_update", "Glm5NextLinearAttention._flashkda_prefill", "Lfm2MoeShortConv.forward",
+    "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
+    "QwenGatedDeltaNetAttention._forward_core", "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",
+    "LogitsProcessor._compute_lm_head", "UnquantizedEmbeddingMethod.apply", "UnquantizedLinearMethod.apply",
 )  # fmt: skip
 
 # The counterpart of warm() for users who do not make the calls themselves.
@@ -60,6 +62,7 @@ NO_FALLBACK = "The engine's own function has other bits. Change what it refuses,
 OTHER_RELEASE = "Name nothing of it in SSMGEN_ENGINE_KEEP, install {} {}, or leave the mode."
 
 REPLACED, WAITING = "replaced", "replaced when it is imported"
+NOT_ASKED = "off; SSMGEN_ENGINE_LINEAR=allow replaces it"
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,11 @@ class Replacement:
 
     says: attributes that its class gets too, where the engine looks up what the method can do
     behind: wraps the engine's own method for refused calls, because its class now claims more than that method can do
-    traced: torch.compile may trace calls of it, which stay the engine's own
+    traced: torch.compile may trace calls of it, which stay the engine's own, or call `compiled` with the engine's own before the arguments
     needs: places of other replacements; while one of them is not made, calls of this one stay the engine's own
     around: function takes the engine's own before the other arguments, and calls it itself
+    asked: replaced only if SSMGEN_ENGINE_LINEAR asks for it
+    backward: the engine's own has one, so ours sees whether gradients are recorded
     """
 
     module: str
@@ -79,8 +84,11 @@ class Replacement:
     says: Mapping[str, Any] = field(default_factory=dict)
     behind: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     traced: bool = False
+    compiled: Callable[..., Any] | None = None
     needs: tuple[str, ...] = ()
     around: bool = False
+    asked: bool = False
+    backward: bool = False
 
     @property
     def place(self) -> str:
@@ -115,11 +123,16 @@ class Engine:
         if torch.version.cuda is None:
             self.log.info("ssmgen replaces nothing: this torch is not built for CUDA")
             return {}
-        kept = self._kept()
+        kept, asked = self._kept(), linear_layers_are_asked_for()
+        noise.rounds.cache_clear()
+        if count := noise.rounds():
+            self.log.info("ssmgen rounds 16-bit states with noise of %d rounds in decode steps, as SSMGEN_ENGINE_NOISE asks", count)
         self.strict.watch(True)
         self._compare_versions()
         for r in self.replacements:
-            if r.name in kept or "all" in kept:
+            if r.asked and not asked:
+                self.outcome[r.place] = NOT_ASKED
+            elif r.name in kept or "all" in kept:
                 self._keep(r, "SSMGEN_ENGINE_KEEP names it", logging.INFO)
             elif r.module in sys.modules:
                 self.replace(r, sys.modules[r.module])
@@ -160,7 +173,7 @@ class Engine:
         elif drift := differences(r.form, plain):
             self._keep(r, f"its parameters differ from those of {self.package} {self.version}: {'; '.join(drift)}")
         else:
-            ours = _around(r, plain) if r.around else self._with_the_original_behind(self._with_others(r), plain)
+            ours = _around(r, plain) if r.around else self.with_the_original_behind(self._with_others(r), plain)
             if of_class:
                 self.undo.append(_given(owner, {name: ours if kind is None else kind(ours), **r.says}))
             else:
@@ -183,7 +196,7 @@ class Engine:
 
         return changed(r, function=function)
 
-    def _with_the_original_behind(self, r: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+    def with_the_original_behind(self, r: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
         """Ours, for calls that it takes; the engine's for the others, with a warning, once per reason, or in the strict mode an error."""
         told: set[tuple[type, str]] = set()
         behind = original if r.behind is None else r.behind(original)
@@ -191,7 +204,7 @@ class Engine:
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                if not torch.is_grad_enabled():
+                if r.backward or not torch.is_grad_enabled():
                     return r.function(*args, **kwargs)
                 with torch.no_grad():  # SGLang's one_batch records its graphs with autograd on; the engine's functions lack a backward too
                     return r.function(*args, **kwargs)
@@ -210,9 +223,11 @@ class Engine:
         if not r.traced:
             return call
 
+        traced = original if r.compiled is None else partial(r.compiled, original)
+
         @wraps(original)
         def run_or_traced(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if is_compiling() else call(*args, **kwargs)
+            return traced(*args, **kwargs) if is_compiling() else call(*args, **kwargs)
 
         return run_or_traced
 

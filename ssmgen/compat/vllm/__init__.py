@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
@@ -22,6 +21,7 @@ from ..shared import gated_delta, replacing
 from ..shared.gated_delta import first as _first
 from ..shared.lightning import lightning_attention as lightning_attention
 from ..shared.lightning import linear_decode_forward_triton as linear_decode_forward_triton
+from ..shared.noise import of as _noise_of
 from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
 from . import delta as _delta
@@ -29,6 +29,8 @@ from . import flashkda as _flashkda
 from . import gdn as _gdn
 from . import invariance as _invariance
 from . import layers as _layers
+from . import linears as _linears
+from . import noise as _noise
 from . import norms as _norms
 from . import steps as _steps
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -42,6 +44,8 @@ from .flashkda import kda_prefill_checkpoint_alignment as kda_prefill_checkpoint
 from .gdn import forward_core as forward_core
 from .layers import fused_kda_decode as fused_kda_decode
 from .layers import short_conv as short_conv
+from .linears import embedding_apply as embedding_apply
+from .linears import linear_apply as linear_apply
 from .mamba import mamba_chunk_scan_combined_varlen as mamba_chunk_scan_combined_varlen
 from .mamba import selective_scan_fn as selective_scan_fn
 from .merging import merge_attn_states as merge_attn_states
@@ -112,14 +116,15 @@ def selective_state_update(
 
     Rare arguments:
     num_accepted_tokens: [sequences]: the column to read is this less one (0 is like 1), and each token's state goes to its own column
-    enable_stochastic_rounding: rounds f16 and bf16 states with noise of cache_philox_rounds rounds (0 is 10), not in speculative steps
+    enable_stochastic_rounding: rounds f16 and bf16 states with noise of cache_philox_rounds rounds (0 is 10), not in speculative steps.
+        SSMGEN_ENGINE_NOISE asks for noise in both
     is_blackwell: ignored
     """
     if out is None:
         raise ArgumentError("vllm's selective_state_update", ["out is None; expected a tensor, since nothing is returned. Pass out."])
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     read, write = state_batch_indices, None if dst_state_batch_indices is state_batch_indices else dst_state_batch_indices
-    seed = None
+    asked = enable_stochastic_rounding and num_accepted_tokens is None
     if num_accepted_tokens is not None and read is not None:
         read = _columns(_first(read, sequences))
         write = read if write is None else _columns(_first(write, sequences))
@@ -127,12 +132,10 @@ def selective_state_update(
         num_accepted_tokens = _first(num_accepted_tokens, sequences).clamp(min=1)
     else:
         read, write = gated_delta.first_column(read, sequences), gated_delta.first_column(write, sequences)
-        if enable_stochastic_rounding:
-            seed = torch.randint(0, 2**32, (1,), device=state.device)
     _ssu(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=read, dst_state_indices=write,
-        num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens, rand_seed=seed, philox_rounds=cache_philox_rounds or 10,
-        pad_slot_id=_pad(null_block_id), out=out,
+        num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens, pad_slot_id=_pad(null_block_id), out=out,
+        **_noise_of(state, asked, cache_philox_rounds),
     )  # fmt: skip
 
 
@@ -293,8 +296,9 @@ def fused_recurrent_gated_delta_rule(
     assert initial_state is not None, "on_a_pool raises without one"
     beta = v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta
     out = _gated_delta_rule(
-        initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=gated_delta.new_output(q, v), **options
-    )
+        initial_state, q, k, v, g, beta, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, out=gated_delta.new_output(q, v), **options,
+        **_noise_of(initial_state),
+    )  # fmt: skip
     return out, initial_state
 
 
@@ -353,7 +357,7 @@ _LIGHTNING = "vllm.model_executor.layers.lightning_attn"
 _ENGINE: replacing.Engine = replacing.Engine(
     "vllm", "0.33.0",
     [
-        replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update),
+        replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update, behind=_noise.refused),
         replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_scan_fn", selective_scan_fn),
         replacing.Replacement(f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen", mamba_chunk_scan_combined_varlen),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
@@ -369,12 +373,14 @@ _ENGINE: replacing.Engine = replacing.Engine(
         *_flashkda.REPLACEMENTS,
         *_gdn.REPLACEMENTS,
         *_layers.REPLACEMENTS,
+        *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,
         *_norms.REPLACEMENTS,
         replacing.Replacement(_LIGHTNING, "lightning_attention", lightning_attention),
         replacing.Replacement(_LIGHTNING, "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states", merge_attn_states),
         *_invariance.replacements(lambda: _ENGINE),
+        *_noise.replacements(lambda: _ENGINE),
     ],
     strict=_invariance.on,
 )  # fmt: skip

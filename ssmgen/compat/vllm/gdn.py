@@ -13,7 +13,7 @@ from ...errors import ArgumentError
 from ...families.causal_conv1d.call import causal_conv1d
 from ...families.linear_attention.call import gated_delta_rule
 from ..shared import delta_prompts as _prompts
-from ..shared import invariance
+from ..shared import invariance, noise
 from ..shared.gated_delta import first, unpacked
 from ..shared.operands import VECTOR
 from ..shared.operands import takes as _takes
@@ -62,7 +62,7 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
         rows = (t[:steps] for t in (*unpacked(_NAME, convolved, state), a, b))
         decode = call_of(
             gated_delta_rule, state, *rows, *gates, use_qk_l2norm=True, beta_sigmoid=True, state_indices=slots[:steps], pad_slot_id=0,
-            out=out[:steps],
+            out=out[:steps], **noise.of(state),
         ).plan()  # fmt: skip
     weight, starts = self.conv1d.weight.squeeze(1), step.non_spec_query_start_loc
     sequences = starts.shape[0] - 1

@@ -1,14 +1,17 @@
-"""vLLM's decode layers that are one kernel each here: Kimi-K3's and LFM2's, as in vLLM 0.33."""
+"""vLLM's layers that are one kernel each here: Kimi-K3's decode steps and LFM2's, as in vLLM 0.33."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...calls.operator import call_of
 from ...errors import ArgumentError
+from ...families.causal_conv1d.call import causal_conv1d
 from ...families.causal_conv1d_update.call import causal_conv1d_update
 from ..shared import kda_layers
 from ..shared.gated_delta import first, first_column
@@ -16,7 +19,7 @@ from ..shared.operands import takes as _takes
 from ..shared.replacing import NotReplaced, Replacement
 
 _LAYERS = "vllm.model_executor.layers.mamba"
-_SHORT = f"{_LAYERS}.short_conv"
+_SHORT, _CONV = f"{_LAYERS}.short_conv", f"{_LAYERS}.ops.causal_conv1d"
 
 
 @_takes(
@@ -70,34 +73,61 @@ def fused_kda_decode(
 
 @_takes(hidden_states="[tokens, hidden]", output="[tokens, hidden]")
 def short_conv(self: Any, hidden_states: Tensor, output: Tensor) -> None:
-    """Decode steps and drafts of LFM2's short convolution, into output: the method forward_cuda of vLLM's ShortConv.
+    """Decode steps, drafts and prompts of LFM2's short convolution, into output: the method forward_cuda of vLLM's ShortConv.
 
-    One kernel between the projections; vLLM has two multiplications, two copies and the convolution. Steps with prompts are vLLM's own
-    method, without a warning.
+    One kernel between the projections for decoded tokens and one for prompts. vLLM has two multiplications and a convolution for each, and
+    copies. The profiling run, which has no states, is vLLM's own method, without a warning.
     """
     engine = import_module(_SHORT)
     step = engine.get_forward_context().attn_metadata
     step = step.get(self.prefix) if isinstance(step, dict) else None
-    if step is None or step.num_prefills or not step.num_decode_tokens:
+    if step is None or not (step.num_prefills or step.num_decode_tokens):
         raise NotReplaced
-    window, tokens, table = self.kv_cache[0], step.num_decode_tokens, step.state_indices_tensor_d
+    window, steps = self.kv_cache[0], step.num_decode_tokens
     if not engine.is_conv_state_dim_first():
         window = window.transpose(-1, -2)
-    weight, accepted = self.conv.weight.squeeze(1), step.num_accepted_tokens
+    tokens, weight = steps + (step.num_prefill_tokens if step.num_prefills else 0), self.conv.weight.squeeze(1)
     projected, _ = self.in_proj(hidden_states)
     before, after, x = projected[:tokens].chunk(3, dim=-1)
-    if accepted is None:
-        where: dict[str, Any] = {"conv_state_indices": first_column(table, tokens)}
-        window = window[..., : weight.shape[1] - 1]
+    convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = []
+    if steps:
+        calls.append((causal_conv1d_update, _decoded(step, window, weight, *(t[:steps] for t in (x, before, after, convolved)))))
+    if step.num_prefills:
+        calls.append((causal_conv1d, _prompts(step, window, weight, *(t[steps:].t() for t in (x, before, after, convolved)))))
+    if len(calls) > 1:  # the objections to both come first, while the windows are as they were
+        launches = [call_of(function, weight=weight, bias=self.conv.bias, pad_slot_id=0, **more).plan() for function, more in calls]
+        for launch in launches:
+            launch()
     else:
-        sequences = table.shape[0]
-        where = {"conv_state_indices": first_column(table, sequences), "num_accepted_tokens": first(accepted, sequences)}
-        where["query_start_loc"] = first(step.query_start_loc_d, sequences + 1)
-    convolved = causal_conv1d_update(x, window, weight, self.conv.bias, input_gate=before, output_gate=after, pad_slot_id=0, **where)
+        for function, more in calls:
+            function(weight=weight, bias=self.conv.bias, pad_slot_id=0, **more)
     output[:tokens], _ = self.out_proj(convolved)
+
+
+def _decoded(step: Any, window: Tensor, weight: Tensor, x: Tensor, before: Tensor, after: Tensor, out: Tensor) -> dict[str, Any]:
+    """The arguments for a token of each sequence, or for its drafts; all tensors of tokens are [tokens, dim]."""
+    table, accepted, tokens = step.state_indices_tensor_d, step.num_accepted_tokens, x.shape[0]
+    given: dict[str, Any] = {"x": x, "input_gate": before, "output_gate": after, "out": out}
+    if accepted is None:
+        return given | {"conv_state": window[..., : weight.shape[1] - 1], "conv_state_indices": first_column(table, tokens)}
+    sequences = table.shape[0]
+    given |= {"conv_state": window, "conv_state_indices": first_column(table, sequences)}
+    return given | {"num_accepted_tokens": first(accepted, sequences), "query_start_loc": first(step.query_start_loc_d, sequences + 1)}
+
+
+def _prompts(step: Any, window: Tensor, weight: Tensor, x: Tensor, before: Tensor, after: Tensor, out: Tensor) -> dict[str, Any]:
+    """The arguments for packed prompts; all tensors of tokens are [dim, tokens]."""
+    starts = step.query_start_loc_p
+    sequences = starts.shape[0] - 1
+    return {
+        "x": x, "input_gate": before, "output_gate": after, "out": out, "query_start_loc": starts,
+        "conv_states": window[..., : weight.shape[1] - 1], "conv_state_indices": first_column(step.state_indices_tensor_p, sequences),
+        "has_initial_state": first(step.has_initial_states_p, sequences),
+    }  # fmt: skip
 
 
 REPLACEMENTS = [
     Replacement("vllm._custom_ops", "fused_kda_decode", fused_kda_decode),
-    Replacement(_SHORT, "ShortConv.forward_cuda", short_conv, needs=(f"{_LAYERS}.ops.causal_conv1d.causal_conv1d_update",)),
+    Replacement(_SHORT, "ShortConv.forward_cuda", short_conv, needs=(f"{_CONV}.causal_conv1d_fn", f"{_CONV}.causal_conv1d_update")),
 ]

@@ -14,7 +14,7 @@ from ...families.gated_rms_norm.call import gated_rms_norm
 from ...families.linear_attention.call import gated_delta_rule as _gated_delta_rule
 from ...families.linear_attention.call import kda as _kda
 from ...families.linear_attention.call import lightning_attn as _lightning_attn
-from ..shared import gated_delta
+from ..shared import gated_delta, noise
 from ..shared.gated_delta import first as _first
 from ..shared.gated_delta import shaped as _shaped
 from ..shared.operands import takes as _takes
@@ -197,6 +197,7 @@ def _step(
     options |= gated_delta.on_a_pool(name, v, *where)
     out = gated_delta.new_output(q, v) if out is None else out
     given: Any = (where[0], *operands)
+    options |= noise.of(given[0])
     _kda(*given, out=out, **options)
     return out, given[0]
 
@@ -232,7 +233,7 @@ def fused_recurrent_kda_packed_decode(
     out = mixed_qkv.new_empty((1, B, HV, V)) if out is None else out
     _kda(
         initial_state, q, k, v, raw_g[0], raw_beta[0], *_gate(A_log, dt_bias), lower_bound=lower_bound, use_qk_l2norm=True,
-        beta_sigmoid=True, scale=scale, state_indices=_first(state_indices, B), pad_slot_id=0, out=out[0],
+        beta_sigmoid=True, scale=scale, state_indices=_first(state_indices, B), pad_slot_id=0, out=out[0], **noise.of(initial_state),
     )  # fmt: skip
     return out, initial_state
 
@@ -282,7 +283,7 @@ def fused_gdn_decode_post_conv_mtp(
     ).plan()
     _gated_delta_rule(
         state, q, k, v, a[None], b[None], A_log, dt_bias, use_qk_l2norm=True, beta_sigmoid=True, scale=scale,
-        out=_shaped(out, tuple(v.shape)), **options,
+        out=_shaped(out, tuple(v.shape)), **noise.of(state), **options,
     )  # fmt: skip
     norm()
     return out

@@ -7,12 +7,12 @@ of the result, except the backend, whose products sum in another order.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from itertools import product
 from typing import Any, ClassVar, TypeVar
 
-from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, changed, made, must, text_of
+from ...spec.kernel import NAMED, SM90, Arch, DType, Index, KernelSpec, Layout, Loads, Needs, Pdl, changed, made, must, text_of
 from . import warpgroups
 from .kernels import ChunkKernel, Counts, released
 from .problem import Divided, Stated
@@ -21,9 +21,6 @@ from .warpgroups import ROWS
 # State rows per block of the chain: powers of two, by which rows of v are swizzled in shared memory. With 128 rows, ptxas gives a thread
 # 168 of the 217 registers that it needs.
 TILES = (16, 32, 64)
-# Up to this number of blocks of 32 rows of one sequence, each block has an SM alone, and its shared memory serves two warps. Four would
-# wait for it.
-FEW = 128
 # Fields with other defaults for warpgroups. Texts of chains by warpgroups may leave these values out, texts of chains by warps may not.
 ON_WARPGROUPS = {"stages": 3, "fetchers": 1}
 C = TypeVar("C", bound="Chain")
@@ -45,24 +42,21 @@ class Backend(Enum):
     WARPGROUPS = "warpgroups"  # the tensor cores of sm_90a: one warpgroup loads, one writes o, each of the others holds 64 rows
 
 
+@dataclass(frozen=True, kw_only=True)
 class Chain(ChunkKernel, Stated, Divided):
-    """A kernel that scans chunks with the state, in f32 in registers. The family's spec has the attributes declared here as fields."""
+    """A problem, and the kernel that scans its chunks with the state, in f32 in registers, after the kernel that prepares them."""
 
-    __slots__ = ()
     terms: ClassVar[int] = 1  # 16-bit terms of an operand of a product
     walks: ClassVar[bool] = True
 
-    role: Role
-    backend: Backend
-    head_k: int
-    copy: int
-    state_loads: Loads
-    tile: int  # rows of the state in a block
-    stages: int
-    fetchers: int
-    min_blocks: int
-    ahead_pdl: Pdl
-    transitions: bool  # for ends: whether M is computed too
+    role: Role = field(default=Role.CHAIN, metadata=NAMED)
+    backend: Backend = field(default=Backend.WARPS, metadata=NAMED)
+    tile: int = 64  # rows of the state (value channels) per block, 16 per walker
+    stages: int = 2  # chunks in shared memory: the current one, and the chunks that are loading
+    fetchers: int = 2  # warps
+    min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
+    ahead_pdl: Pdl = Pdl.OFF  # PDL of the kernel that prepares
+    transitions: bool = field(default=True, metadata=NAMED)  # role ENDS: also compute M
 
     @classmethod
     def kinds(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -299,26 +293,3 @@ def _kind(family: str, role: Role, backend: Backend) -> str:
     if role is Role.CHAIN:
         return family if backend is Backend.WARPS else f"{family}_warpgroups"
     return f"{family}_{role.value}" if backend is Backend.WARPS else f"{family}_warpgroup_{role.value}"
-
-
-def space(make: Callable[..., C], fetchers: tuple[int, ...], arch: Arch) -> Iterator[C]:
-    """Every legal variant whose warps compute their own products, within the axes worth trying. make: (its choices) -> spec."""
-    inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
-    for tile, stages, count, ahead in product(TILES, (1, 2, 3), fetchers, Pdl):
-        spec = make(tile=tile, stages=stages, fetchers=count, pdl=inner, ahead_pdl=ahead)
-        if not spec.violations(arch):
-            yield spec
-
-
-def by_warps(make: Callable[..., C], head_v: int, heads: int) -> Iterator[tuple[str, C | None, str]]:
-    """(rule, spec, ""), best first, for chains whose warps compute their own products. make: (tile=, stages=) -> spec. The last one needs
-    the least shared memory."""
-    tiles = [t for t in TILES if head_v % t == 0]
-    few = [t for t in tiles if t <= 32]
-    tile = few[-1] if heads * head_v // 32 <= FEW else tiles[-1]
-    # Loads of a chunk may take the time of two chunks with three stages, of one with two stages. With one stage nothing overlaps.
-    yield "three stages", make(tile=tile, stages=3), ""
-    yield "two stages", make(tile=tile, stages=2), ""
-    yield "narrow", make(tile=few[-1], stages=2), ""
-    yield "one stage", make(tile=tile, stages=1), ""
-    yield "generic", make(tile=16, stages=1), ""

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
-from ...compile.occupancy import LIMITS, SHARED_RESERVED
-from ...spec.kernel import SM90, Arch, KernelSpec, Param, Pdl, Problem, must
-from ...spec.operands import Table
+from ...compile.occupancy import shared_violations
+from ...spec.kernel import SM90, Arch, KernelSpec, Param, Pdl, Problem
 from .problem import Chunked
 
 
@@ -29,7 +28,6 @@ class ChunkKernel(KernelSpec, Chunked):
 
     __slots__ = ()
     word: ClassVar[str]  # for the family, in names of kernels
-    table: ClassVar[Table]  # the tensors of the family's kernels
     prepares: ClassVar[bool] = False  # whether it makes images
     walks: ClassVar[bool] = False  # whether it scans chunks with the state
 
@@ -81,11 +79,9 @@ class ChunkKernel(KernelSpec, Chunked):
 
     def common_violations(self, arch: Arch, shared_bytes: int) -> list[str]:
         """Constraints of every kernel on a legal problem."""
-        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
-            *must(shared_bytes <= most, f"a block uses {shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for asynchronous copies and bf16"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *shared_violations(arch, shared_bytes),
+            *self.arch_violations(arch, "asynchronous copies and bf16"),
         ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ...spec.kernel import DType, Index, must
+from dataclasses import dataclass, field
+
+from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
 
 CHUNK = 64  # tokens, for sequences that are split into segments; the result's bits depend on it
 
@@ -22,11 +24,19 @@ class Chunked:
         raise NotImplementedError
 
 
+def chunks_of(tokens: int, sequences: int, chunk: int) -> int:
+    """Count of chunk numbers for `tokens` tokens in all, `chunk` of them in a chunk: enough for any start positions of the sequences.
+
+    Chunk n of sequence s has the number begin(s) // chunk + s + n, where begin(s) is its first token. Numbers are unique, and need no sum
+    over sequences. Unused numbers are skipped.
+    """
+    return tokens // chunk + sequences
+
+
 class Stated:
     """Part of a problem with states."""
 
     __slots__ = ()
-    head_v: int
     x: DType
     state: DType
     initial: bool
@@ -35,6 +45,8 @@ class Stated:
     started: bool
     index: Index
     checkpoints: Index
+    copy: int
+    state_loads: Loads
 
     @property
     def marked(self) -> bool:
@@ -42,9 +54,8 @@ class Stated:
         return self.checkpoints is not Index.NONE
 
     def state_faults(self) -> list[str]:
-        """Constraints on v and on states that no variant can meet."""
+        """Constraints on states that no variant can meet."""
         return [
-            *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V is {self.head_v}; expected 16 … 256 in steps of 16"),
             *must(not (self.pool and self.final), "pool and final are both yes; expected one of them: a pool receives the final states"),
             *must(
                 not (self.started and self.initial),
@@ -110,3 +121,42 @@ class Divided:
     def room(self) -> int:
         """f32 numbers per segment and head in the workspace: N, then M. For a first segment: its final state."""
         return (self.head_v + self.head_k) * self.head_k
+
+    def segment_bytes(self, tokens: int, sequences: int, heads: int) -> int:
+        """Bytes of the results of segments, after the images in the workspace. Segment i of candidate c and head h is at
+        ((c segments + i) heads + h) room; the last segment stores nothing."""
+        return 4 * self.candidates(tokens, sequences) * self.segments * heads * self.room
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionStates(Problem, Chunked, Stated, Divided):
+    """The fields of an attention's problem that the images of chunks do not depend on: v, states and segments."""
+
+    head_v: int  # channels of v and out
+    state: DType = DType.F32  # of all states
+    layout: Layout = Layout.VK
+    initial: bool = False  # initial_states are read
+    final: bool = False  # final_states are written
+    pool: bool = False  # `state` is written instead of final_states, and read if has_initial_state is true
+    started: bool = False  # has_initial_state is given
+    index: Index = Index.NONE  # type of state_indices
+    checkpoints: Index = Index.NONE  # type of checkpoint_positions; their number is an argument of the kernel
+    state_loads: Loads = Loads.VECTOR  # of states: pairs of elements
+    segments: int = field(default=1, metadata=LATER)  # of a sequence after its first one, at most; 1: no sequence is cut
+    segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the rule may split sequences into segments."""
+        return True
+
+    def faults(self) -> list[str]:
+        return [
+            *super().faults(),
+            *must(self.head_v % 16 == 0 and 16 <= self.head_v <= 256, f"V is {self.head_v}; expected 16 … 256 in steps of 16"),
+            *self.state_faults(),
+            *must(
+                self.segments >= 1 and self.segment_chunks >= 1,
+                f"segments is {self.segments} and segment_chunks {self.segment_chunks}; expected 1 or more",
+            ),
+        ]

@@ -11,10 +11,11 @@ reads and writes nothing that the first one writes, and waits for the first one 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from ...calls.scalars import integer
-from ...spec.kernel import Arch, Needs, Pdl, must
+from ...spec.kernel import LATER, Arch, Needs, Pdl, must
 from .kernels import ChunkKernel, Counts
 from .problem import CHUNK, Divided, cut_from
 from .warpgroups import ROWS, SMS
@@ -46,17 +47,28 @@ def why_not(head_v: int, heads: int, fewest: int = FEWEST) -> str:
     return f"the call asks for one segment, or no sequence has {cut_from(LEAST)} chunks of {CHUNK} tokens: no sequence is cut"
 
 
+J = TypeVar("J", bound="Join")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Join(ChunkKernel, Divided):
     """States between segments, S <- S M + N in f32. A block has some rows of one head's state, and loops over the segments."""
 
-    __slots__ = ()
     template: ClassVar[str] = "engine/chunks/join.cu.j2"
     rows: ClassVar[int] = 8
     min_blocks: ClassVar[int] = 1
     marked: ClassVar[bool] = False
     leads: ClassVar[bool] = False
 
-    pdl: Pdl
+    head_v: int
+    segments: int = field(default=2, metadata=LATER)
+    segment_chunks: int = field(default=1, metadata=LATER)
+
+    @classmethod
+    def of(cls: type[J], spec: Any, **more: Any) -> J:
+        """The kernel that joins the segments of a call, whose last kernel is `spec`. more: fields that differ."""
+        same = ("head_k", "head_v", "cu_seqlens", "segments", "segment_chunks", "pdl")
+        return cls(**{name: getattr(spec, name) for name in same} | more)
 
     @property
     def needs(self) -> Needs:
@@ -92,8 +104,3 @@ class Join(ChunkKernel, Divided):
             *must(self.divided, f"segments is {self.segments}; expected 2 or more for the kernel that joins them"),
             *self.common_violations(arch, self.shared_bytes),
         ]
-
-
-def joining(spec: Any) -> dict[str, Any]:
-    """The fields of the kernel that joins a call's segments; the call's last kernel has them too."""
-    return {name: getattr(spec, name) for name in ("head_k", "head_v", "cu_seqlens", "segments", "segment_chunks", "pdl")}

@@ -12,6 +12,9 @@ from ...calls import checks, prompts
 from ...errors import ArgumentError
 from ...spec.arguments import Value
 from ...spec.operands import LEAD, Table
+from ..tiles import maps
+from .kernels import Counts
+from .problem import chunks_of
 
 Views = Mapping[str, Tensor]
 Own = Callable[[Mapping[str, int]], Mapping[str, checks.Shapes]]  # from a call's sizes by the table's words
@@ -90,11 +93,32 @@ def check_alignment(operator: str, pointers: Mapping[str, int]) -> None:
         )
 
 
-def attention_values(views: Views, scale: float, pad_slot_id: int) -> dict[str, Value]:
-    """The arguments of all kernels, except pointers and strides."""
-    v, sequences = views["v"], prompts.sequences_of(views, "v")
-    values = {"tokens": v.shape[1], "sequences": sequences, "heads": v.shape[2], "group_heads": v.shape[2] // views["q"].shape[2]}
-    return {**values, "scale": scale, "pad_slot_id": pad_slot_id, **prompts.values_of(views)}
+def counts_of(views: Views, chunk: int) -> Counts:
+    """The sizes of a launch. chunk: tokens of one."""
+    tokens, sequences, heads = v_sizes(views)
+    return Counts(chunks_of(tokens, sequences, chunk), sequences, heads, heads // views["q"].shape[2], tokens)
+
+
+def grid_of(spec: Any, views: Views) -> int:
+    blocks: int = spec.blocks(counts_of(views, spec.chunk))
+    return blocks
+
+
+def attention_values(spec: Any, views: Views, options: Any, **more: Value) -> dict[str, Value]:
+    """All arguments of a kernel except pointers. more: arguments that not all families have."""
+    counts = counts_of(views, spec.chunk)
+    values: dict[str, Value] = {"tokens": views["v"].shape[1], "sequences": counts.sequences, "heads": counts.heads}
+    values |= {"group_heads": counts.group_heads, **spec.counted(counts)}
+    values |= {"scale": options.scale, "pad_slot_id": options.pad_slot_id, **more, **prompts.values_of(views)}
+    return values | {**spec.table.stride_values(spec, views), **maps(views, spec.mapped, spec.chunk)}
+
+
+def for_reference(views: Views, options: Any) -> dict[str, Any]:
+    """The arguments of a reference, which computes token by token: without workspace and segments."""
+    how = options._asdict()
+    how["beta_form"] = how.pop("beta")
+    del how["segments"]
+    return {**how, **{n: t for n, t in views.items() if n != "workspace"}}
 
 
 def writes(views: Views) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
@@ -100,13 +99,6 @@ def _check_memory(named: Mapping[str, Tensor], inputs: str, problems: list[str])
     windows, kept = named.get("intermediate_conv_window"), named.get("intermediate_states")
     if windows is not None and windows.dtype != named[inputs].dtype:
         problems.append(f"intermediate_conv_window is {windows.dtype}; expected {named[inputs].dtype}, the dtype of {inputs}")
-    for name, t in (("intermediate_conv_window", windows), ("intermediate_states", kept)):
-        if t is not None and checks.overlaps_itself(t):
-            problems.append(
-                f"{name} has strides {list(t.stride())}, and two of its elements share memory; expected one address per element. "
-                "Pass a contiguous tensor."
-            )
+    checks.check_distinct(named, ("intermediate_conv_window", "intermediate_states"), problems)
     if kept is not None:
-        dense = torch.empty(kept.shape[2:], device="meta").stride()
-        if any(n > 1 and have != want for n, have, want in zip(kept.shape[2:], kept.stride()[2:], dense, strict=True)):
-            problems.append(f"intermediate_states has strides {list(kept.stride())}; expected dense last three axes, {list(dense)}")
+        checks.check_dense("intermediate_states", kept, problems)

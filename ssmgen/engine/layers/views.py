@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES, INDEX, index_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Index, KernelSpec, Loads, PoolMode, Update
 from ...spec.operands import Table
 from ..norm import Activation, LayerNorm, LayerNormSpec
+from ..recurrences.slots import check_pool, check_room
 from ..short_conv import CHANNELS, ShortConv
 from ..window import MAX_WIDTH, Saved, StateLayout
 
@@ -40,22 +40,11 @@ def check_channels(named: Mapping[str, Tensor], inputs: str, groups: int, proble
 
 def check_memory(named: Mapping[str, Tensor], batch: int, problems: list[str]) -> None:
     """Checks strides and slots of states, of written operands, and of operands whose strides are 32-bit in kernels."""
-    state, window = named["state"], named["conv_state"]
-    slots, dense = state.shape[0], torch.empty(state.shape[1:], device="meta").stride()
-    if any(n > 1 and have != want for n, have, want in zip(state.shape[1:], state.stride()[1:], dense, strict=True)):
-        problems.append(f"state has strides {list(state.stride())}; expected dense last three axes, {list(dense)}")
-    elif slots > 1 and state.stride(0) < state[0].numel():
-        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap; expected {state[0].numel()} or more")
-    for name, t in (("conv_state", window), ("out", named["out"]), ("arrivals", named["arrivals"])):
-        if checks.overlaps_itself(t):
-            problems.append(
-                f"{name} has strides {list(t.stride())}, and two of its elements share memory; expected one address per element. "
-                "Pass a contiguous tensor."
-            )
+    check_pool("state", named["state"], problems)
+    checks.check_distinct(named, ("conv_state", "out", "arrivals"), problems)
     if named["arrivals"].shape[1] > 1 and named["arrivals"].stride(1) != 1:
         problems.append(f"arrivals has strides {list(named['arrivals'].stride())}; expected a last stride of 1")
-    if "state_indices" not in named and slots < batch:
-        problems.append(f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices.")
+    check_room(named, batch, problems)
     for name, t in named.items():
         if name != "state":
             checks.check_strides_fit(name, t, 0 if name.startswith(("conv_w", "conv_b", "norm", "dt_bias")) else 1, problems)
@@ -103,15 +92,12 @@ def control_fields(views: Mapping[str, Tensor], update_state: bool) -> dict[str,
     """Fields of a recurrence's problem that say where states come from and go to."""
     each, by_index = "dst_state_indices" in views, "intermediate_states" in views and "intermediate_state_indices" in views
 
-    def index(name: str) -> Index:
-        return INDEX[views[name].dtype if name in views else None]
-
     return {
-        "index": index("state_indices"),
+        "index": index_of(views, "state_indices"),
         "pool": PoolMode.SPLIT if each else PoolMode.SINGLE,
         "update": Update.NONE if not update_state else Update.EACH if each else Update.FINAL,
-        "accepted": index("num_accepted_tokens"),
-        "intermediate_indices": index("intermediate_state_indices") if by_index else Index.NONE,
+        "accepted": index_of(views, "num_accepted_tokens"),
+        "intermediate_indices": index_of(views, "intermediate_state_indices") if by_index else Index.NONE,
     }
 
 
@@ -136,7 +122,7 @@ def norm_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], size: int,
         grouped=grouped["out"].shape[-2] > 1,
         first=first,
         activation=Activation(activation),
-        loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], vector) for n, t in grouped.items()) else Loads.ELEMENT,
+        loads=checks.loads_of(grouped, pointers, grouped, vector),
     )
 
 
@@ -151,8 +137,7 @@ def kernel_values(
     """Every argument of one of a layer's kernels that is not a pointer. given: eps, pad_slot_id and other arguments that are not
     strides."""
     values = {"slots": views["state"].shape[0], **_counts(views), **given}
-    values |= _norm_values(spec, views) if isinstance(spec, LayerNormSpec) else operands.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | (_norm_values(spec, views) if isinstance(spec, LayerNormSpec) else operands.stride_values(spec, views))
 
 
 def _counts(views: Mapping[str, Tensor]) -> dict[str, int]:

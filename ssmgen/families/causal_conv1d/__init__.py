@@ -8,7 +8,6 @@ FAMILY = Family(
     functions={"causal_conv1d": "call:causal_conv1d"},
     bench={"causal_conv1d": "bench:BENCH"},
     asks="models:ASKS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     context="context:RULES",

@@ -14,8 +14,9 @@ tensor, which is kept until the set's next turn, so that its outputs rotate too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import EXACT, Call, Case, Launch, cuts_of, keeping
 from ...bench.convolutions import DTYPE, WIDTH
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.prompts import PROMPT, prompt_sets
 from ...calls.checks import TORCH_DTYPES
 from ...select.models import Model
@@ -123,6 +124,12 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"shapes": tuple((n, model.conv_channels, PROMPT) for n in sizes), "width": model.conv_width}
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Models' prompts, or the shapes above."""
+    shapes = [(batch, m.conv_channels, PROMPT) for m in given for batch in batches] or SHAPES
+    return [{"layout": layout, "shape": shape} for layout, shape in product(ConvLayout, shapes)]
+
+
 BENCH = Bench(
     op="causal_conv1d",
     method=__doc__,
@@ -145,4 +152,6 @@ BENCH = Bench(
     peers={"causal_conv1d": dao},
     quick={"shapes": ((1, 1536, 2048), (4, 4096, 4096))},
     of_model=of_model,
+    tuned=tuned,
+    label=lambda at: f"convolution, {at.layout.value} {at.shape}",
 )  # fmt: skip

@@ -14,17 +14,26 @@ from ...calls.dispatch import callers
 from ...calls.naming import WRITTEN_WORDS
 from ...calls.operator import operator, run
 from ...calls.planning import Family
-from ...engine.convolution_calls import ACTIVATION, ACTIVATIONS, Options, check_convolution, check_strides, taps_are_runs
+from ...engine.convolution_calls import (
+    ACTIVATION,
+    ACTIVATIONS,
+    DILATION,
+    Options,
+    check_convolution,
+    check_reach,
+    check_strides,
+    taps_are_runs,
+)
 from ...engine.new_tensors import new_like
-from ...engine.window import MAX_WIDTH
+from ...engine.window import MAX_WIDTH, history_in_words, reach_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Loads
 from .operands import OPERANDS
 from .reference import causal_conv1d as reference
-from .spec import OPERATOR, ConvLayout, ConvProblem, ConvSpec
+from .spec import GATES, OPERATOR, ConvLayout, ConvProblem, ConvSpec
 
 
-@operator(like="x", activation=ACTIVATION)
+@operator(like="x", activation=ACTIVATION, dilation=DILATION)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -39,6 +48,9 @@ def causal_conv1d(
     conv_states: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
+    dilation: int = 1,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     pdl: bool | None = None,
@@ -50,8 +62,14 @@ def causal_conv1d(
     initial_states: [batch, dim, width - 1], the inputs before the first; zeros if None
     return_final_states: also return the last width - 1 inputs, [batch, dim, width - 1] (with seq_idx, inputs of the last token's
         sequence, zeros before them), in final_states_out if that is given
+    dilation: distance between the inputs of neighbouring taps, up to 16, with a window of at most 17 inputs. Wherever this text has
+        width - 1, it is (width - 1) dilation. Fastest if channels are contiguous
     out: of x's dtype, any strides, not x itself; None for a new one laid out like x
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Gates:
+    input_gate, output_gate: like x, of its dtype: the inputs, also of the states, are x input_gate, rounded to x's dtype, and out is the
+        rounded output times output_gate (LFM2). Either or both. Fastest if channels are contiguous, in x, out and gates
 
     Packed sequences:
     query_start_loc: [sequences + 1] int32 or int64, start of each packed sequence; tokens after the last sequence get no output. States are
@@ -83,13 +101,14 @@ def causal_conv1d(
             final = final_states_out
             if final is None and x.dim() in (2, 3) and weight.dim() == 2 and weight.shape[1] > 0:
                 count = x.shape[0] if query_start_loc is None else max(query_start_loc.numel() - 1, 0)
-                shape = (count, x.shape[-2], weight.shape[1] - 1)
+                shape = (count, x.shape[-2], reach_of(weight.shape[1], dilation) - 1)
                 final = new_like(x, shape) if x.dim() == 3 or query_start_loc is not None else None
     tensors = OPERANDS.Tensors(
-        x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state, out
-    )
+        x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state,
+        input_gate, output_gate, out,
+    )  # fmt: skip
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
-    return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id), pdl, returns=returns)
+    return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id, dilation), pdl, returns=returns)
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -97,12 +116,18 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not check_convolution(OPERANDS, named, problems):
         return {}
     views, x, weight, ragged = dict(named), named["x"], named["weight"], "query_start_loc" in named
+    like_x = ["x", "out", *(n for n in GATES if n in named)]
     if x.dim() not in ((2, 3) if ragged else (3,)) or (ragged and x.dim() == 3 and x.shape[0] != 1):
         wanted = "[dim, tokens] or [1, dim, tokens], as query_start_loc is given" if ragged else "[batch, dim, length]"
         problems.append(f"x is {list(x.shape)}; expected {wanted}")
         return {}
+    if others := [
+        f"{n} is {list(named[n].shape)}; expected {list(x.shape)}, the shape of x" for n in like_x[2:] if named[n].shape != x.shape
+    ]:
+        problems += others
+        return {}
     if x.dim() == 2:
-        views |= {n: named[n].unsqueeze(0) for n in ("x", "out") if named[n].dim() == 2}
+        views |= {n: named[n].unsqueeze(0) for n in like_x if named[n].dim() == 2}
         x = views["x"]
     batch, dim, length = x.shape
     width = weight.shape[1]
@@ -116,11 +141,14 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if width == 1:
         stateful = [n for n in ("initial_states", "final_states", "conv_states") if n in named]
         problems += [f"{n} is given for width 1, which has no state; expected None. Leave out {n}." for n in stateful]
-    sizes = {"batch": batch, "dim": dim, "token": length, "width": width, "tap": width - 1}
+    if not check_reach(width, options.dilation, problems):
+        return {}
+    reach = reach_of(width, options.dilation)
+    sizes = {"batch": batch, "dim": dim, "token": length, "width": width, "tap": reach - 1}
     sizes |= {"sequences": sequences, "starts": sequences + 1}
-    fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n not in ("x", "conv_states")}, sizes, problems)]
+    fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n not in ("x", "conv_states", *GATES)}, sizes, problems)]
     if "conv_states" in named:
-        fits.append(_check_pool(named, sequences, dim, width, problems))
+        fits.append(_check_pool(named, sequences, dim, reach, history_in_words(options.dilation), problems))
     else:
         problems += [
             f"{name} is given without conv_states; expected both. Pass conv_states, or leave out {name}."
@@ -131,12 +159,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         problems.append("seq_idx and query_start_loc are both given; expected one: each divides the length. Leave out one.")
     if not all(fits):
         return {}
-    for name in ("out", "final_states", "conv_states"):
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(
-                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
+    checks.check_distinct(views, ("out", "final_states", "conv_states"), problems)
     for name, t in views.items():
         check_strides(name, t, problems)
     if max(x.shape) >= 2**31:
@@ -144,10 +167,10 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     return views
 
 
-def _check_pool(named: Mapping[str, Tensor], sequences: int, dim: int, width: int, problems: list[str]) -> bool:
+def _check_pool(named: Mapping[str, Tensor], sequences: int, dim: int, reach: int, words: str, problems: list[str]) -> bool:
     states = named["conv_states"]
-    if states.dim() != 3 or tuple(states.shape[1:]) != (dim, width - 1):
-        wanted = f"[slots, dim, width - 1] = [slots, {dim}, {width - 1}]"
+    if states.dim() != 3 or tuple(states.shape[1:]) != (dim, reach - 1):
+        wanted = f"[slots, dim, {words}] = [slots, {dim}, {reach - 1}]"
         problems.append(f"conv_states is {list(states.shape)}; expected {wanted}. Of longer states, pass the slice that holds the history.")
         return False
     if "conv_state_indices" not in named and states.shape[0] < sequences:
@@ -169,14 +192,16 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     along, across = (x.stride(2) == 1 or length == 1), (x.stride(1) == 1 or dim == 1)
     nearer = length > 1 if along and across else x.stride(2) < x.stride(1)  # if both axes, or neither, are contiguous
     first = nearer if along == across else along
+    gates = [name for name in GATES if name in views]
+    first = first and not gates and options.dilation == 1
     lane = 8 // size  # channels per lane, channel-last
     if first:
         vector = along and (out.stride(2) == 1 or length == 1)
     else:
-        vector = dim % lane == 0 and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out"))
+        vector = dim % lane == 0 and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out", *gates))
     ragged = "query_start_loc" in views
     shifted = first and vector and (ragged or not all(checks.aligned(views[n], pointers[n], 16 // size, 2) for n in ("x", "out")))
-    unit = not first and not vector and across and (out.stride(1) == 1 or dim == 1)
+    unit = not first and not vector and not gates and options.dilation == 1 and across and (out.stride(1) == 1 or dim == 1)
     two = unit and size == 2 and dim % 2 == 0
     run = 1 if first else lane if vector else 2 if two else 0  # channels whose taps a lane loads at once
     return ConvProblem(
@@ -197,6 +222,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         shifted=shifted,
         unit=unit,
         taps=Loads.VECTOR if run and taps_are_runs(views, pointers, run) else Loads.ELEMENT,
+        input_gate="input_gate" in views,
+        output_gate="output_gate" in views,
+        dilation=options.dilation,
     )
 
 
@@ -232,8 +260,7 @@ def kernel_values(spec: ConvSpec, views: Mapping[str, Tensor], options: Options)
     values: dict[str, int | float] = {"length": length, "sequences": _sequences(views), "pad_slot_id": options.pad_slot_id}
     values |= divisor("dim", dim) | divisor("pieces", _pieces(spec, views)) | divisor("channel_blocks", _channel_blocks(spec, dim))
     values |= {"slots": views["conv_states"].shape[0]} if "conv_states" in views else {}
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:
@@ -248,7 +275,7 @@ FAMILY = Family(OPERATOR, OPERANDS.written, problem_of, size_of, grid_of, kernel
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dtype=dtype)
+    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dilation=options.dilation, dtype=dtype)
 
 
 (CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference, words={OPERATOR: WRITTEN_WORDS}).values()

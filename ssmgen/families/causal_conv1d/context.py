@@ -8,17 +8,25 @@ import torch
 from torch import Tensor
 
 from ...calls.context import Arguments, Asked, Context, Ends
+from ...engine.window import reach_of
+
+
+def _kept(given: Arguments) -> int:
+    """Inputs before a sequence that its first token reads."""
+    return reach_of(given["weight"].shape[1], given.get("dilation", 1)) - 1
 
 
 def blank(given: Arguments) -> tuple[Tensor, Tensor]:
-    x, width = given["x"], given["weight"].shape[1]
-    return x.new_zeros((1, x.shape[-2], width - 1)), x.new_zeros((1, 1))
+    x = given["x"]
+    return x.new_zeros((1, x.shape[-2], _kept(given))), x.new_zeros((1, 1))
 
 
 def ends(function: Any, given: dict[str, Any], start: Tensor | None, asked: Asked) -> Ends:
     if not asked.N:
         return Ends(None)
-    x, kept = given["x"], given["weight"].shape[1] - 1
+    x, kept = given["x"], _kept(given)
+    if (gate := given.get("input_gate")) is not None:
+        x = x * gate  # states hold products
     x = x if x.dim() == 3 else x.unsqueeze(0)
     start = x.new_zeros((len(x), x.shape[1], kept)) if start is None else start
     tokens = x.shape[-1]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...engine.short_conv_reference import convolve, valid_slot
+from ...engine.window import reach_of
 
 
 def causal_conv1d(
@@ -22,13 +23,18 @@ def causal_conv1d(
     conv_states: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
     pad_slot_id: int = -1,
+    dilation: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """x, out: [batch, dim, length], with query_start_loc [1, dim, tokens]; weight [dim, width]; bias [dim]; states [·, dim, width - 1].
-    Computes in `dtype`; writes out, rounded once, and the states, which are copies of inputs.
+    """x, out, input_gate, output_gate: [batch, dim, length], with query_start_loc [1, dim, tokens]; weight [dim, width]; bias [dim];
+    states [·, dim, width - 1]. Computes in `dtype`; writes out, rounded once (and once more by its gate), and the states, which are copies
+    of inputs, of products with the gate.
     """
-    width = weight.shape[1]
+    reach = reach_of(weight.shape[1], dilation)
+    x = x if input_gate is None else x * input_gate
     starts = None if query_start_loc is None else query_start_loc.tolist()
     for s in range(x.shape[0] if starts is None else len(starts) - 1):
         row, span = (s, slice(None)) if starts is None else (0, slice(starts[s], starts[s + 1]))
@@ -42,23 +48,30 @@ def causal_conv1d(
         if conv_states is not None and conv_state_indices is not None and not valid_slot(slot, conv_states.shape[0], pad_slot_id):
             result.zero_()
             continue
-        past = x.new_zeros(x.shape[1], width - 1)
+        factor = None if output_gate is None else output_gate[row, :, span]
+        past = x.new_zeros(x.shape[1], reach - 1)
         if initial_states is not None:
             past = initial_states[s]
         elif conv_states is not None and has_initial_state is not None and bool(has_initial_state[s]):
             past = conv_states[slot]
         inputs = torch.cat([past, tokens], 1)
         if seq_idx is None:
-            result.copy_(convolve(inputs, weight, bias, silu, dtype))
+            result.copy_(_gated(convolve(inputs, weight, bias, silu, dtype, dilation), factor, x.dtype))
         else:  # inputs before the row belong to the sequence of its first token
-            ids = torch.cat([seq_idx[s, :1].expand(width - 1), seq_idx[s]])
+            ids = torch.cat([seq_idx[s, :1].expand(reach - 1), seq_idx[s]])
             for t in range(count):
-                same = ids[t : t + width] == ids[t + width - 1]
-                window = torch.where(same, inputs[:, t : t + width], 0)
-                result[:, t] = convolve(window, weight, bias, silu, dtype)[:, 0] if ids[t + width - 1] >= 0 else 0
+                same = ids[t : t + reach] == ids[t + reach - 1]
+                window = torch.where(same, inputs[:, t : t + reach], 0)
+                y = _gated(convolve(window, weight, bias, silu, dtype, dilation), None if factor is None else factor[:, t : t + 1], x.dtype)
+                result[:, t] = y[:, 0] if ids[t + reach - 1] >= 0 else 0
             inputs = torch.where(ids == ids[-1], inputs, 0)
-        kept = inputs[:, inputs.shape[1] - (width - 1) :].clone()
+        kept = inputs[:, inputs.shape[1] - (reach - 1) :].clone()
         if final_states is not None:
             final_states[s] = kept
         if conv_states is not None:
             conv_states[slot] = kept
+
+
+def _gated(y: Tensor, gate: Tensor | None, rounded: torch.dtype) -> Tensor:
+    """y times a gate, as a separate multiplication gives it."""
+    return y if gate is None else y.to(rounded).to(y.dtype) * gate.to(y.dtype)

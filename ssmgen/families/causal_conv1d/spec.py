@@ -3,22 +3,25 @@
 Every token is read once and written once; the speed limit is an elementwise copy. Channel-first: a warp takes a piece of one channel's row,
 in 16-byte vectors along the length, and passes the halo on by shuffles. Packed sequences are one row, and the first tokens of each are
 convolved separately. Channel-last: a warp takes some tokens of 32 neighbouring vectors of channels, and reads the halo again, mostly from
-L1.
+L1. Gates multiply inputs before the convolution and outputs after it, channel-last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...engine.window import MAX_WIDTH
-from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...engine.window import MAX_REACH, MAX_WIDTH, reach_of
+from ...spec.kernel import LATER, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d"
 SIZE, MAX_SIZE = "KiB of x", 2**22  # the rules compare this size
+
+
+GATES = ("input_gate", "output_gate")
 
 
 class ConvLayout(Enum):
@@ -50,6 +53,19 @@ class ConvProblem(Problem):
     shifted: bool = False  # channel-first vectors: rows may begin off the 16-byte grid, and each block checks its own row
     unit: bool = False  # channel-last elements: contiguous along the channels, but not aligned
     taps: Loads = Loads.VECTOR  # weight and bias: a lane's channels as one run
+    input_gate: bool = field(default=False, metadata=LATER)  # x is multiplied by a gate before the convolution
+    output_gate: bool = field(default=False, metadata=LATER)  # the output is multiplied by a gate
+    dilation: int = field(default=1, metadata=LATER)  # distance between the inputs of neighbouring taps
+
+    @property
+    def reach(self) -> int:
+        """Inputs that a window spans."""
+        return reach_of(self.width, self.dilation)
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The gates that are given."""
+        return tuple(name for name in GATES if getattr(self, name))
 
     @property
     def ragged(self) -> bool:
@@ -103,6 +119,20 @@ class ConvProblem(Problem):
                 not (self.ragged and self.seq_idx),
                 f"seq_idx is yes and query_start_loc is {self.query_start_loc.value}; expected one of them",
             ),
+            *must(
+                self.dilation >= 1 and self.reach <= MAX_REACH,
+                f"dilation is {self.dilation} with width {self.width}; expected 1 or more, and a window of at most {MAX_REACH} inputs",
+            ),
+            *must(
+                self.dilation == 1 or (self.layout is ConvLayout.LAST and not self.unit),
+                f"dilation is {self.dilation} with layout={self.layout.value}, unit={'yes' if self.unit else 'no'}; "
+                "expected channel_last and no",
+            ),
+            *must(
+                not self.gates or (self.layout is ConvLayout.LAST and not self.unit),
+                f"{' and '.join(self.gates)} is yes with layout={self.layout.value}, unit={'yes' if self.unit else 'no'}; "
+                "expected channel_last and no",
+            ),
         ]
 
 
@@ -111,6 +141,7 @@ class ConvSpec(KernelSpec, ConvProblem):
     """A problem, and how one variant computes it. No choice here changes a bit of the result."""
 
     family: ClassVar[str] = OPERATOR
+    table: ClassVar[Any] = OPERANDS
 
     vec: int  # elements per access; channel-first: along the length, channel-last: channels
     vectors: int = 2  # channel-first: of vec tokens, per lane; channel-last: tokens per lane
@@ -144,7 +175,8 @@ class ConvSpec(KernelSpec, ConvProblem):
     def stem(self) -> str:
         what = "first" if self.layout is ConvLayout.FIRST else "last"
         how = f"v{self.vec}n{self.vectors}x{self.threads}" + (f"b{self.min_blocks}" if self.min_blocks else "")
-        return f"conv_{what}_w{self.width}_{self.x.value}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        taps = f"w{self.width}{'' if self.dilation == 1 else f'd{self.dilation}'}"
+        return f"conv_{what}_{taps}_{self.x.value}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     def violations(self, arch: Arch) -> list[str]:
         first = self.layout is ConvLayout.FIRST
@@ -161,7 +193,7 @@ class ConvSpec(KernelSpec, ConvProblem):
                 f"vec is {self.vec} of {self.x.value}; expected {'16' if first else '4 or 8'} bytes",
             ),
             *must(
-                self.piece >= self.width - 1, f"a warp takes pieces of {self.piece} tokens; expected {self.width - 1} or more, the history"
+                self.piece >= self.reach - 1, f"a warp takes pieces of {self.piece} tokens; expected {self.reach - 1} or more, the history"
             ),
             *must(
                 self.taps is Loads.ELEMENT or run % 4 == 0, f"a lane's taps have {run} bytes; expected a multiple of 4. Use taps=element."
@@ -174,17 +206,8 @@ class ConvSpec(KernelSpec, ConvProblem):
                 self.taps is Loads.ELEMENT or first or self.loads is Loads.VECTOR or self.words,
                 "taps is vector for lanes whose channels are apart; expected element",
             ),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements."""
-        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
         strides = OPERANDS.stride_params(self)
@@ -205,6 +228,9 @@ class ConvSpec(KernelSpec, ConvProblem):
             "heads": self.ragged and self.layout is ConvLayout.FIRST and self.width > 1,
             "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # holds the tokens before the first
             "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # receives the last tokens
+            "gates": self.gates,
+            "dilated": self.dilation > 1,
+            "width": "kTaps" if self.dilation > 1 else "kWidth",  # number of taps
         }
 
 
@@ -232,14 +258,21 @@ SMALL_KIB = 16 * 1024
 def _tokens(problem: ConvProblem) -> int:
     """Tokens per lane, channel-last. A wide convolution takes 26 instructions per output with 8 tokens, 23 with 16."""
     plain = problem.loads is Loads.VECTOR and problem.x.size == 2 and not (problem.seq_idx or problem.initial or problem.started)
+    if problem.dilation > 1:  # the history of a piece is one other piece
+        return max(8, problem.reach // 2 * 2)
+    plain = plain and not problem.gates
     return 16 if problem.width > 6 and plain else 8
 
 
 def _resident(problem: ConvProblem, arch: Arch) -> int:
     """Blocks of 128 threads per SM, channel-last, whose registers suffice without spilling."""
+    if problem.dilation > 1:
+        return 1
     if problem.width > 6:
         return 6 if _tokens(problem) == 16 else 1
     extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
+    if problem.gates:  # a lane holds gates, too
+        return 4 if extra < (2 if problem.loads is Loads.VECTOR else 1) else 1
     if problem.loads is Loads.ELEMENT:
         return 1 if extra else 7 if problem.words else 5
     if problem.ragged and extra == 1 and arch.number // 10 == 10:  # 6 blocks would spill 8 bytes there
@@ -266,9 +299,13 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
     resident = _resident(problem, arch)
     if size <= SMALL_KIB:
-        tokens, blocks = (8, 1) if resident == 1 or problem.width > 6 else (6, 0 if resident == 7 else min(4, resident))
+        tokens, blocks = (
+            (_tokens(problem) if problem.dilation > 1 else 8, 1)
+            if resident == 1 or problem.width > 6
+            else (6, 0 if resident == 7 else min(4, resident))
+        )
         yield "small", _spec(problem, **how, vectors=tokens, min_blocks=blocks), ""
     else:
         yield "small", None, f"x has {size} KiB; the rule is for at most {SMALL_KIB}"
         yield "resident", _spec(problem, **how, vectors=_tokens(problem), min_blocks=resident), ""
-    yield "generic", _spec(problem, **how, vectors=8, min_blocks=1), ""
+    yield "generic", _spec(problem, **how, vectors=_tokens(problem) if problem.dilation > 1 else 8, min_blocks=1), ""

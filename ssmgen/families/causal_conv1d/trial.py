@@ -29,11 +29,12 @@ def operands(spec: ConvSpec, batch: int, seed: int) -> dict[str, Tensor]:
         return wide(values.transpose(1, 2), spec.x, not vector, 1 if vector or spec.unit else 2).transpose(1, 2)
 
     def states(count: int) -> Tensor:
-        return wide(torch.randn(count, dim, spec.width - 1, generator=g), spec.x, True)
+        return wide(torch.randn(count, dim, spec.reach - 1, generator=g), spec.x, True)
 
     made = taps(spec, dim, g)
     made["x"] = along(torch.randn(rows, dim, length, generator=g))
     made["out"] = along(torch.full((rows, dim, length), float("nan")))
+    made |= {name: along(torch.randn(rows, dim, length, generator=g)) for name in spec.gates}
     if spec.seq_idx:  # the last sequence ends with padding
         ids = torch.arange(length) // (spec.piece // 2 + 1)
         ids[-2:] = -1
@@ -54,7 +55,7 @@ def operands(spec: ConvSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
 
 def causal_conv1d(spec: ConvSpec, batch: int, seed: int) -> Trial:
-    return trial(CALLER, operands(spec, batch, seed), Options(spec.silu), exact=("final_states", "conv_states"))
+    return trial(CALLER, operands(spec, batch, seed), Options(spec.silu, dilation=spec.dilation), exact=("final_states", "conv_states"))
 
 
 TRIALS = {ConvSpec: causal_conv1d}

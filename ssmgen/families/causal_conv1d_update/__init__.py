@@ -8,7 +8,6 @@ FAMILY = Family(
     functions={"causal_conv1d_update": "call:causal_conv1d_update"},
     bench={"causal_conv1d_update": "bench:BENCH"},
     asks="models:ASKS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

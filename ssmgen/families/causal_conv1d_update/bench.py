@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from itertools import product
 from typing import Any
 
 import click
@@ -39,7 +40,7 @@ from ...bench.case import (
     without_tree,
 )
 from ...bench.convolutions import DTYPE, WIDTH
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...calls.checks import TORCH_DTYPES
 from ...select.models import Model
 from ...spec.kernel import must
@@ -112,6 +113,12 @@ def words(row: Mapping[str, Any]) -> str:
     return ", ".join([f"{row['dim']} channels, width {row['width']}, {row['dtype']}", f"{row['layout']} contiguous", *several])
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Models' channels, or the default's."""
+    dims = dict.fromkeys(m.conv_channels for m in given) or {12288: None}
+    return [{"dim": dim, "layout": at, "tokens": T, "batch": batch} for dim, at, T, batch in product(dims, Innermost, tokens, batches)]
+
+
 BENCH = Bench(
     op="causal_conv1d_update",
     method=__doc__,
@@ -133,4 +140,6 @@ BENCH = Bench(
     of_model=of_model,
     mistakes=mistakes,
     ceiling="in_place",
+    tuned=tuned,
+    label=lambda at: f"convolution of {at.dim} channels, {at.layout.value} T {at.tokens} batch {at.batch}",
 )

@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES, index_of
 from ...calls.dispatch import callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
-from ...engine.convolution_calls import ACTIVATION, ACTIVATIONS, Options, check_convolution, check_strides, taps_are_runs
+from ...engine.convolution_calls import (
+    ACTIVATION,
+    ACTIVATIONS,
+    DILATION,
+    Options,
+    check_convolution,
+    check_reach,
+    check_strides,
+    taps_are_runs,
+)
 from ...engine.new_tensors import new_like
-from ...engine.window import MAX_WIDTH
+from ...engine.window import MAX_WIDTH, history_in_words, reach_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Index, Loads
 from .operands import CHILDREN, OPERANDS
@@ -23,7 +32,7 @@ from .reference import causal_conv1d_update as reference
 from .spec import GATES, MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 
 
-@operator(like="x", activation=ACTIVATION)
+@operator(like="x", activation=ACTIVATION, dilation=DILATION)
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -43,6 +52,7 @@ def causal_conv1d_update(
     intermediate_state_indices: Tensor | None = None,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    dilation: int = 1,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     pdl: bool | None = None,
@@ -59,6 +69,8 @@ def causal_conv1d_update(
     activation: None, "silu" or its other name "swish"
     conv_state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else rows race
     pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+    dilation: distance between the inputs of neighbouring taps, up to 16, with a window of at most 17 inputs. Wherever this text has
+        width - 1, it is (width - 1) dilation. Not with a draft tree
     out: x itself for in place, but not with a draft tree; None for a new one laid out like x
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
@@ -95,7 +107,7 @@ def causal_conv1d_update(
         x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, parents, first_children,
         next_siblings, parents_out, intermediate_conv_window, intermediate_state_indices, input_gate, output_gate, out,
     )  # fmt: skip
-    return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id), pdl)
+    return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id, dilation), pdl)
 
 
 def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -115,6 +127,8 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         return {}
     if len(like_x) > 2 and ("parents" in named or CHILDREN[0] in named):
         problems.append(f"{' and '.join(like_x[2:])} is given with a draft tree; expected None. Multiply before and after the call.")
+    if options.dilation > 1 and ("parents" in named or CHILDREN[0] in named):
+        problems.append(f"dilation is {options.dilation} with a draft tree; expected 1")
     if x.dim() == 2:
         views |= {n: named[n].t().unsqueeze(0) if ragged else named[n].unsqueeze(2) for n in like_x}
     lead, dim, T = views["x"].shape
@@ -126,13 +140,16 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not 2 <= width <= MAX_WIDTH:
         problems.append(f"weight is {list(weight.shape)}, of width {width}; expected a width of 2 … {MAX_WIDTH}")
         return {}
+    if not check_reach(width, options.dilation, problems):
+        return {}
     sizes = {"batch": batch, "starts": batch + 1, "dim": dim, "width": width}
+    reach, words = reach_of(width, options.dilation), history_in_words(options.dilation)
     simple = {n: t for n, t in named.items() if n not in (*like_x, "conv_state", "intermediate_conv_window", "parents", *CHILDREN)}
     fits = [checks.check_shapes(OPERANDS, simple, sizes, problems)]
     fits += [_check_tree(named, batch, None if ragged else T, problems)]
-    fits += [_check_state(named, batch, dim, width, None if ragged else T, problems)]
+    fits += [_check_state(named, batch, dim, reach, words, None if ragged else T, problems)]
     if "intermediate_conv_window" in named:
-        fits += [_check_windows(named, batch, dim, width, None if ragged else T, problems)]
+        fits += [_check_windows(named, batch, dim, reach, words, None if ragged else T, problems)]
     elif "intermediate_state_indices" in named:
         problems.append("intermediate_state_indices is given without intermediate_conv_window; expected both. Pass both, or neither.")
     if "cache_seqlens" in named and "num_accepted_tokens" in named:
@@ -141,12 +158,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         )
     if not all(fits):
         return {}
-    for name in ("out", "conv_state", "intermediate_conv_window"):
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(
-                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
+    checks.check_distinct(views, ("out", "conv_state", "intermediate_conv_window"), problems)
     for name, t in views.items():
         check_strides(name, t, problems)
     return views
@@ -168,24 +180,23 @@ def _check_tree(named: Mapping[str, Tensor], batch: int, tokens: int | None, pro
     for name in given:
         columns = named[name].shape[-1] if tokens is None and named[name].dim() else tokens or 0
         checks.check_shape(name, named[name], {"[batch, T]": (batch, columns)}, problems)
-    if "parents_out" in named and checks.overlaps_itself(named["parents_out"]):
-        problems.append(
-            f"parents_out has strides {list(named['parents_out'].stride())}, and two of its elements share memory; "
-            "expected one address per element. Pass a contiguous tensor."
-        )
+    checks.check_distinct(named, ("parents_out",), problems)
     return len(problems) == before
 
 
-def _check_state(named: Mapping[str, Tensor], batch: int, dim: int, width: int, tokens: int | None, problems: list[str]) -> bool:
+def _check_state(
+    named: Mapping[str, Tensor], batch: int, dim: int, reach: int, words: str, tokens: int | None, problems: list[str]
+) -> bool:
     state = named["conv_state"]
     if state.dim() != 3 or state.shape[1] != dim:
-        problems.append(f"conv_state is {list(state.shape)}; expected [slots, dim, state_len] = [slots, {dim}, {width - 1} or more]")
+        problems.append(f"conv_state is {list(state.shape)}; expected [slots, dim, state_len] = [slots, {dim}, {reach - 1} or more]")
         return False
     slots, _, length = state.shape
-    if length < width - 1:
-        problems.append(f"conv_state is {list(state.shape)}, of state_len {length}; expected width - 1 = {width - 1} or more")
-    elif "num_accepted_tokens" in named and tokens is not None and length < width - 2 + tokens:
-        problems.append(f"conv_state is {list(state.shape)}, of state_len {length}; expected width - 2 + T = {width - 2 + tokens} or more")
+    if length < reach - 1:
+        problems.append(f"conv_state is {list(state.shape)}, of state_len {length}; expected {words} = {reach - 1} or more")
+    elif "num_accepted_tokens" in named and tokens is not None and length < reach - 2 + tokens:
+        wanted = f"{'width - 2' if words == 'width - 1' else f'{words} - 1'} + T = {reach - 2 + tokens}"
+        problems.append(f"conv_state is {list(state.shape)}, of state_len {length}; expected {wanted} or more")
     if "conv_state_indices" not in named and slots < batch:
         problems.append(
             f"conv_state has {slots} slots; expected {batch}, one per sequence of the batch. "
@@ -194,13 +205,15 @@ def _check_state(named: Mapping[str, Tensor], batch: int, dim: int, width: int, 
     return True
 
 
-def _check_windows(named: Mapping[str, Tensor], batch: int, dim: int, width: int, tokens: int | None, problems: list[str]) -> bool:
+def _check_windows(
+    named: Mapping[str, Tensor], batch: int, dim: int, reach: int, words: str, tokens: int | None, problems: list[str]
+) -> bool:
     windows = named["intermediate_conv_window"]
     rows = 0 if "intermediate_state_indices" in named else batch
-    wanted = f"[{'rows' if rows == 0 else f'{rows} or more'}, {tokens or 'T'} or more, {dim}, {width - 1}]"
+    wanted = f"[{'rows' if rows == 0 else f'{rows} or more'}, {tokens or 'T'} or more, {dim}, {reach - 1}]"
     enough = windows.dim() == 4 and windows.shape[0] >= rows and windows.shape[1] >= (tokens or 0)
-    if not enough or tuple(windows.shape[2:]) != (dim, width - 1):
-        problems.append(f"intermediate_conv_window is {list(windows.shape)}; expected [batch, T, dim, width - 1] = {wanted}")
+    if not enough or tuple(windows.shape[2:]) != (dim, reach - 1):
+        problems.append(f"intermediate_conv_window is {list(windows.shape)}; expected [batch, T, dim, {words}] = {wanted}")
         return False
     return True
 
@@ -210,13 +223,11 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     x, state, weight, bias = views["x"], views["conv_state"], views["weight"], views.get("bias")
     _, dim, T = x.shape
     width, state_len = weight.shape[1], state.shape[2]
+    reach = reach_of(width, options.dilation)
 
-    def index(name: str) -> Index:
-        return INDEX[views[name].dtype if name in views else None]
-
-    starts = index("query_start_loc")
-    parents, children = index("parents"), index("first_children")
-    tokens, count = tokens_of(width, T, starts, parents if children is Index.NONE else children)
+    starts = index_of(views, "query_start_loc")
+    parents, children = index_of(views, "parents"), index_of(views, "first_children")
+    tokens, count = tokens_of(reach, T, starts, parents if children is Index.NONE else children)
     advance = Advance.RING if "cache_seqlens" in views else Advance.ROLL if "num_accepted_tokens" in views else Advance.SHIFT
     lane = 8 // x.element_size()  # channels of a lane
     whole = dim % lane == 0
@@ -229,7 +240,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
             dense and pointers[name] % 16 == 0 and all(s % step == 0 for n, s in zip(t.shape[:-2], t.stride()[:-2], strict=True) if n > 1)
         )
 
-    rewritten = (width + tokens - 2,) if advance is Advance.ROLL else (width - 1, width)  # entries, if the kernel knows their number
+    rewritten = (reach + tokens - 2,) if advance is Advance.ROLL else (reach - 1, reach)  # entries, if the kernel knows their number
     known = advance is Advance.SHIFT or (advance is Advance.ROLL and count is Tokens.FIXED)
     if whole and known and state_len in rewritten and runs("conv_state", state_len):
         layout = StateLayout.RUNS
@@ -239,7 +250,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         layout = StateLayout.ANY
     saved = Saved.NO
     if "intermediate_conv_window" in views:
-        saved = Saved.RUNS if whole and runs("intermediate_conv_window", width - 1) else Saved.ANY
+        saved = Saved.RUNS if whole and runs("intermediate_conv_window", reach - 1) else Saved.ANY
     vector = whole and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out", *GATES) if n in views)
     return UpdateProblem(
         width=width,
@@ -248,21 +259,22 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         bias=None if bias is None else DTYPES[bias.dtype],
         silu=options.silu,
         advance=advance,
-        position=index("cache_seqlens" if advance is Advance.RING else "num_accepted_tokens"),
+        position=index_of(views, "cache_seqlens" if advance is Advance.RING else "num_accepted_tokens"),
         tokens=tokens,
         count=count,
         query_start_loc=starts,
-        index=index("conv_state_indices"),
+        index=index_of(views, "conv_state_indices"),
         layout=layout,
         state_len=state_len if layout is StateLayout.RUNS else 0,
         saved=saved,
-        saved_index=index("intermediate_state_indices"),
+        saved_index=index_of(views, "intermediate_state_indices"),
         loads=Loads.VECTOR if vector else Loads.ELEMENT,
         taps=Loads.VECTOR if whole and taps_are_runs(views, pointers, lane) else Loads.ELEMENT,
         parents=parents,
         children=children,
         input_gate="input_gate" in views,
         output_gate="output_gate" in views,
+        dilation=options.dilation,
     )
 
 
@@ -282,14 +294,13 @@ def kernel_values(spec: UpdateSpec, views: Mapping[str, Tensor], options: Option
     """Every kernel argument that is not a pointer."""
     _, dim, length = views["x"].shape
     slots, _, state_len = views["conv_state"].shape
-    values = {"dim": dim, "length": length} | divisor("channel_blocks", _channel_blocks(spec, dim))
+    values: dict[str, int | float] = {"dim": dim, "length": length, **divisor("channel_blocks", _channel_blocks(spec, dim))}
     values |= {"slots": slots, "state_len": state_len, "pad_slot_id": options.pad_slot_id}
     if "intermediate_conv_window" in views:
         values["window_rows"], values["window_tokens"] = views["intermediate_conv_window"].shape[:2]
     if "parents" in views:
         values["parent_columns"] = views["parents"].shape[1]
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 FAMILY = Family(
@@ -304,7 +315,7 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dtype=dtype)
+    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dilation=options.dilation, dtype=dtype)
 
 
 (CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()

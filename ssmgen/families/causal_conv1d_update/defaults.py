@@ -28,5 +28,9 @@ DEFAULTS = {
     "gates of packed drafts": Default(
         UpdateProblem(width=3, bias=None, silu=False, layout=StateLayout.CHANNELS, input_gate=True, output_gate=True, **ROLL, **PACKED), 1
     ),
+    "taps apart": Default(UpdateProblem(width=4, state_len=9, bias=None, index=Index.I32, dilation=3), 1),
+    "taps apart, packed drafts": Default(
+        UpdateProblem(width=4, layout=StateLayout.CHANNELS, dilation=3, **ROLL, **(PACKED | {"tokens": 2})), 1
+    ),
     "a ring, not aligned": Default(UpdateProblem(width=4, advance=Advance.RING, position=Index.I32, **ANYWHERE), 1),
 }

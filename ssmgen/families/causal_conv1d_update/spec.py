@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...engine.window import MAX_WIDTH, Saved, StateLayout
-from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...engine.window import MAX_REACH, MAX_WIDTH, Saved, StateLayout, Windowed, reach_of
+from ...spec.kernel import LATER, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d_update"
@@ -46,7 +46,7 @@ class Tokens(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateProblem(Problem):
+class UpdateProblem(Problem, Windowed):
     """The fields that a call fixes. Batch and channels are not fixed."""
 
     width: int
@@ -70,6 +70,12 @@ class UpdateProblem(Problem):
     children: Index = field(default=Index.NONE, metadata=LATER)  # or type of first children and next siblings, and of parents to write
     input_gate: bool = field(default=False, metadata=LATER)  # x is multiplied by a gate before the convolution
     output_gate: bool = field(default=False, metadata=LATER)  # the output is multiplied by a gate
+    dilation: int = field(default=1, metadata=LATER)  # distance between the inputs of neighbouring taps
+
+    @property
+    def reach(self) -> int:
+        """Inputs that a window spans."""
+        return reach_of(self.width, self.dilation)
 
     @property
     def several(self) -> bool:
@@ -91,15 +97,6 @@ class UpdateProblem(Problem):
         return self.advance is Advance.ROLL
 
     @property
-    def runs(self) -> bool:
-        return self.layout is StateLayout.RUNS
-
-    @property
-    def any_place(self) -> bool:
-        """Whether channels and entries of the state have any distances."""
-        return self.layout is StateLayout.ANY
-
-    @property
     def saves(self) -> bool:
         """Whether the window after each token is kept."""
         return self.saved is not Saved.NO
@@ -107,15 +104,6 @@ class UpdateProblem(Problem):
     @property
     def saves_any(self) -> bool:
         return self.saved is Saved.ANY
-
-    @property
-    def loose(self) -> bool:
-        """Whether x and out are loaded and stored element by element."""
-        return self.loads is Loads.ELEMENT
-
-    @property
-    def loose_taps(self) -> bool:
-        return self.taps is Loads.ELEMENT
 
     @property
     def gates(self) -> tuple[str, ...]:
@@ -130,13 +118,18 @@ class UpdateProblem(Problem):
     def runs_lens(self) -> tuple[int, ...]:
         """State lengths that RUNS supports: it rewrites the whole state, which is at most one entry longer than the history."""
         if self.advance is Advance.ROLL:
-            return (self.width + self.tokens - 2,)
-        return (self.width - 1, self.width)
+            return (self.reach + self.tokens - 2,)
+        return (self.reach - 1, self.reach)
 
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
         return [
             *must(2 <= self.width <= MAX_WIDTH, f"width is {self.width}; expected 2 … {MAX_WIDTH}"),
+            *must(
+                self.dilation >= 1 and self.reach <= MAX_REACH,
+                f"dilation is {self.dilation} with width {self.width}; expected 1 or more, and a window of at most {MAX_REACH} inputs",
+            ),
+            *must(self.dilation == 1 or self.tree is Index.NONE, f"dilation is {self.dilation} with a draft tree; expected 1"),
             *must(1 <= self.tokens <= MAX_TOKENS, f"tokens is {self.tokens}; expected 1 … {MAX_TOKENS}"),
             *must(
                 (self.advance is Advance.SHIFT) == (self.position is Index.NONE),
@@ -184,6 +177,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "causal_conv1d_update/causal_conv1d_update.cu.j2"
+    table: ClassVar[Any] = OPERANDS
 
     vec: int  # channels per lane
     threads: int = 128
@@ -201,7 +195,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
     @property
     def stem(self) -> str:
         how = f"v{self.vec}x{self.threads}{'' if self.pdl is Pdl.OFF else '_pdl'}"
-        return f"conv_update_w{self.width}t{self.tokens}_{self.x.value}_{self.advance.value}_{self.layout.value}_{how}"
+        taps = f"w{self.width}{'' if self.dilation == 1 else f'd{self.dilation}'}"
+        return f"conv_update_{taps}t{self.tokens}_{self.x.value}_{self.advance.value}_{self.layout.value}_{how}"
 
     def violations(self, arch: Arch) -> list[str]:
         run = self.vec * self.width * self.weight.size
@@ -212,17 +207,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             *must(
                 self.taps is Loads.ELEMENT or run % 4 == 0, f"a lane's taps have {run} bytes; expected a multiple of 4. Use taps=element."
             ),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements."""
-        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
         strides = OPERANDS.stride_params(self)
@@ -252,16 +238,18 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "whole": Loads.VECTOR in (self.loads, self.taps) or self.layout is not StateLayout.ANY or self.saved is Saved.RUNS,
             "runs": self.runs,
             # Entries of a run before the history.
-            "ahead": max(0, self.state_len - self.width + 1) if self.advance is Advance.SHIFT else 0,
+            "ahead": max(0, self.state_len - self.reach + 1) if self.advance is Advance.SHIFT else 0,
             "advance": self.advance.value,
             "saves": self.saves,
             "gates": self.gates,
+            "dilated": self.dilation > 1,
+            "width": "kTaps" if self.dilation > 1 else "kWidth",  # number of taps
         }
 
 
-def tokens_of(width: int, length: int, query_start_loc: Index, tree: Index = Index.NONE) -> tuple[int, Tokens]:
+def tokens_of(reach: int, length: int, query_start_loc: Index, tree: Index = Index.NONE) -> tuple[int, Tokens]:
     """(tokens per pass, how they are counted). length: tokens per sequence, or in all if sequences are packed."""
-    some = 4 if width <= 5 else 2  # tokens that the registers hold in addition to the taps
+    some = 4 if reach <= 5 else 2  # tokens that the registers hold in addition to the taps
     if query_start_loc is not Index.NONE:
         return some, Tokens.RAGGED
     fixed = range(1, MAX_TOKENS + 1) if tree is Index.NONE else range(2, some + 1)  # in a tree, registers hold each token's window

@@ -26,7 +26,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
     dim = spec.vec * (spec.threads + 3) + (0 if spec.constants()["whole"] else 1)
     slots = batch if spec.index is Index.NONE else 3 * batch
     extra = {Advance.SHIFT: 2, Advance.ROLL: most, Advance.RING: 2}[spec.advance]
-    entries = spec.state_len if spec.layout is StateLayout.RUNS else spec.width - 1 + extra
+    entries = spec.state_len if spec.layout is StateLayout.RUNS else spec.reach - 1 + extra
 
     def tokens(values: Tensor) -> Tensor:
         """Like x, from [rows, tokens, dim] or, packed, [tokens, dim]."""
@@ -48,7 +48,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["cache_seqlens"] = (torch.arange(batch) * 5).to(INTEGERS[spec.position])
     if spec.advance is Advance.ROLL:  # the third count is invalid
         accepted = 1 + torch.arange(batch - 1, -1, -1) % most
-        accepted[2:3] = entries - spec.width + 3
+        accepted[2:3] = entries - spec.reach + 3
         made["num_accepted_tokens"] = accepted.to(INTEGERS[spec.position])
     if spec.index is not Index.NONE:
         made["conv_state_indices"] = slot_indices(spec.index, batch, slots, g)
@@ -68,7 +68,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
                 made["next_siblings"][b, children[parent]] = t
             children[parent] = t  # the last of them so far
     if spec.saved is not Saved.NO:  # one token too many; or one too few, if sequences are packed
-        windows = torch.full((batch, most + (-1 if ragged else 1), dim, spec.width - 1), 7.0)
+        windows = torch.full((batch, most + (-1 if ragged else 1), dim, spec.reach - 1), 7.0)
         made["intermediate_conv_window"] = runs(windows, spec.x) if spec.saved is Saved.RUNS else wide(windows, spec.x, True)
     if spec.saved_index is not Index.NONE:
         made["intermediate_state_indices"] = slot_indices(spec.saved_index, batch, batch, g)
@@ -76,7 +76,12 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
 
 
 def causal_conv1d_update(spec: UpdateSpec, batch: int, seed: int) -> Trial:
-    return trial(CALLER, operands(spec, batch, seed), Options(spec.silu), exact=("conv_state", "intermediate_conv_window", "parents_out"))
+    return trial(
+        CALLER,
+        operands(spec, batch, seed),
+        Options(spec.silu, dilation=spec.dilation),
+        exact=("conv_state", "intermediate_conv_window", "parents_out"),
+    )
 
 
 TRIALS = {UpdateSpec: causal_conv1d_update}

@@ -15,7 +15,6 @@ FAMILY = Family(
     functions={"chunk_gated_delta_rule": "call:chunk_gated_delta_rule", "chunk_delta_rule": "call:chunk_delta_rule"},
     helpers={"chunk_delta_rule_workspace": "call:chunk_delta_rule_workspace"},
     bench={"chunk_delta_rule": "bench:BENCH"},
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     context="context:RULES",

@@ -29,21 +29,8 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import Call, Case, Launch, keeping
-from ...bench.engine import Bench
-from ...bench.prompts import (
-    HEADS,
-    HOST_TOKENS,
-    PACKED,
-    PROMPT,
-    ends,
-    even_cuts,
-    moving,
-    packed_words,
-    pool_mistakes,
-    prompt_sets,
-    sequences_of,
-    some_heads,
-)  # fmt: skip
+from ...bench.engine import Bench, Values
+from ...bench.prompts import HEADS, PACKED, PROMPT, ends, normal, packed_words, pool_mistakes, prompt_case, sequences_of, some_heads
 from ...select.models import Model
 from .segments import workspace_for
 
@@ -65,32 +52,19 @@ def inputs(at: At, device: torch.device) -> Case:
     K, V, pool, gated = at.head_k, at.head_v, at.form is Form.POOL, at.form is not Form.DELTA_RULE
     state, gates = 4 * HV * V * K * (2 if pool else 1), HV * (6 if gated else 2)
     moved = count * (length * (4 * HK * K + 4 * HV * V + gates) + state)
-    sets = prompt_sets(moved)
     flat = pool or at.packed
-    lead = (count * length,) if flat else (count, length)
-
-    def made(*inner: int) -> Tensor:
-        return torch.randn(sets, *lead, *inner, device=device, dtype=torch.bfloat16)
-
-    rotating, shared, outputs = ends(torch.zeros(sets, count, HV, V, K, device=device), count * length if pool else 0)
-    shared |= {"cu_seqlens": even_cuts(count, length, device)} if at.packed else {}
-    rotating |= {"q": made(HK, K), "k": made(HK, K), "v": made(HV, V), "beta": made(HV).sigmoid(), "out": made(HV, V)}
-    rotating |= {"g": -0.1 * torch.rand(sets, *lead, HV, device=device)} if gated else {}
+    made = normal(at, moved, flat, device)
+    v, beta = made(HV, V), made(HV).sigmoid()
+    rotating, shared, outputs = ends(torch.zeros(len(v), count, HV, V, K, device=device), count * length if pool else 0)
+    rotating |= {"q": made(HK, K), "k": made(HK, K), "v": v, "beta": beta, "out": made(HV, V)}
+    rotating |= {"g": -0.1 * torch.rand(beta.shape, device=device)} if gated else {}
     size = workspace_for(count * length, count, HV, K, V, None, count * length if flat else length)
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
     heads, by_head = min(HEADS, HV // HK), ("v", "g", "beta", "out")
-    return Case(
-        function=ssmgen.chunk_gated_delta_rule if gated else ssmgen.chunk_delta_rule,
-        sets=sets,
-        bytes=moved,
-        rotating=rotating,
-        shared=shared | {"workspace": workspace, "use_qk_l2norm": True},
-        part=lambda call: some_heads(call, heads, 1, by_head, ("q", "k"), flat),
-        limits=dict.fromkeys(("out", "state", "final_states"), LIMIT),
-        outputs=outputs,
-        beside={"mul": moving(moved, sets, device)},
-        ratios=("mul",),
-        host=count * length <= HOST_TOKENS,
+    function = ssmgen.chunk_gated_delta_rule if gated else ssmgen.chunk_delta_rule
+    shared |= {"workspace": workspace, "use_qk_l2norm": True}
+    return prompt_case(
+        at, function, moved, LIMIT, rotating, shared, lambda call: some_heads(call, heads, 1, by_head, ("q", "k"), flat), outputs
     )
 
 
@@ -146,6 +120,12 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"shapes": tuple((key_heads, model.nheads, n, PROMPT) for n in sequences_of(quick)), "head_k": head_k, "head_v": head_v}
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Prompts of models, or the shapes above."""
+    asked = [{"shape": (m.shape[2], m.nheads, n, PROMPT), "head_k": m.shape[1], "head_v": m.shape[0]} for m in given for n in batches]
+    return asked or [{"shape": shape} for shape in SHAPES]
+
+
 BENCH = Bench(
     op="chunk_delta_rule",
     method=__doc__,
@@ -167,4 +147,6 @@ BENCH = Bench(
     quick={"shapes": ((16, 32, 1, 2048), (4, 16, 1, 8192))},
     of_model=of_model,
     mistakes=pool_mistakes,
+    tuned=tuned,
+    label=lambda at: f"delta {at.shape} of {at.head_k} x {at.head_v}",
 )  # fmt: skip

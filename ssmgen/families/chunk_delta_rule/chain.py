@@ -13,41 +13,30 @@ would otherwise wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...engine.chunks import chain, warpgroups
-from ...engine.chunks.chain import Backend, Chain, Role, by_warps
-from ...engine.chunks.kernels import edge_of, of_problem
+from ...engine.chunks.chain import Chain
+from ...engine.chunks.kernels import of_problem
 from ...engine.chunks.problem import CHUNK
-from ...engine.chunks.segments import why_not
+from ...engine.chunks.variants import Variants
 from ...engine.recurrences.attention.problem import Beta
-from ...spec.kernel import NAMED, Arch, DType, KernelSpec, Loads, Needs, Pdl
+from ...spec.kernel import DType, KernelSpec, Loads, Needs
 from .prepare import PrepareSpec
 from .problem import COEFFICIENTS, MAX_SIZE, OPERATOR, PANEL_BYTES, PANELS, SIZE, ChunkProblem, DeltaProblem, Gate
 from .segments import JoinSpec
 from .spec import DeltaSpec
 
-__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
+__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space", "warpgroup_space"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSpec(Chain, DeltaSpec, DeltaProblem):
-    """A problem, and how it is computed: by this kernel after the one that prepares. No choice here changes a bit of the result, in either
-    backend."""
+    """A problem, and how it is computed. No choice here changes a bit of the result, in either backend."""
 
     family: ClassVar[str] = OPERATOR
 
-    role: Role = field(default=Role.CHAIN, metadata=NAMED)
-    backend: Backend = field(default=Backend.WARPS, metadata=NAMED)
-    tile: int = 64  # rows of the state (value channels) per block, 16 per walker
-    stages: int = 2  # chunks in shared memory: the current one, and the chunks that are loading
     fetchers: int = 1  # warps
-    min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
-    ahead_pdl: Pdl = Pdl.OFF  # PDL of the kernel that prepares
-    transitions: bool = field(default=True, metadata=NAMED)  # role ENDS: also compute M
 
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
         return PrepareSpec(**of_problem(self, ChunkProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
@@ -98,37 +87,5 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
         return super().constants() | ({"stage_words": self.stage_bytes // 4} if self.grouped else {})
 
 
-def _spec(problem: DeltaProblem, **how: Any) -> ChainSpec:
-    return ChainSpec(**of_problem(problem, DeltaProblem), **how)
-
-
-def _by_warpgroups(problem: DeltaProblem, **how: Any) -> ChainSpec:
-    return ChainSpec.by_warpgroups(**of_problem(problem, DeltaProblem), **how)
-
-
-def warpgroup_space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
-    """Every legal variant with warpgroups, within the axes that are worth a trial."""
-    return warpgroups.variants(partial(_by_warpgroups, problem), arch)
-
-
-def space(problem: DeltaProblem, arch: Arch) -> Iterator[ChainSpec]:
-    """Every legal variant of a problem, within the axes that are worth a trial."""
-    yield from warpgroup_space(problem, arch)
-    yield from chain.space(partial(_spec, problem), (1, 2), arch)
-
-
-def candidates(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
-    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    if problem.divided:  # the parts of a sequence are scanned at once
-        rules = _rules(problem, size * problem.segments, arch, pdl)
-        yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
-    else:
-        yield "segments", None, why_not(problem.head_v, size)
-        yield from _rules(problem, size, arch, pdl)
-
-
-def _rules(problem: DeltaProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
-    edge = edge_of(arch, pdl)
-    yield from warpgroups.rules(partial(_by_warpgroups, problem, **edge), problem.head_v, size, wide=(2, 3))
-    fetchers = {16: 1, 8: 2}.get(problem.copy, 4)  # narrower copies need more of them
-    yield from by_warps(partial(_spec, problem, **edge, fetchers=fetchers), problem.head_v, size)
+_VARIANTS = Variants(chain=ChainSpec, problem=DeltaProblem, fetchers=(1, 2), by_copy={16: 1, 8: 2}, wide=(2, 3))
+warpgroup_space, space, candidates = _VARIANTS.warpgroup_space, _VARIANTS.space, _VARIANTS.candidates

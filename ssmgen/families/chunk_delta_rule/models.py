@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +41,6 @@ class DeltaAsk(Ask):
 
     def absent(self, model: Model, asked: str) -> str:
         return f"{model.name} has no gated delta rule, which {asked} computes"
-
-    def takes(self, model: Model) -> Collection[str]:
-        return self.options
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[DeltaProblem]:
         if not isinstance(model, AttentionModel):

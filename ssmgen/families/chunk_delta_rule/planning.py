@@ -14,19 +14,23 @@ from ...calls.dispatch import callers
 from ...calls.naming import WRITTEN_WORDS
 from ...calls.planning import Family
 from ...calls.prompts import fields_of
-from ...engine.chunks.kernels import Counts
-from ...engine.chunks.problem import CHUNK
 from ...engine.chunks.segments import asked
-from ...engine.chunks.views import attention_values, check_alignment, check_workspace, token_views, v_sizes, writes
+from ...engine.chunks.views import (
+    attention_values,
+    check_alignment,
+    check_workspace,
+    for_reference,
+    grid_of,
+    token_views,
+    v_sizes,
+    writes,
+)
 from ...engine.recurrences.attention.problem import Beta
-from ...engine.tiles import maps
-from ...spec.arguments import Value
 from ...spec.kernel import Layout
-from .operands import FUNCTIONS, KERNELS, OF_GATES, OPERANDS, TURNED
-from .problem import OPERATOR, DeltaProblem, Gate, chunks_of
+from .operands import FUNCTIONS, OF_GATES, OPERANDS, TURNED
+from .problem import OPERATOR, DeltaProblem, Gate
 from .reference import chunk_delta_rule as reference
 from .segments import workspace_for
-from .spec import DeltaSpec
 
 
 class Options(NamedTuple):
@@ -76,20 +80,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     )
 
 
-def counts_of(views: Mapping[str, Tensor]) -> Counts:
-    batch, length, heads, _ = views["v"].shape
-    sequences = prompts.sequences_of(views, "v")
-    return Counts(chunks_of(batch * length, sequences), sequences, heads, heads // views["q"].shape[2], batch * length)
-
-
-def kernel_values(spec: DeltaSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
-    """Every kernel argument that is not a pointer."""
-    values = attention_values(views, options.scale, options.pad_slot_id) | spec.counted(counts_of(views))
-    values |= KERNELS.stride_values(spec, views)
-    values |= maps(views, spec.mapped, CHUNK)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
-
-
 def size_of(views: Mapping[str, Tensor]) -> int:
     """Heads of v, of all sequences; 0 if nothing is to be written."""
     return views["v"].shape[2] * prompts.sequences_of(views, "v") if writes(views) else 0
@@ -100,17 +90,14 @@ FAMILY = Family(
     written=OPERANDS.written,
     problem_of=problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: spec.blocks(counts_of(views)),
-    values_of=kernel_values,
+    grid_of=grid_of,
+    values_of=attention_values,
     in_place=OPERANDS.in_place,
 )
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    named: dict[str, Any] = {n: t for n, t in views.items() if n != "workspace"}
-    how = options._asdict()
-    del how["segments"]  # token by token there are none
-    reference(**named, beta_form=how.pop("beta"), **how, dtype=dtype)
+    reference(**for_reference(views, options), dtype=dtype)
 
 
 CALLERS = callers(FAMILY, FUNCTIONS, Options, views_of, run_reference, words=dict.fromkeys(FUNCTIONS, WRITTEN_WORDS))

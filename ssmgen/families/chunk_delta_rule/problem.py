@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from ...engine.chunks.problem import CHUNK, Chunked, Divided, Stated
+from ...engine.chunks.problem import CHUNK, AttentionStates, Chunked, chunks_of
 from ...engine.recurrences.attention.problem import Beta
-from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
+from ...spec.kernel import DType, Index, Problem, must
 
 OPERATOR = "chunk_delta_rule"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
@@ -47,6 +47,11 @@ class ChunkProblem(Problem, Chunked):
     cu_seqlens: Index = Index.NONE  # type of it: tokens are packed sequences
     copy: int = 16  # bytes of q, k, v and out that are contiguous and aligned
 
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return CHUNK
+
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
         return [
@@ -69,43 +74,11 @@ class ChunkProblem(Problem, Chunked):
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaProblem(ChunkProblem, Stated, Divided):
-    """The fields that a call fixes: these, and states."""
-
-    head_v: int  # channels of v and out
-    state: DType = DType.F32  # of all states
-    layout: Layout = Layout.VK
-    initial: bool = False  # initial_states are read
-    final: bool = False  # final_states are written
-    pool: bool = False  # `state` is written instead of final_states, and read if has_initial_state is true
-    started: bool = False  # has_initial_state is given
-    index: Index = Index.NONE  # type of state_indices
-    checkpoints: Index = Index.NONE  # type of checkpoint_positions; their number is an argument of the kernel
-    state_loads: Loads = Loads.VECTOR  # of states: pairs of elements
-    segments: int = field(default=1, metadata=LATER)  # of a sequence after its first one, at most; 1: no sequence is cut
-    segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
-
-    def faults(self) -> list[str]:
-        return [
-            *ChunkProblem.faults(self),
-            *self.state_faults(),
-            *must(
-                self.segments >= 1 and self.segment_chunks >= 1,
-                f"segments is {self.segments} and segment_chunks {self.segment_chunks}; expected 1 or more",
-            ),
-        ]
-
-
-def chunks_of(tokens: int, sequences: int) -> int:
-    """Count of chunk numbers for `tokens` tokens in all: enough for any start positions of the sequences.
-
-    Chunk n of sequence s has the number begin(s) // 64 + s + n, where begin(s) is its first token. Numbers are unique, and need no sum
-    over sequences. Unused numbers are skipped.
-    """
-    return tokens // CHUNK + sequences
+@dataclass(frozen=True, kw_only=True)
+class DeltaProblem(AttentionStates, ChunkProblem):
+    """The fields that a call fixes: the images' fields, and states."""
 
 
 def image_bytes(tokens: int, sequences: int, heads: int) -> int:
     """Bytes of the images of all chunks: the image of number n and head h begins at (n heads + h) IMAGE."""
-    return chunks_of(tokens, sequences) * heads * IMAGE
+    return chunks_of(tokens, sequences, CHUNK) * heads * IMAGE

@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 from ...engine.chunks.kernels import ChunkKernel
 from ...engine.chunks.problem import CHUNK
 from ...spec.kernel import Pdl
-from ...spec.operands import Table
 from .operands import KERNELS
 from .problem import COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, Gate
 
@@ -32,7 +31,7 @@ class DeltaSpec(ChunkKernel, ChunkProblem):
     """How one of a call's kernels computes its part."""
 
     word: ClassVar[str] = "delta"
-    table: ClassVar[Table] = KERNELS
+    table: ClassVar[Any] = KERNELS
 
     pdl: Pdl = Pdl.OFF
 

@@ -17,7 +17,6 @@ FAMILY = Family(
     functions={name: f"call:{name}" for name in _FUNCTIONS},
     helpers={"chunk_linear_attention_workspace": "call:chunk_linear_attention_workspace"},
     bench={"chunk_linear_attention": "bench:BENCH"},
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     context="context:RULES",

@@ -15,7 +15,7 @@ so that its outputs rotate too. Host times are eager calls with prepared argumen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -30,19 +30,8 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import Case, Launch, keeping
-from ...bench.engine import Bench
-from ...bench.prompts import (
-    HEADS,
-    HOST_TOKENS,
-    PACKED,
-    PROMPT,
-    even_cuts,
-    moving,
-    packed_words,
-    prompt_sets,
-    sequences_of,
-    some_heads,
-)  # fmt: skip
+from ...bench.engine import Bench, Values
+from ...bench.prompts import HEADS, PACKED, PROMPT, normal, packed_words, prompt_case, sequences_of, some_heads
 from ...select.models import Model
 from .problem import Rule
 from .segments import workspace_for
@@ -82,17 +71,14 @@ def inputs(at: At, device: torch.device) -> Case:
     form, K, V = at.form, at.head_k, at.head_v
     keys, log, beta = {Form.RWKV7: (4, 2, 0), Form.GLA: (2, 4, 0)}.get(form, (2, 4, 2))
     moved = count * (length * (2 * keys * HK * K + HV * (4 * V + log * K + beta)) + 4 * HV * V * K)
-    sets = prompt_sets(moved)
-    lead = (count * length,) if at.packed else (count, length)
-
-    def made(*inner: int) -> Tensor:
-        return torch.randn(sets, *lead, *inner, device=device, dtype=torch.bfloat16)
+    made = normal(at, moved, at.packed, device)
+    v = made(HV, V)
 
     def logs(least: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.rand(sets, *lead, HV, K, device=device, dtype=dtype).mul_(least)
+        return torch.rand(*v.shape[:-1], K, device=device, dtype=dtype).mul_(least)
 
-    rotating = {"v": made(HV, V), "k": made(HK, K), "r" if form is Form.RWKV7 else "q": made(HK, K), "out": made(HV, V)}
-    shared: dict[str, Any] = {"return_final_states": True} | ({"cu_seqlens": even_cuts(count, length, device)} if at.packed else {})
+    rotating = {"v": v, "k": made(HK, K), "r" if form is Form.RWKV7 else "q": made(HK, K), "out": made(HV, V)}
+    shared: dict[str, Any] = {"return_final_states": True}
     if form is Form.RWKV7:
         rotating |= {"w": logs(-0.6, torch.bfloat16), "kk": normalize(made(HK, K), dim=-1), "a": made(HK, K).sigmoid_()}
     elif form is Form.GLA:
@@ -102,22 +88,15 @@ def inputs(at: At, device: torch.device) -> Case:
         shared |= {"use_qk_l2norm": True}
     if "use_qk_l2norm" not in shared:
         rotating["k"] /= K**0.5
-    size = workspace_for(count * length, count, HV, K, V, RULES.get(form, Rule.DELTA), None, lead[-1])
+    size = workspace_for(count * length, count, HV, K, V, RULES.get(form, Rule.DELTA), None, v.shape[-3])
     groups = min(HK, max(1, HEADS * HK // HV))
     by_group = ("q", "k", "r", "kk", "a")
-    return Case(
-        function=getattr(ssmgen, f"chunk_{form.stem}"),
-        sets=sets,
-        bytes=moved,
-        rotating=rotating | {"final_states_out": torch.zeros(sets, count, HV, V, K, device=device)},
-        shared=shared | {"workspace": torch.empty(size, dtype=torch.uint8, device=device)},
-        part=lambda call: some_heads(call, groups * HV // HK, groups, ("v", "w", "g", "gk", "beta", "out"), by_group, at.packed),
-        limits=dict.fromkeys(("out", "final_states"), LIMIT),
-        outputs=("out", "final_states_out"),
-        beside={"mul": moving(moved, sets, device)},
-        ratios=("mul",),
-        host=count * length <= HOST_TOKENS,
-    )
+    rotating |= {"final_states_out": torch.zeros(len(v), count, HV, V, K, device=device)}
+    shared |= {"workspace": torch.empty(size, dtype=torch.uint8, device=device)}
+    return prompt_case(
+        at, getattr(ssmgen, f"chunk_{form.stem}"), moved, LIMIT, rotating, shared,
+        lambda call: some_heads(call, groups * HV // HK, groups, ("v", "w", "g", "gk", "beta", "out"), by_group, at.packed),
+    )  # fmt: skip
 
 
 def fla(case: Case) -> Launch | None:
@@ -146,6 +125,16 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"shapes": shapes, "forms": (Form(model.kind),), "head_k": head_k, "head_v": head_v}
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Prompts of models, or the cases above."""
+    asked: list[dict[str, Any]] = [
+        {"form": Form(m.kind), "shape": (m.shape[2], m.nheads, batch, PROMPT), "head_k": m.shape[1], "head_v": m.shape[0]}
+        for m in given
+        for batch in batches
+    ]
+    return asked or [{"form": form, "shape": shape} for form, shape in CASES]
+
+
 BENCH = Bench(
     op="chunk_linear_attention",
     method=__doc__,
@@ -170,4 +159,6 @@ BENCH = Bench(
     quick={"shapes": ((16, 16, 1, 2048),), "forms": (Form.KDA, Form.GLA, Form.RWKV7)},
     of_model=of_model,
     settle=settle,
+    tuned=tuned,
+    label=lambda at: f"{at.form.value} {at.shape} of {at.head_k} x {at.head_v}",
 )

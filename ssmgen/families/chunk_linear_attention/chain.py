@@ -16,18 +16,15 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...engine.chunks import chain, warpgroups
-from ...engine.chunks.chain import Backend, Chain, Role, by_warps
-from ...engine.chunks.kernels import edge_of, of_problem
-from ...engine.chunks.segments import why_not
+from ...engine.chunks.chain import Chain
+from ...engine.chunks.kernels import of_problem
+from ...engine.chunks.variants import Variants
 from ...engine.chunks.warpgroups import ROWS
 from ...engine.recurrences.attention.problem import Beta, Gate
-from ...spec.kernel import NAMED, Arch, KernelSpec, Loads, Needs, Pdl, must
+from ...spec.kernel import Arch, KernelSpec, Loads, Needs, must
 from .operands import OF_OWN_TYPE
 from .prepare import PrepareSpec
 from .problem import MAX_SIZE, OPERATOR, PANELS, SIZE, ImageProblem, LinearPromptProblem, Rule
@@ -35,27 +32,17 @@ from .segments import FEWEST, JoinSpec
 from .spec import LinearSpec
 from .stages import HALF, Piece, Stage, half_words, of_warpgroups, of_warps
 
-__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space"]
+__all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space", "warpgroup_space"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
-    """A problem, and how it is computed: by this kernel after the one that prepares. No choice here changes a bit of the result, in either
-    backend."""
+    """A problem, and how it is computed. No choice here changes a bit of the result, in either backend."""
 
     family: ClassVar[str] = OPERATOR
 
-    role: Role = field(default=Role.CHAIN, metadata=NAMED)
-    backend: Backend = field(default=Backend.WARPS, metadata=NAMED)
-    tile: int = 64  # rows of the state (value channels) per block, 16 per walker
-    stages: int = 2  # chunks in shared memory: the current one, and the chunks that are loading
-    fetchers: int = 2  # warps
-    min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
-    ahead_pdl: Pdl = Pdl.OFF  # PDL of the kernel that prepares
-    transitions: bool = field(default=True, metadata=NAMED)  # role ENDS: also compute M
-
     def prepared(self) -> tuple[KernelSpec, KernelSpec]:
-        return PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl), JoinSpec.of(self)
+        return PrepareSpec(**of_problem(self, ImageProblem), pdl=self.ahead_pdl), JoinSpec.of(self, rule=Rule.DELTA)
 
     def unread(self) -> dict[str, Any]:
         none: dict[str, Any] = dict.fromkeys(OF_OWN_TYPE)
@@ -127,38 +114,5 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
 WEIGHING = (56, 88, 248)
 
 
-def _spec(problem: LinearPromptProblem, **how: Any) -> ChainSpec:
-    return ChainSpec(**of_problem(problem, LinearPromptProblem), **how)
-
-
-def _by_warpgroups(problem: LinearPromptProblem, **how: Any) -> ChainSpec:
-    return ChainSpec.by_warpgroups(**of_problem(problem, LinearPromptProblem), **how)
-
-
-def warpgroup_space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
-    """Every legal variant with warpgroups, within the axes that are worth a trial."""
-    return warpgroups.variants(partial(_by_warpgroups, problem), arch)
-
-
-def space(problem: LinearPromptProblem, arch: Arch) -> Iterator[ChainSpec]:
-    """Every legal variant of a problem, within the axes that are worth a trial."""
-    yield from warpgroup_space(problem, arch)
-    yield from chain.space(partial(_spec, problem), (1, 2, 4), arch)
-
-
-def candidates(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
-    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    if problem.divided:  # the parts of a sequence are scanned at once
-        rules = _rules(problem, size * problem.segments, arch, pdl)
-        yield from ((f"up to {problem.segments} segments, {rule}", spec, why) for rule, spec, why in rules)
-    else:
-        if problem.rule.weighs:
-            yield "segments", None, why_not(problem.head_v, size, FEWEST)
-        yield from _rules(problem, size, arch, pdl)
-
-
-def _rules(problem: LinearPromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, ChainSpec | None, str]]:
-    edge = edge_of(arch, pdl)
-    yield from warpgroups.rules(partial(_by_warpgroups, problem, **edge), problem.head_v, size)
-    make = partial(_spec, problem, **edge, fetchers=4 if problem.copy < 16 else 2)
-    yield from by_warps(make, problem.head_v, size)
+_VARIANTS = Variants(chain=ChainSpec, problem=LinearPromptProblem, fetchers=(1, 2, 4), by_copy={16: 2}, fewest=FEWEST)
+warpgroup_space, space, candidates = _VARIANTS.warpgroup_space, _VARIANTS.space, _VARIANTS.candidates

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,9 +42,6 @@ class LinearAsk(Ask):
 
     def absent(self, model: Model, asked: str) -> str:
         return f"the state of {model.name} does not decay per key channel, as {asked} computes it"
-
-    def takes(self, model: Model) -> Collection[str]:
-        return self.options
 
     def problems(self, model: Model, wanted: Wanted) -> Sequence[LinearPromptProblem]:
         if not isinstance(model, AttentionModel):

@@ -14,17 +14,22 @@ from ...calls.dispatch import callers
 from ...calls.naming import WRITTEN_WORDS
 from ...calls.planning import Family
 from ...calls.prompts import fields_of
-from ...engine.chunks.kernels import Counts
-from ...engine.chunks.views import attention_values, check_alignment, check_workspace, token_views, v_sizes, writes
+from ...engine.chunks.views import (
+    attention_values,
+    check_alignment,
+    check_workspace,
+    for_reference,
+    grid_of,
+    token_views,
+    v_sizes,
+    writes,
+)
 from ...engine.recurrences.attention.problem import Beta, Gate
-from ...engine.tiles import maps
-from ...spec.arguments import Value
-from ...spec.kernel import Layout, Loads
-from .operands import CHANNELS, FUNCTIONS, KERNELS, OF_OWN_TYPE, OPERANDS, TURNED
-from .problem import OPERATOR, LinearPromptProblem, Rule, chunks_of
+from ...spec.kernel import Layout
+from .operands import CHANNELS, FUNCTIONS, OF_OWN_TYPE, OPERANDS, TURNED
+from .problem import OPERATOR, LinearPromptProblem, Rule
 from .reference import chunk_linear_attention as reference
 from .segments import cut_by, workspace_for
-from .spec import LinearSpec
 
 WHAT = "linear attention over a prompt"
 
@@ -98,24 +103,10 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         l2norm=options.l2norm,
         layout=Layout(options.state_layout) if "state" in states else Layout.VK,
         copy=prompts.together(views, pointers, OPERANDS.alike("v")),
-        loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 8) for n in wide) else Loads.ELEMENT,
+        loads=checks.loads_of(views, pointers, wide, 8),
         **cut_by(rule, options.segments, heads, head_v, length),
         **states,
     )
-
-
-def counts_of(views: Mapping[str, Tensor], rule: Rule) -> Counts:
-    batch, length, heads, _ = views["v"].shape
-    sequences = prompts.sequences_of(views, "v")
-    return Counts(chunks_of(batch * length, sequences, rule), sequences, heads, heads // views["q"].shape[2], batch * length)
-
-
-def kernel_values(spec: LinearSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
-    """Every kernel argument that is not a pointer."""
-    values = attention_values(views, options.scale, options.pad_slot_id) | spec.counted(counts_of(views, spec.rule))
-    values |= {"lower_bound": options.lower_bound, **KERNELS.stride_values(spec, views)}
-    values |= maps(views, spec.mapped, spec.rule.tokens)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:
@@ -128,17 +119,14 @@ FAMILY = Family(
     written=OPERANDS.written,
     problem_of=problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: spec.blocks(counts_of(views, spec.rule)),
-    values_of=kernel_values,
+    grid_of=grid_of,
+    values_of=lambda spec, views, options: attention_values(spec, views, options, lower_bound=options.lower_bound),
     in_place=OPERANDS.in_place,
 )
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    named: dict[str, Any] = {n: t for n, t in views.items() if n != "workspace"}
-    how = options._asdict()
-    del how["segments"]  # token by token there are none
-    reference(**named, beta_form=how.pop("beta"), **how, dtype=dtype)
+    reference(**for_reference(views, options), dtype=dtype)
 
 
 CALLERS = callers(

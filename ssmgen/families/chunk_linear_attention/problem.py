@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ...engine.chunks.problem import Chunked, Divided, Stated
+from ...engine.chunks.problem import AttentionStates, Chunked, chunks_of
 from ...engine.recurrences.attention.problem import Beta, Gate
-from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
+from ...spec.kernel import DType, Index, Loads, Problem, must
 
 OPERATOR = "chunk_linear_attention"
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
@@ -86,6 +86,11 @@ class ImageProblem(Problem, Chunked):
         return self.gk or self.g
 
     @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return self.rule.tokens
+
+    @property
     def image(self) -> Image:
         return image_of(self.head_k, self.rule)
 
@@ -124,31 +129,17 @@ class ImageProblem(Problem, Chunked):
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearPromptProblem(ImageProblem, Stated, Divided):
-    """The fields that a call fixes: these, and states."""
+@dataclass(frozen=True, kw_only=True)
+class LinearPromptProblem(AttentionStates, ImageProblem):
+    """The fields that a call fixes: the images' fields, and states."""
 
-    head_v: int  # channels of v and out
-    state: DType = DType.F32  # of all states
-    layout: Layout = Layout.VK
-    initial: bool = False  # initial_states are read
-    final: bool = False  # final_states are written
-    pool: bool = False  # `state` is written instead of final_states, and read if has_initial_state is true
-    started: bool = False  # has_initial_state is given
-    index: Index = Index.NONE  # type of state_indices
-    checkpoints: Index = Index.NONE  # type of checkpoint_positions; their number is an argument of the kernel
-    state_loads: Loads = Loads.VECTOR  # of states: pairs of elements
-    segments: int = field(default=1, metadata=LATER)  # of a sequence after its first one, at most; 1: no sequence is cut
-    segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a sequence of few chunks has fewer segments
+    @property
+    def cuts(self) -> bool:
+        return self.rule.weighs
 
     def faults(self) -> list[str]:
         return [
-            *ImageProblem.faults(self),
-            *self.state_faults(),
-            *must(
-                self.segments >= 1 and self.segment_chunks >= 1,
-                f"segments is {self.segments} and segment_chunks {self.segment_chunks}; expected 1 or more",
-            ),
+            *super().faults(),
             *must(
                 self.rule.weighs or not self.divided,
                 f"segments is {self.segments} with rule={self.rule.value}; expected 1, or rule=delta or old",
@@ -181,15 +172,6 @@ def image_of(head_k: int, rule: Rule) -> Image:
     return Image(0, q, w, t, rest, p, decay, -(-(decay + 4 * head_k) // 128) * 128)
 
 
-def chunks_of(tokens: int, sequences: int, rule: Rule) -> int:
-    """Count of chunk numbers for `tokens` tokens in all: enough for any start positions of the sequences.
-
-    Chunk n of sequence s has the number begin(s) // tokens per chunk + s + n, where begin(s) is its first token. Numbers are unique, and
-    need no sum over sequences. Unused numbers are skipped.
-    """
-    return tokens // rule.tokens + sequences
-
-
 def workspace_bytes(tokens: int, sequences: int, heads: int, head_k: int, rule: Rule) -> int:
     """Bytes of the images of all chunks: the image of number n and head h begins at (n heads + h) times an image's bytes."""
-    return chunks_of(tokens, sequences, rule) * heads * image_of(head_k, rule).bytes
+    return chunks_of(tokens, sequences, rule.tokens) * heads * image_of(head_k, rule).bytes

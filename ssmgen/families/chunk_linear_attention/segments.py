@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...engine.chunks.segments import Join, asked, joining
-from ...spec.kernel import LATER
+from ...engine.chunks.segments import Join, asked
 from .problem import LinearPromptProblem, Rule, workspace_bytes
 from .spec import LinearSpec
 
@@ -20,10 +19,9 @@ def cut_by(rule: Rule, segments: int | None, heads: int, head_v: int, longest: i
 
 
 def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: int, rule: Rule, segments: int | None, longest: int) -> int:
-    """Bytes that a call needs: images, then the results of segments, as in chunk_delta_rule."""
+    """Bytes that a call needs: images, then the results of segments."""
     cut = LinearPromptProblem(head_k=head_k, head_v=head_v, rule=rule, **cut_by(rule, segments, heads, head_v, longest))
-    kept = cut.candidates(tokens, sequences) * cut.segments
-    return workspace_bytes(tokens, sequences, heads, head_k, rule) + kept * heads * cut.room * 4
+    return workspace_bytes(tokens, sequences, heads, head_k, rule) + cut.segment_bytes(tokens, sequences, heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +29,6 @@ class JoinSpec(Join, LinearSpec):
     """States between segments of these attentions."""
 
     family: ClassVar[str] = "chunk_linear_attention_join"
-
-    head_v: int
-    segments: int = field(default=2, metadata=LATER)
-    segment_chunks: int = field(default=1, metadata=LATER)
-
-    @classmethod
-    def of(cls, spec: Any) -> JoinSpec:
-        return cls(**joining(spec), rule=Rule.DELTA)
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {"image": self.image.bytes}

@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 
 from ...engine.chunks.kernels import ChunkKernel
 from ...spec.kernel import Pdl
-from ...spec.operands import Table
 from .operands import KERNELS
 from .problem import BLOCK, BLOCK_BYTES, PANELS, ROWS, ImageProblem, Rule
 
@@ -34,7 +33,7 @@ class LinearSpec(ChunkKernel, ImageProblem):
     """How one of the two kernels computes its part."""
 
     word: ClassVar[str] = "linear"
-    table: ClassVar[Table] = KERNELS
+    table: ClassVar[Any] = KERNELS
 
     pdl: Pdl = Pdl.OFF
 

@@ -15,7 +15,6 @@ FAMILY = Family(
         "chunk_lightning_attn": "attention:chunk_lightning_attn",
     },
     bench={"chunk_scan": "bench:BENCH"},
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     context="context:RULES",

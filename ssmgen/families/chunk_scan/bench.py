@@ -15,13 +15,12 @@ Host times are eager calls, arguments at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import click
 import torch
-from torch import Tensor
 
 import ssmgen
 
@@ -29,21 +28,8 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import GATE, Case, Launch, keeping
-from ...bench.engine import Bench
-from ...bench.prompts import (
-    HEADS,
-    HOST_TOKENS,
-    PACKED,
-    PROMPT,
-    ends,
-    even_cuts,
-    moving,
-    packed_words,
-    pool_mistakes,
-    prompt_sets,
-    sequences_of,
-    some_heads,
-)  # fmt: skip
+from ...bench.engine import Bench, Values
+from ...bench.prompts import HEADS, PACKED, PROMPT, ends, normal, packed_words, pool_mistakes, prompt_case, sequences_of, some_heads
 from ...select.models import Model
 
 SHAPES = [(128, 8, 1, 2048), (128, 8, 1, 8192), (128, 8, 16, 2048), (16, 1, 1, 8192), (24, 1, 1, 8192)]
@@ -65,17 +51,11 @@ def inputs(at: At, device: torch.device) -> Case:
     P, N, pool = at.headdim, at.d_state, at.form is Form.POOL
     state, steps = 4 * H * P * N * (2 if pool else 1), 0 if at.form is Form.LIGHTNING else 2 * H
     moved = count * (length * (4 * H * P + 4 * G * N + steps) + state)
-    sets = prompt_sets(moved)
     flat = pool or at.packed
-    lead = (count * length,) if flat else (count, length)
-
-    def made(*inner: int) -> Tensor:
-        return torch.randn(sets, *lead, *inner, device=device, dtype=torch.bfloat16)
-
+    made = normal(at, moved, flat, device)
     x, B, C, dt = made(H, P), made(G, N), made(G, N), made(H)
     A, D, bias = -torch.rand(H, device=device), torch.rand(H, device=device).exp(), torch.rand(H, device=device) - 2
-    rotating, shared, outputs = ends(torch.zeros(sets, count, H, P, N, device=device), count * length if pool else 0)
-    shared |= {"cu_seqlens": even_cuts(count, length, device)} if at.packed else {}
+    rotating, shared, outputs = ends(torch.zeros(len(x), count, H, P, N, device=device), count * length if pool else 0)
     if at.form in (Form.BATCH, Form.POOL):
         function: Any = ssmgen.chunk_scan
         rotating |= {"x": x, "dt": dt, "B": B, "C": C}
@@ -85,19 +65,10 @@ def inputs(at: At, device: torch.device) -> Case:
         rotating |= {"q": C, "k": B, "v": x} | ({"g": -dt.abs()} if at.form is Form.SIMPLE_GLA else {})
         shared |= {"slope": -A} if at.form is Form.LIGHTNING else {}
     heads, by_head = min(HEADS, H // G), ("x", "dt", "A", "D", "dt_bias", "v", "g", "slope", "out")
-    return Case(
-        function=function,
-        sets=sets,
-        bytes=moved,
-        rotating=rotating | {"out": torch.empty_like(x)},
-        shared=shared,
-        part=lambda call: some_heads(call, heads, 1, by_head, ("B", "C", "q", "k"), flat),
-        limits=dict.fromkeys(("out", "state", "final_states"), GATE[torch.bfloat16]),
-        outputs=outputs,
-        beside={"mul": moving(moved, sets, device)},
-        ratios=("mul",),
-        host=count * length <= HOST_TOKENS,
-    )
+    return prompt_case(
+        at, function, moved, GATE[torch.bfloat16], rotating | {"out": torch.empty_like(x)}, shared,
+        lambda call: some_heads(call, heads, 1, by_head, ("B", "C", "q", "k"), flat), outputs,
+    )  # fmt: skip
 
 
 def mamba_ssm(case: Case) -> Launch | None:
@@ -133,6 +104,16 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"shapes": shapes, "forms": (FORMS[model.kind],), "headdim": headdim, "d_state": d_state}
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Prompts of models, or the shapes above."""
+    asked = [
+        {"form": FORMS[m.kind], "shape": (m.nheads, m.shape[2], batch, PROMPT), "headdim": m.shape[0], "d_state": m.shape[1]}
+        for m in given
+        for batch in batches
+    ]
+    return asked or [{"shape": shape} for shape in SHAPES]
+
+
 BENCH = Bench(
     op="chunk_scan",
     method=__doc__,
@@ -154,4 +135,6 @@ BENCH = Bench(
     quick={"shapes": ((128, 8, 1, 2048), (16, 1, 1, 8192))},
     of_model=of_model,
     mistakes=pool_mistakes,
+    tuned=tuned,
+    label=lambda at: f"scan {at.shape} of {at.headdim} x {at.d_state}",
 )  # fmt: skip

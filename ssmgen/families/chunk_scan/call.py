@@ -193,8 +193,7 @@ def kernel_values(spec: ScanSpec, views: Mapping[str, Tensor], options: Options)
     values |= {"scale": options.scale, "parts": _parts(spec, views), "items": grid_of(spec, views)}
     values |= dict(zip(("dt_low", "dt_high"), options.dt_limit or (), strict=False))
     values |= KERNELS.stride_values(spec, views, kind=0 if spec.g_by_token else 1)
-    values |= maps(views, spec.mapped, CHUNK)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | maps(views, spec.mapped, CHUNK)
 
 
 def _parts(spec: ScanSpec, views: Mapping[str, Tensor]) -> int:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...compile.occupancy import LIMITS, SHARED_RESERVED
+from ...compile.occupancy import shared_violations
+from ...engine.chunks.problem import Chunked, Stated
 from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 from .operands import KERNELS
 
@@ -48,7 +49,7 @@ class Gate(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScanProblem(Problem):
+class ScanProblem(Problem, Chunked, Stated):
     """The fields that a call fixes: dtypes, sizes of a head's state, present operands. Heads, groups, tokens and strides are not fixed."""
 
     headdim: int
@@ -88,18 +89,9 @@ class ScanProblem(Problem):
         return self.gate is not Gate.DT
 
     @property
-    def ragged(self) -> bool:
-        return self.cu_seqlens is not Index.NONE
-
-    @property
     def overwrites(self) -> bool:
         """Whether final states may overwrite initial states."""
         return self.started or (self.initial and self.final)
-
-    @property
-    def marked(self) -> bool:
-        """Whether states at positions are wanted."""
-        return self.checkpoints is not Index.NONE
 
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
@@ -111,14 +103,7 @@ class ScanProblem(Problem):
                 f"the tokens or heads of {'q, k, v' if self.attention else 'x, B, C, z'} or out begin at an odd element; "
                 "expected multiples of 4 bytes. Pass contiguous tensors.",
             ),
-            *must(not (self.pool and self.final), "pool and final are both yes; expected one of them: a pool receives the final states"),
-            *must(
-                not (self.started and self.initial),
-                "initial and started are both yes; expected one of them: each says where a sequence starts",
-            ),
-            *must(
-                self.pool or (self.index is Index.NONE and not self.started), "index or started is set without a pool; expected pool=yes"
-            ),
+            *self.state_faults(),
             *must(
                 not self.attention or not (self.dt or self.A or self.D or self.dt_bias or self.z or self.dt_softplus or self.dt_limit),
                 f"gate is {self.gate.value} with dt, A, D, dt_bias, z, dt_softplus or dt_limit; expected gate=dt",
@@ -145,6 +130,7 @@ class ScanSpec(KernelSpec, ScanProblem):
     template: ClassVar[str] = "chunk_scan/chunk_scan.cu.j2"
     word: ClassVar[str] = "scan"  # in names of kernels
     states_alone: ClassVar[bool] = False  # whether it computes the state from zeros, and no outputs
+    table: ClassVar[Any] = KERNELS
 
     tile: int  # rows of headdim per block, 16 per walker
     stages: int = 3  # chunks in shared memory: the walkers', the mixers', and the chunks that are loading
@@ -260,7 +246,6 @@ class ScanSpec(KernelSpec, ScanProblem):
             *must(self.tile % 16 == 0 and 16 <= self.tile <= 128, f"tile is {self.tile}; expected 16 … 128 in steps of 16"),
         ]:
             return problems
-        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
             *must(self.headdim % self.tile == 0, f"tile is {self.tile}; expected a divisor of headdim {self.headdim}"),
             *must(
@@ -286,27 +271,22 @@ class ScanSpec(KernelSpec, ScanProblem):
                 f"parts is {self.parts} on {arch}; expected 1 before sm_90: final states may overwrite initial ones that other "
                 "parts still read",
             ),
-            *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for asynchronous copies and bf16"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *shared_violations(arch, self.shared_bytes),
+            *self.arch_violations(arch, "asynchronous copies and bf16"),
         ]
 
     @property
     def g_by_token(self) -> bool:
         return self.gate is Gate.LOG
 
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return KERNELS.of(self)
-
-    def roles(self) -> list[str]:
-        """The same, as the kernel names them."""
-        return self.operands()
-
     @property
     def mapped(self) -> dict[str, int]:
         """Operands whose tiles are copied by tensor maps, and how many columns at once."""
         return {}
+
+    def roles(self) -> list[str]:
+        """The operands, as the kernel names them."""
+        return self.operands()
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""

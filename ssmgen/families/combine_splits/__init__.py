@@ -7,7 +7,6 @@ FAMILY = Family(
     kernels=(Kernels("spec:CombineSpec", "spec:CombineProblem"),),
     functions={"combine_splits": "call:combine_splits"},
     bench={"combine_splits": "bench:BENCH"},
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

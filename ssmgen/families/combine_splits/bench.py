@@ -16,8 +16,9 @@ arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import product
 from typing import Any
 
 import click
@@ -29,9 +30,10 @@ from ...bench import axes, schema
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import GATE, HOT, Call, Case, Launch, keeping
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.prompts import prompt_sets
 from ...calls.checks import TORCH_DTYPES
+from ...select.models import Model
 from ...spec.kernel import DType
 
 SHAPES = [(16, 2), (16, 64), (128, 2), (128, 16), (128, 64), (1024, 8), (1024, 32), (16384, 2), (16384, 8), (16384, 32)]
@@ -117,6 +119,12 @@ def words(row: Mapping[str, Any]) -> str:
     return f"{row['form']}, d_v {row['d_v']}, {row['dtype']}, {'hot: in the L2 cache' if row['hot'] else 'cold'}"
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """The shapes above: no model is known to merge splits."""
+    found = product((Form.DENSE, Form.PREFIX), (DType.F32, DType.BF16), (128, 512), SHAPES)
+    return [{"form": form, "dtype": dtype, "d_v": d_v, "shape": shape, "hot": False} for form, dtype, d_v, shape in found]
+
+
 BENCH = Bench(
     op="combine_splits",
     method=__doc__,
@@ -145,4 +153,6 @@ BENCH = Bench(
     quick={"shapes": ((128, 16), (1024, 8)), "widths": (512,), "dtypes": (DType.BF16,)},
     settle=settle,
     measured_fields={"sum_ratio": schema.RATIO},
+    tuned=tuned,
+    label=lambda at: f"combine, {at.form.value} {at.shape} d_v {at.d_v} {at.dtype.value}",
 )  # fmt: skip

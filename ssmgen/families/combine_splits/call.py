@@ -163,12 +163,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
             problems.append(
                 f"{name} has strides {list(named[name].stride())}; expected 1 for its last axis, d_v. Pass a contiguous tensor."
             )
-    for name in OPERANDS.written:
-        if name in named and checks.overlaps_itself(named[name]):
-            problems.append(
-                f"{name} has strides {list(named[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
+    checks.check_distinct(named, OPERANDS.written, problems)
     for name, t in named.items():
         if any(s >= 2**32 for s in t.stride()):
             problems.append(f"{name} has strides {list(t.stride())}; expected strides below 2^32 elements")
@@ -260,7 +255,7 @@ def kernel_values(spec: CombineSpec, views: Mapping[str, Tensor], options: Optio
         missing = int(spec.indexed and operand in ("o", "lse"))  # they have a splits axis instead
         lead = 1 if operand in ("o", "lse") and not spec.pair else 0
         values[f"{operand}_{axis}"] = t.stride(0 if axis == "split" else lead + axes.index(axis) - missing)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 LEAST_WEIGHT = 2.0**-126  # relative to the largest weight; a split below this is left out
 
 
-def _entries(o: Tensor, lse: Tensor, out: Tensor, num_splits: Tensor | None) -> Iterator[tuple[slice, tuple[int | slice, ...]]]:
+def _entries(o: Tensor, num_splits: Tensor | None) -> Iterator[tuple[slice, tuple[int | slice, ...]]]:
     """(splits, place in the output) of each entry."""
     if num_splits is None:
         yield slice(None), ()
@@ -46,7 +46,7 @@ def combine_splits(
     if o_other is not None and lse_other is not None:
         o, lse = torch.stack([o, o_other]), torch.stack([lse, lse_other])
     unit, unit_out = (1.0 if n else math.log(2) for n in (natural, natural_out))
-    for some, where in _entries(o, lse, out, num_splits):
+    for some, where in _entries(o, num_splits):
         if skip_single and some.stop - some.start == 1:
             continue
         partial, logs = o[some].to(dtype), lse[some].to(dtype) * unit

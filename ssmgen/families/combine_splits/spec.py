@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec.kernel import Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .operands import OPERANDS
 
 OPERATOR = "combine_splits"
@@ -93,6 +93,7 @@ class CombineSpec(KernelSpec, CombineProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "combine_splits/combine_splits.cu.j2"
+    table: ClassVar[Any] = OPERANDS
 
     vec: int  # columns per lane
     lanes: int = 32  # of a team
@@ -158,13 +159,8 @@ class CombineSpec(KernelSpec, CombineProblem):
                 f"lanes x parts is {self.unit} for any number of splits; "
                 f"expected 32 or more: fewer threads hold at most {self.span} splits",
             ),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
 
     def row_axes(self) -> tuple[str, ...]:
         return {1: AXES[:1], 2: AXES[::2], 3: AXES}[self.axes]

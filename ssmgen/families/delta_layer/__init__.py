@@ -14,7 +14,6 @@ FAMILY = Family(
     functions={"gdn_layer": "call:gdn_layer", "kda_layer": "call:kda_layer"},
     bench={"gdn_layer": "bench:BENCHES", "kda_layer": "bench:BENCHES"},
     asks="models:ASKS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

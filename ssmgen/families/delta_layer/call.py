@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...calls.operator import operator, run
 from ...calls.scalars import POSITIVE
+from ...engine.noise import seeded
 from ...engine.norm_calls import ACTIVATION
 from .operands import FUNCTIONS
 from .planning import CALLERS
@@ -43,6 +44,8 @@ def gdn_layer(
     intermediate_conv_window: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
     update_state: bool = True,
+    rand_seed: Tensor | None = None,
+    philox_rounds: int = 10,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     pdl: bool | None = None,
@@ -67,6 +70,9 @@ def gdn_layer(
     allow_neg_eigval: beta is twice the sigmoid of b; use_qk_l2norm: q and k are first divided by sqrt(|x|^2 + 1e-6)
     scale, state_layout, state_indices, pad_slot_id: as in gated_delta_rule, of both states. A padded row gets a zero output
     pdl: whether each kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
+
+    Stochastic rounding:
+    rand_seed, philox_rounds: as in gated_delta_rule
 
     Several tokens:
 
@@ -95,14 +101,16 @@ def gdn_layer(
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
     out, scale = _result_and_scale(out, scale, mixed_qkv, state, state_layout)
+    rand_seed, philox_rounds = seeded(rand_seed, philox_rounds)
     tensors = FUNCTIONS["gdn_layer"].Tensors(
         state=state, conv_state=conv_state, mixed_qkv=mixed_qkv, conv_weight=conv_weight, conv_bias=conv_bias,
         intermediate_conv_window=intermediate_conv_window, a=a, b=b, A_log=A_log, dt_bias=dt_bias, z=z, norm_weight=norm_weight,
         out=out, state_indices=state_indices, dst_state_indices=dst_state_indices, num_accepted_tokens=num_accepted_tokens,
-        intermediate_states=intermediate_states, intermediate_state_indices=intermediate_state_indices, arrivals=arrivals,
+        intermediate_states=intermediate_states, intermediate_state_indices=intermediate_state_indices, rand_seed=rand_seed,
+        arrivals=arrivals,
     )  # fmt: skip
     norm = (norm_eps, norm_before_gate, norm_activation)
-    options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state)
+    options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state, None, philox_rounds)
     return run(CALLERS["gdn_layer"], tensors, options, pdl)
 
 
@@ -136,6 +144,8 @@ def kda_layer(
     intermediate_conv_window: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
     update_state: bool = True,
+    rand_seed: Tensor | None = None,
+    philox_rounds: int = 10,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     pdl: bool | None = None,
@@ -159,14 +169,16 @@ def kda_layer(
     Source: Kimi Team 2025 (arXiv 2510.26692).
     """
     out, scale = _result_and_scale(out, scale, mixed_qkv, state, state_layout)
+    rand_seed, philox_rounds = seeded(rand_seed, philox_rounds)
     tensors = FUNCTIONS["kda_layer"].Tensors(
         state=state, conv_state=conv_state, mixed_qkv=mixed_qkv, conv_weight=conv_weight, conv_bias=conv_bias,
         intermediate_conv_window=intermediate_conv_window, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, z=z, norm_weight=norm_weight,
         out=out, state_indices=state_indices, dst_state_indices=dst_state_indices, num_accepted_tokens=num_accepted_tokens,
-        intermediate_states=intermediate_states, intermediate_state_indices=intermediate_state_indices, arrivals=arrivals,
+        intermediate_states=intermediate_states, intermediate_state_indices=intermediate_state_indices, rand_seed=rand_seed,
+        arrivals=arrivals,
     )  # fmt: skip
     norm = (norm_eps, norm_before_gate, norm_activation)
-    options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state, lower_bound)
+    options = Options(*norm, allow_neg_eigval, use_qk_l2norm, scale, state_layout, pad_slot_id, update_state, lower_bound, philox_rounds)
     return run(CALLERS["kda_layer"], tensors, options, pdl)
 
 

@@ -27,6 +27,10 @@ DEFAULTS = {
     "kda, whole heads, bf16 state": Default(layer(KIMI, DType.BF16), 64),
     "kda, whole heads, f32 state": Default(layer(KIMI, DType.F32), 64),
     "kda, bounded gate, not aligned": Default(changed(layer(KIMI_K3, K3_STATE, tp=8), **ANYWHERE, operand_loads=Loads.ELEMENT), 64),
+    "gdn, whole heads, bf16 state, rounded": Default(changed(layer(QWEN, DType.BF16), philox_rounds=10), 64),
+    "kda, several tokens, a bf16 slot each, rounded": Default(
+        changed(layer(KIMI, DType.BF16, window=EACH_SLOT, tokens=4), philox_rounds=10), 64
+    ),
     "gdn, several tokens": Default(layer(QWEN, DType.BF16, tokens=4), 64),
     "gdn, several tokens, a slot each": Default(layer(QWEN, DType.BF16, window=EACH_SLOT, tokens=4), 64),
     "kda, verify": Default(layer(KIMI, DType.BF16, tokens=4, intermediates=True, update_state=False), 64),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from ...engine.layers.operands import TOKEN, control, convolution
-from ...spec.operands import Operand, Table, table
+from ...spec.operands import Operand, Table, Types, table
 
 _HEADS = f"{TOKEN} head"
 
@@ -24,7 +24,10 @@ def _table(*gates: Operand, bias: Operand, A_log: Operand) -> Table:
         ),
         Operand("norm_weight", "value", optional=True, field="norm.weight", there="norm_inside"),
         Operand("out", "like z", written=True, view="token head row", strides=f"{TOKEN} head row"),
-        *control("state", "head value key"),
+        *control(
+            "state", "head value key",
+            Operand("rand_seed", "slot | 1", Types.I64, optional=True, there="philox_rounds", strides="slot:64"),
+        ),
         head="heads", value="V", key="K", group="key heads", tap="width - 1", kept="rows", column="columns",
         **{"head*value": "heads * V", "head*key": "heads * K"},
     )  # fmt: skip

@@ -49,6 +49,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         intermediates="intermediate_states" in views,
         state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], vector, along) for n in states) else Loads.ELEMENT,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in by_channel) else Loads.ELEMENT,
+        philox_rounds=options.philox_rounds,
         **layer_views.control_fields(views, options.update_state),
         conv=layer_views.conv_of(views, pointers, "mixed_qkv"),
         norm=layer_views.norm_of(views, pointers, V, options.norm_before_gate, _activation(options)),
@@ -68,7 +69,8 @@ def kernel_values(spec: KernelSpec, views: Mapping[str, Tensor], options: Option
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
     how = (options.eps, options.norm_before_gate, _activation(options), options.scale, options.lower_bound or 0.0, options.pad_slot_id)
-    reference(views, options.form, *how, update_state=options.update_state, dtype=dtype)
+    noise: dict[str, Any] = {"philox_rounds": options.philox_rounds, "keys_first": options.layout == "kv"}
+    reference(views, options.form, *how, update_state=options.update_state, **noise, dtype=dtype)
 
 
 FAMILY = Family(

@@ -22,6 +22,8 @@ def delta_layer(
     lower_bound: float = 0.0,
     pad_slot_id: int = -1,
     update_state: bool = True,
+    philox_rounds: int = 0,
+    keys_first: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """mixed_qkv [batch, channels]; z, out [batch, HV, V]; conv_state [slots, channels, len]; conv_weight [channels, width]; state [slots,
@@ -40,7 +42,8 @@ def delta_layer(
     rule |= {"q": q.unflatten(-1, (-1, K)), "k": k.unflatten(-1, (-1, K)), "v": v.unflatten(-1, (HV, V))}
     if not several:
         rule = {name: t.unsqueeze(1) for name, t in rule.items()}
-    rule |= {n: views[n] for n in ("state", "A_log", "dt_bias", "num_accepted_tokens") if n in views} | {"state_indices": slots}
+    kept_as_they_are = ("state", "A_log", "dt_bias", "num_accepted_tokens", "rand_seed")
+    rule |= {n: views[n] for n in kept_as_they_are if n in views} | {"state_indices": slots}
     if "num_accepted_tokens" in views:
         columns = valid_slots(views, views["state_indices"], pad_slot_id)
         rule["state_indices"] = torch.where(slots[:, None] < 0, -1, columns)
@@ -48,7 +51,8 @@ def delta_layer(
     kept = views.get("intermediate_states")
     if kept is not None:
         rule["intermediate_states"] = kept.new_empty(len(slots), qkv.shape[1], HV, V, K)
-    recurrence(rule, form, scale=scale, lower_bound=lower_bound, update_state=update_state, dtype=dtype)
+    how: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "philox_rounds": philox_rounds, "keys_first": keys_first}
+    recurrence(rule, form, **how, update_state=update_state, dtype=dtype)
     if kept is not None:
         rows = views["intermediate_state_indices"].tolist() if "intermediate_state_indices" in views else range(len(slots))
         for b, row in enumerate(rows):

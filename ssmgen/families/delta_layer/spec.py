@@ -126,10 +126,6 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
         """Tensor arguments in order, with the call's names."""
         return FUNCTIONS[self.function].of(self)
 
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(role, axis, width) of every stride the kernel takes, in elements."""
-        return FUNCTIONS[self.function].strides(self)
-
     def parameters(self) -> list[Param]:
         factors = ["scale", *(["lower_bound"] if self.gate is Gate.BOUNDED else []), *(["eps"] if self.norm_inside else [])]
         return [*self.layer_parameters(FUNCTIONS[self.function]), *map(Param.f32, factors)]

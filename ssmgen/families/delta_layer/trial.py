@@ -47,6 +47,8 @@ def operands(spec: DeltaLayerSpec, batch: int, seed: int) -> dict[str, Tensor]:
         "arrivals": torch.zeros(slots, HK, dtype=torch.int32),
         **(several if "state_indices" in several else several | make.slots(spec.index, slots, batch)),
     }
+    if spec.philox_rounds:
+        made["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=make.generator)
     return {name: t for name, t in made.items() if t is not None}
 
 
@@ -54,7 +56,7 @@ def delta_layer(spec: DeltaLayerSpec, batch: int, seed: int) -> Trial:
     twice, scale = spec.beta_form is Beta.TWICE_SIGMOID, spec.dim_k**-0.5
     norm = (1e-6, spec.norm.first, spec.norm.activation.value)
     bound = LOWER_BOUND if spec.gate is Gate.BOUNDED else None
-    options = Options(*norm, twice, spec.l2norm, scale, spec.layout.value, -1, spec.update is not Update.NONE, bound)
+    options = Options(*norm, twice, spec.l2norm, scale, spec.layout.value, -1, spec.update is not Update.NONE, bound, spec.philox_rounds)
     return layer_trial(CALLERS[spec.function], spec, operands(spec, batch, seed), options)
 
 

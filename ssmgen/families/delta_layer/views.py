@@ -10,6 +10,7 @@ from torch import Tensor
 from ...calls import checks
 from ...engine.layers import tokens as layer_tokens
 from ...engine.layers import views as layer_views
+from ...engine.noise import check_seed
 from ...engine.recurrences.attention.switches import Form
 from ...spec.operands import Table
 from .operands import FUNCTIONS
@@ -28,6 +29,7 @@ class Options(NamedTuple):
     pad_slot_id: int
     update_state: bool = True
     lower_bound: float | None = None  # of the log decay, kda_layer only
+    philox_rounds: int = 0
 
     @property
     def form(self) -> Form:
@@ -38,10 +40,12 @@ class Options(NamedTuple):
 
 def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands with heads: state [slots, HV, V, K]; z, out [batch(, tokens), HV, V]; norm_weight [HV, V]; intermediate_states [rows,
-    tokens, HV, V, K]; of kda_layer g [batch(, tokens), HV, K] and dt_bias [HV, K]. Calls of several tokens have a tokens axis.
+    tokens, HV, V, K]; rand_seed [slots]; of kda_layer g [batch(, tokens), HV, K] and dt_bias [HV, K]. Calls of several tokens have a tokens
+    axis.
 
     Adds every error to `problems`.
     """
+    check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
     several = layer_tokens.asked_for(named, "mixed_qkv", options.update_state)
@@ -113,7 +117,9 @@ def _turned(state: Tensor, options: Options) -> Tensor:
 def _with_heads(named: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
     """Views of checked operands, as in `views_of`; with a tokens axis, if they have one."""
     views = dict(named) | {n: _turned(named[n], options) for n in ("state", "intermediate_states") if n in named}
-    _, HV, V, K = views["state"].shape
+    slots, HV, V, K = views["state"].shape
+    if "rand_seed" in named:
+        views["rand_seed"] = named["rand_seed"].expand(slots)
     rows = named["mixed_qkv"].dim() - 1
     views |= {n: named[n].unflatten(-1, (HV, V)) for n in ("z", "out") if n in named and named[n].dim() == rows + 1}
     if "g" in named:

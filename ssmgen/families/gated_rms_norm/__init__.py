@@ -14,7 +14,6 @@ FAMILY = Family(
     functions={"gated_rms_norm": "call:gated_rms_norm", "gated_layer_norm": "centred:gated_layer_norm", "rms_norm": "plain:rms_norm"},
     bench={"gated_rms_norm": "bench:BENCH"},
     asks="models:ASKS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

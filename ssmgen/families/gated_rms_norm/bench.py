@@ -16,8 +16,9 @@ calls with prepared arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import product
 from typing import Any
 
 import click
@@ -29,7 +30,7 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import GATE, HOT, Call, Case, Launch, keeping, sets_of
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...calls.checks import TORCH_DTYPES
 from ...select.models import Model
 from ...spec.kernel import DType
@@ -121,6 +122,12 @@ def words(row: Mapping[str, Any]) -> str:
     return f"{row['form']}, {' x '.join(map(str, row['shape']))}, {row['dtype']}, {'hot: in the L2 cache' if row['hot'] else 'cold'}"
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Norms of models, or the shapes above."""
+    shapes = [(FORMS[m.kind], m.norm_shape) for m in given] or [(form, shape) for form in Form for shape in SHAPES[form]]
+    return [{"form": form, "shape": at, "rows": rows, "hot": False} for (form, at), rows in product(dict.fromkeys(shapes), batches)]
+
+
 BENCH = Bench(
     op="gated_rms_norm",
     method=__doc__,
@@ -142,4 +149,6 @@ BENCH = Bench(
     quick={"rows": (1, 128), "hot": False},
     of_model=of_model,
     settle=settle,
+    tuned=tuned,
+    label=lambda at: f"norm, {at.form.value} {at.rows} x {at.shape}",
 )  # fmt: skip

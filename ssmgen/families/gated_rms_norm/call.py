@@ -26,6 +26,7 @@ from .reference import gated_rms_norm as reference
 from .spec import OPERATOR, NormSpec
 
 TABLE = FUNCTIONS[OPERATOR]
+_GATED = FUNCTIONS["gated_layer_norm"].names  # gated_rms_norm has these too, except a bias
 
 
 class Options(NamedTuple):
@@ -130,12 +131,7 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
             problems.append(f"{name} has strides {list(t.stride())}; expected 1 for its last axis. Pass a contiguous tensor.")
         if any(s >= 2**32 for s in t.stride()):
             problems.append(f"{name} has strides {list(t.stride())}; expected strides below 2^32 elements")
-    for name in OPERANDS.written:
-        if name in named and checks.overlaps_itself(named[name]):
-            problems.append(
-                f"{name} has strides {list(named[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
+    checks.check_distinct(named, OPERANDS.written, problems)
     if x.numel() // size >= 2**31:
         problems.append(f"x is {list(x.shape)}; expected fewer than 2^31 groups in all rows")
     views = {name: _in_rows(name, t, groups, size, problems) for name, t in named.items() if name not in SHARED}
@@ -147,13 +143,13 @@ def views_of(named: Mapping[str, Any], options: Any, problems: list[str], what: 
     return {name: views[name] for name in named}
 
 
-def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
-    """The problem of checked operands and their addresses."""
-    dtypes = {name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names}
+def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options, centred: bool = False) -> NormProblem:
+    """The problem of checked operands and their addresses. centred: the mean is subtracted."""
     gated = "gate" in views
     problem: dict[str, Any] = {
         "size": views["x"].shape[-1],
-        **dtypes,
+        **{name: DTYPES[views[name].dtype] if name in views else None for name in _GATED},
+        "centred": centred,
         "norm_first": gated and options.norm_before_gate,
         "activation": ACTIVATIONS[options.activation] if gated else Activation.SILU,
         "grouped": views["x"].shape[1] > 1,
@@ -175,8 +171,7 @@ def grid_of(spec: NormSpec, views: Mapping[str, Tensor]) -> int:
 def kernel_values(spec: NormSpec, views: Mapping[str, Tensor], options: Any) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     values: dict[str, int | float] = {"units": size_of(views), "eps": options.eps} | divisor("groups", views["out"].shape[1])
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:
@@ -187,9 +182,9 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 FAMILY = Family(OPERATOR, TABLE.written, problem_of, size_of, grid_of, kernel_values, TABLE.in_place)
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32, centred: bool = False) -> None:
     activation = ACTIVATIONS[options.activation].value
-    how: dict[str, Any] = {"eps": options.eps, "norm_before_gate": options.norm_before_gate, "activation": activation}
+    how: dict[str, Any] = {"eps": options.eps, "norm_before_gate": options.norm_before_gate, "activation": activation, "centred": centred}
     reference(**{**views, **how}, dtype=dtype)
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.operator import operator, run
-from ...calls.planning import Family
 from ...calls.scalars import NOT_NEGATIVE, integer
-from ...engine.norm import Activation
-from ...engine.norm_calls import ACTIVATION, ACTIVATIONS
-from ...engine.norm_kernel import NormProblem
-from .call import Options, grid_of, kernel_values, loaded, size_of, views_of
+from ...engine.norm_calls import ACTIVATION
+from .call import FAMILY as GATED
+from .call import Options, problem_of, run_reference, views_of
 from .operands import FUNCTIONS
-from .reference import gated_rms_norm as reference
-from .spec import OPERATOR
 
 TABLE = FUNCTIONS["gated_layer_norm"]
 
@@ -53,31 +46,8 @@ def gated_layer_norm(
     return run(CALLER, tensors, Options(eps, norm_before_gate, activation, group_size), pdl)
 
 
-def layer_views_of(named: Mapping[str, Any], options: Options, problems: list[str]) -> dict[str, Tensor]:
-    return views_of(named, options, problems, "the gated layer norm")
-
-
-def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> NormProblem:
-    """The problem of checked operands and their addresses."""
-    gated = "gate" in views
-    problem: dict[str, Any] = {
-        "size": views["x"].shape[-1],
-        **{name: DTYPES[views[name].dtype] if name in views else None for name in TABLE.names},
-        "centred": True,
-        "norm_first": gated and options.norm_before_gate,
-        "activation": ACTIVATIONS[options.activation] if gated else Activation.SILU,
-        "grouped": views["x"].shape[1] > 1,
-    }
-    return loaded(problem, views, pointers)
-
-
-FAMILY = Family(OPERATOR, TABLE.written, problem_of, size_of, grid_of, kernel_values, TABLE.in_place)
-
-
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    activation = ACTIVATIONS[options.activation].value
-    how: dict[str, Any] = {"eps": options.eps, "norm_before_gate": options.norm_before_gate, "activation": activation, "centred": True}
-    reference(**{**views, **how}, dtype=dtype)
-
-
-(CALLER,) = callers(FAMILY, {"gated_layer_norm": TABLE}, Options, layer_views_of, run_reference, "gated_layer_norm").values()
+FAMILY = GATED._replace(written=TABLE.written, problem_of=partial(problem_of, centred=True), in_place=TABLE.in_place)
+(CALLER,) = callers(
+    FAMILY, {"gated_layer_norm": TABLE}, Options, partial(views_of, what="the gated layer norm"), partial(run_reference, centred=True),
+    "gated_layer_norm",
+).values()  # fmt: skip

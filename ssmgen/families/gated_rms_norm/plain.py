@@ -11,13 +11,12 @@ from torch import Tensor
 from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.operator import operator, run
-from ...calls.planning import Family
 from ...calls.scalars import NOT_NEGATIVE, integer
 from ...engine.norm_kernel import NormProblem
-from .call import grid_of, kernel_values, loaded, size_of, views_of
+from .call import FAMILY as GATED
+from .call import loaded, views_of
 from .operands import FUNCTIONS
 from .reference import rms_norm as reference
-from .spec import OPERATOR
 
 TABLE = FUNCTIONS["rms_norm"]
 
@@ -100,7 +99,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     return loaded(problem, views, pointers)
 
 
-FAMILY = Family(OPERATOR, TABLE.written, problem_of, size_of, grid_of, kernel_values, TABLE.in_place)
+FAMILY = GATED._replace(written=TABLE.written, problem_of=problem_of, in_place=TABLE.in_place)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:

@@ -16,7 +16,6 @@ FAMILY = Family(
     bench=dict.fromkeys(TIMED, "bench:BENCHES"),
     asks="models:ASKS",
     models="models:KINDS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import click
@@ -25,7 +26,7 @@ from torch import Tensor
 import ssmgen
 
 from ...bench import axes
-from ...bench.axes import At
+from ...bench.axes import At, users
 from ...bench.case import (
     GATE,
     HOST_BATCH,
@@ -41,7 +42,7 @@ from ...bench.case import (
     some_rows,
     without_tree,
 )  # fmt: skip
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.schema import TEXT
 from ...calls.checks import STORED_DTYPES
 from ...select.models import Model
@@ -168,6 +169,21 @@ def words(row: Mapping[str, Any]) -> str:
     return ", ".join([*what, *several, *kept, *split])
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int], op: str) -> Values:
+    """Decode steps of models, or of the defaults."""
+    models = [model for model in given or users(op) if isinstance(model, LinearAttention)]
+    for model, T, batch in product(models, tokens, batches):
+        sizes = {"heads": model.nheads, "key_heads": model.key_heads, "dim": model.dim_k, "value_dim": model.dim_v}
+        for state in axes.states_of(model):
+            yield {"state": state, "tokens": T, "batch": batch, "model": model.name, **sizes}
+    for T, batch in () if models else product(tokens, batches):
+        yield {"tokens": T, "batch": batch, "model": ""}
+
+
+def label(at: At) -> str:
+    return f"{at.op} {at.model or f'{at.heads} x {at.dim} x {at.dim}'} {at.state.value} T {at.tokens} batch {at.batch}"
+
+
 def declared(op: str) -> Bench:
     recurrence = OPS[op]
     return Bench(
@@ -205,6 +221,8 @@ def declared(op: str) -> Bench:
         ceiling="in_place",
         copied=True,
         fields={"op?": TEXT},
+        tuned=partial(tuned, op=op),
+        label=label,
     )
 
 

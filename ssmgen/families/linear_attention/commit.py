@@ -13,6 +13,7 @@ from ...calls.checks import DTYPES
 from ...engine.recurrences.attention.operands import OPERANDS, RINGED
 from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from ...engine.recurrences.attention.reference import one_token
+from ...engine.recurrences.slots import check_room
 from ...engine.rows import loaded
 from ...spec.kernel import Index, Layout, Loads, PoolMode, Ring
 
@@ -55,17 +56,9 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
         return {}
     if "gk" in views and "dt_bias" in views and views["dt_bias"].dim() == 2:
         views["dt_bias"] = views["dt_bias"].unflatten(1, (HV, K))
-    dense = (V * K, K, 1) if layout == "vk" else (V * K, 1, V)
-    have = views["state"].stride()
-    if any(n > 1 and s != want for n, s, want in zip((HV, V, K), have[2:], dense, strict=True)):
-        problems.append(f"state has strides {list(state.stride())}; expected dense last three axes, {list(dense)}")
-    elif checks.overlaps_itself(views["state"]):
-        problems.append(
-            f"state has strides {list(state.stride())}, and two of its slots share memory; expected one address per element. "
-            "Pass a contiguous tensor."
-        )
-    if "state_indices" not in views and slots < batch:
-        problems.append(f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices.")
+    if checks.check_dense("state", views["state"], problems, 3, layout == "kv"):
+        checks.check_distinct(views, ("state",), problems)
+    check_room(views, batch, problems, slots)
     for name, t in views.items():
         if name != "state":
             checks.check_strides_fit(name, t, {"A_log": 1, "dt_bias": 1}.get(name, 0 if t.dim() == 1 else 2), problems)

@@ -23,6 +23,13 @@ DEFAULTS = {
     ),
     "frozen": Default(QWEN.problem(DType.BF16, *SLOTS, tokens=4, update_state=False), 1),
     "frozen, with a ring": Default(QWEN.problem(DType.BF16, *SLOTS, tokens=4, update_state=False, ring=Ring.STORE), 1),
+    "gated delta rule, bf16 state, rounded": Default(QWEN.problem(DType.BF16, *SLOTS, philox_rounds=10), 64),
+    "gated delta rule, keys first, f16 state, rounded": Default(
+        QWEN.problem(DType.F16, Index.I64, PoolMode.SPLIT, layout=Layout.KV, philox_rounds=10), 64
+    ),
+    "KDA, each token's bf16 state, rounded": Default(
+        find_model("kimi-linear-48b-a3b").problem(DType.BF16, *SLOTS, tokens=4, intermediates=True, philox_rounds=10), 64
+    ),
     "commit of several layers": Default(QWEN.problem(DType.BF16, *SLOTS, ring=Ring.COMMIT, layers=True), 1),
     "KDA": Default(find_model("kimi-linear-48b-a3b").problem(DType.F32, *SLOTS), 1),
     "Lightning attention": Default(find_model("minimax-text-01").problem(DType.F32, *SLOTS), 1),

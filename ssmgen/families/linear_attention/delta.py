@@ -16,7 +16,7 @@ def gated_delta_rule(
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
-    state_scale: Tensor | None = None,
+    state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -44,6 +44,7 @@ def gated_delta_rule(
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
+        rand_seed, philox_rounds,
     )  # fmt: skip
     return decode("gated_delta_rule", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, objections=objections)
 
@@ -55,7 +56,7 @@ def kda(
     lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
-    state_scale: Tensor | None = None,
+    state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -71,6 +72,7 @@ def kda(
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
+        rand_seed, philox_rounds,
     )  # fmt: skip
     return decode(
         "kda", form, pool, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, objections=objections
@@ -84,7 +86,7 @@ def gdn2(
     lower_bound: float | None = None, use_qk_l2norm: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
-    state_scale: Tensor | None = None,
+    state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Gated DeltaNet 2: S <- S D + (w v - S D (b k)) k^T, with D = diag(e^g);  out = scale S q.
@@ -98,7 +100,8 @@ def gdn2(
     objections = gate_objections(A_log, dt_bias, lower_bound)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding, rand_seed=rand_seed,
+        philox_rounds=philox_rounds,
     )  # fmt: skip
     return decode(
         "gdn2", form, pool, state, q, k, v, None, g, None, None, A_log, dt_bias, None, b, w, lower_bound=lower_bound, objections=objections
@@ -111,7 +114,7 @@ def delta_rule(
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
-    state_scale: Tensor | None = None,
+    state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -126,6 +129,7 @@ def delta_rule(
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
+        rand_seed, philox_rounds,
     )  # fmt: skip
     return decode("delta_rule", form, pool, state, q, k, v, None, None, None, beta, objections=objections)
 
@@ -137,7 +141,7 @@ def comba(
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
-    state_scale: Tensor | None = None,
+    state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Comba: S <- a S + beta (v - S p) k^T, with a = e^g;  out = scale S q. It reads the state before its decay.
@@ -150,7 +154,8 @@ def comba(
     objections = gate_objections(A_log, dt_bias)
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding, rand_seed=rand_seed,
+        philox_rounds=philox_rounds,
     )  # fmt: skip
     return decode("comba", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, p, objections=objections)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...calls.checks import padding_objections
 from ...calls.operator import run
+from ...engine.noise import seeded
 from ...engine.recurrences.attention.operands import OPERANDS
 from ...engine.recurrences.attention.switches import Form
 from .planning import CALLERS
@@ -50,6 +51,12 @@ class PoolOptions(NamedTuple):
     state_scale: [slots, HV, V] f32, for a state of int16, int8 or float8_e4m3fn in layout "vk": the state is its elements times the scale
         of their row, which is the K elements of a value channel. Written with the state, see selective_state_update. Not with
         intermediate_states or a ring
+
+    Stochastic rounding:
+    rand_seed: [1] or [slots] int64, on the device: states, except f32 ones, are rounded stochastically with Philox noise of philox_rounds
+        rounds, as in selective_state_update. Element number slot HV V K + (h V + v) K + k of the pool, in layout "kv" slot HV K V +
+        (h K + k) V + v, takes word n % 4 of the counter of the first of its four neighbours in memory; n is its number. Change the seed
+        between calls
     """
 
     scale: float | None
@@ -68,6 +75,8 @@ class PoolOptions(NamedTuple):
     parents: Tensor | None = None
     intermediate_state_indices: Tensor | None = None
     zero_padding: bool = True
+    rand_seed: Tensor | None = None
+    philox_rounds: int = 10
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -88,12 +97,14 @@ def decode(
     if scale is None:
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
     ring_k, ring_v, ring_g, ring_gk, ring_beta = _by_operand(pool.ring, gk is not None)
+    rand_seed, philox_rounds = seeded(pool.rand_seed, pool.philox_rounds)
     tensors = OPERANDS.Tensors(
         state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, bonus, out, pool.state_indices,
         pool.dst_state_indices, pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states, ring_k, ring_v, ring_g, ring_gk,
-        ring_beta, pool.state_scale, pool.parents, pool.intermediate_state_indices,
+        ring_beta, pool.state_scale, pool.parents, pool.intermediate_state_indices, rand_seed,
     )  # fmt: skip
-    how = Options(form, scale, lower_bound or 0.0, pool.state_layout, pool.pad_slot_id, pool.update_state, zero_padding=pool.zero_padding)
+    written = (pool.state_layout, pool.pad_slot_id, pool.update_state)
+    how = Options(form, scale, lower_bound or 0.0, *written, zero_padding=pool.zero_padding, philox_rounds=philox_rounds)
     return run(CALLERS[name], tensors, how, pool.pdl, objections=objections + ring_objections(pool.ring))
 
 

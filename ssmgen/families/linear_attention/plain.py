@@ -16,7 +16,7 @@ def gla(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
-    state_scale: Tensor | None = None,
+    state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Gated linear attention: S <- diag(e^gv) S diag(e^gk) + v k^T;  out = scale S q.
@@ -27,7 +27,8 @@ def gla(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding, rand_seed=rand_seed,
+        philox_rounds=philox_rounds,
     )  # fmt: skip
     return decode("gla", _PLAIN, pool, state, q, k, v, None, gk, gv)
 
@@ -37,7 +38,7 @@ def simple_gla(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
-    state_scale: Tensor | None = None,
+    state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Linear attention with a decay per head: S <- e^g S + v k^T;  out = scale S q.
@@ -48,7 +49,8 @@ def simple_gla(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding, rand_seed=rand_seed,
+        philox_rounds=philox_rounds,
     )  # fmt: skip
     return decode("simple_gla", _PLAIN, pool, state, q, k, v, g)
 
@@ -58,7 +60,7 @@ def lightning_attn(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, slope: Tensor, *,
     scale: float | None = None, state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
-    state_scale: Tensor | None = None,
+    state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Lightning attention (MiniMax): S <- e^-slope S + v k^T;  out = scale S q.
@@ -69,6 +71,7 @@ def lightning_attn(
     """
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
-        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding,
+        update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding, rand_seed=rand_seed,
+        philox_rounds=philox_rounds,
     )  # fmt: skip
     return decode("lightning_attn", _SLOPE, pool, state, q, k, v, slope)

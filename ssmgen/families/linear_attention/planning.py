@@ -81,6 +81,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         state_loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], wide, along) for n, t in states) else Loads.ELEMENT,
         heads_apart=HV > 1 and state.stride(1) != V * K,
         zero_padding=options.zero_padding,
+        philox_rounds=options.philox_rounds,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     )
     return loaded(problem).for_tokens(views["q"].shape[1])
@@ -111,8 +112,7 @@ def kernel_values(spec: LinearAttentionSpec, views: Mapping[str, Tensor], option
                 values[name] = views[operand].shape[1]
         if "intermediate_states" in views:
             values["kept_rows"] = views["intermediate_states"].shape[0]
-    values |= OPERANDS.stride_values(spec, views, int(options.commit))
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views, int(options.commit))
 
 
 def grid_of(spec: LinearAttentionSpec, views: Mapping[str, Tensor]) -> int:
@@ -131,12 +131,12 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    form, scale, lower_bound, _, pad_slot_id, update_state, is_commit, zero_padding = options
+    form, scale, lower_bound, layout, pad_slot_id, update_state, is_commit, zero_padding, philox_rounds = options
     if is_commit:
         commit.reference(views, form, pad_slot_id, lower_bound, dtype)
     else:
         how: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "pad_slot_id": pad_slot_id, "update_state": update_state}
-        how["zero_padding"] = zero_padding
+        how |= {"zero_padding": zero_padding, "philox_rounds": philox_rounds, "keys_first": layout == "kv"}
         reference(views, form, **how, dtype=dtype)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Generator, Tensor
 
@@ -39,6 +41,8 @@ def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tens
     if spec.scaled:
         made["state_scale"] = scales(state, g)
     made["out"] = _placed(spec, "out", torch.full((*lead, spec.nheads, spec.dim_v), float("nan")))
+    if spec.philox_rounds:
+        made["rand_seed"] = torch.randint(-(2**62), 2**62, (slots,), generator=g)
     if spec.intermediates:  # one column too many; or one too few, if calls may keep fewer states than they have tokens
         by_index, ragged = spec.kept_index is not Index.NONE, spec.tokens is Tokens.RAGGED
         rows, columns = 2 * batch if by_index else batch, max(counts) + (-1 if ragged else 1)
@@ -108,7 +112,8 @@ def _placed(spec: LinearAttentionSpec, name: str, values: Tensor, dense: bool = 
 def linear_attention(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
     form = Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
     update = spec.update is not Update.NONE
-    said = {"update_state": update, "commit": spec.commit, "zero_padding": spec.zero_padding}
+    said: dict[str, Any] = {"update_state": update, "commit": spec.commit, "zero_padding": spec.zero_padding}
+    said["philox_rounds"] = spec.philox_rounds
     options = Options(form, spec.dim_k**-0.5, LOWER_BOUND, spec.layout.value, **said)
     return trial(
         CALLERS["gated_delta_rule_commit" if spec.commit else "gated_delta_rule"],  # checks and launches are the same for all recurrences

@@ -8,8 +8,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...calls import checks
+from ...engine.noise import check_seed
 from ...engine.recurrences.attention.operands import OPERANDS, RINGED, RINGS, SHARED
 from ...engine.recurrences.attention.switches import Form
+from ...engine.recurrences.slots import check_slots, check_tokens, slot_shapes
 
 
 class RawInputs(NamedTuple):
@@ -44,10 +46,12 @@ class Options(NamedTuple):
     update_state: bool = True
     commit: bool = False  # k, v, g and beta are a ring's; there are neither q nor output
     zero_padding: bool = True
+    philox_rounds: int = 0
 
 
 def token_views(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
     """Views of the operands in token form. Adds errors to `problems`; the result is usable only if there are none."""
+    check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
     checks.check_types(OPERANDS, named, "state", problems)
@@ -93,34 +97,26 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     views |= {n: views[n].expand(*lead, *views[n].shape) for n, axes in SHARED.items() if n in views and views[n].dim() == len(axes)}
     if len(lead) == 1:
         views |= {n: views[n].unsqueeze(0 if ragged else 1) for n in OPERANDS.tokenwise if n in views}
+    if "rand_seed" in views:
+        views["rand_seed"] = views["rand_seed"].expand(state.shape[0])
     _check_layout(views, options, batch, problems)
     return views
 
 
-Shapes = dict[str, dict[str, tuple[int, ...]]]  # allowed shapes of each operand, by a name in words
+Shapes = dict[str, checks.Shapes]  # of each operand
 
 
 def _own_shapes(views: Mapping[str, Tensor], sizes: Mapping[str, int], ragged: bool) -> Shapes:
     """Allowed shapes of operands that depend on other operands."""
     batch, T, HV, K = sizes["batch"], sizes["token"], sizes["head"], sizes["key"]
-    allowed: Shapes = {
-        "dt_bias": {"[heads, K]": (HV, K), "[heads * K]": (HV * K,)} if "gk" in views else {"[heads]": (HV,)},
-        "state_indices": {"[batch]": (batch,)},
-        "dst_state_indices": {"[batch]": (batch,)},
-    }
-    if "num_accepted_tokens" in views:
-        columns = views["state_indices"].shape[-1] if "state_indices" in views and views["state_indices"].dim() else 0
-        allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
-    if "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
-        allowed["dst_state_indices"] |= {"[batch, tokens]": (batch, views["dst_state_indices"].shape[1] if ragged else T)}
+    allowed = slot_shapes(views, batch, T, ragged)
+    allowed["dt_bias"] = {"[heads, K]": (HV, K), "[heads * K]": (HV * K,)} if "gk" in views else {"[heads]": (HV,)}
     if "intermediate_states" in views:
         kept = views["intermediate_states"]
         at_least = kept.shape[1] if kept.dim() == 5 and (ragged or kept.shape[1] >= T) else T
         by_index = "intermediate_state_indices" in views and kept.dim() == 5
         words = "[rows, tokens or more, heads, V, K]" if by_index else "[batch, tokens or more, heads, V, K]"
         allowed["intermediate_states"] = {words: (kept.shape[0] if by_index else batch, at_least, HV, sizes["value"], K)}
-    if "parents" in views:
-        allowed["parents"] = {"[batch, tokens]": (batch, views["parents"].shape[-1] if ragged and views["parents"].dim() == 2 else T)}
     return allowed
 
 
@@ -145,11 +141,7 @@ def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool,
             problems.append(f"ring_{name} is {ring.dtype}; expected {views[name].dtype}, the dtype of {name}")
         if ring.dim() > 3 and ring.stride(-1) != 1:
             problems.append(f"ring_{name} has strides {list(ring.stride())}; expected 1 for its last axis")
-        if checks.overlaps_itself(ring):
-            problems.append(
-                f"ring_{name} has strides {list(ring.stride())}, and two of its elements share memory; expected one address per element. "
-                "Pass a contiguous tensor."
-            )
+        checks.check_distinct(views, (f"ring_{name}",), problems)
     problems += [
         f"ring has {n} and the call has none; expected both or neither"
         for n in ("g", "gk", "beta")
@@ -159,64 +151,22 @@ def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool,
 
 
 def _check_layout(views: Mapping[str, Tensor], options: Options, batch: int, problems: list[str]) -> None:
-    state, out, kept = views["state"], views["out"], views.get("intermediate_states")
+    state, kept, turned = views["state"], views.get("intermediate_states"), options.layout == "kv"
     slots, HV, V, K = state.shape
-    dense = (V * K, K, 1) if options.layout == "vk" else (V * K, 1, V)
-    for name, t, axes, words in (("state", state, 2, "two"), ("intermediate_states", kept, 3, "three")):
-        sizes = (HV, V, K)[-axes:]
-        if t is not None and any(n > 1 and have != want for n, have, want in zip(sizes, t.stride()[-axes:], dense[-axes:], strict=True)):
-            problems.append(f"{name} has strides {list(t.stride())}; expected dense last {words} axes, {list(dense[-axes:])}")
+    checks.check_dense("state", state, problems, 2, turned)
     if slots > 1 and (HV == 1 or state.stride(1) == V * K) and state.stride(0) < HV * V * K:
         problems.append(f"state has slots {state.stride(0)} elements apart, which overlap; expected {state[0].numel()} or more")
-    elif checks.overlaps_itself(state):
-        problems.append(
-            f"state has strides {list(state.stride())}, and two of its states share memory; expected one address per element. "
-            "Pass a contiguous tensor."
-        )
+    else:
+        checks.check_distinct(views, ("state",), problems)
     if kept is not None:
+        checks.check_dense("intermediate_states", kept, problems, 3, turned)
         if kept.dtype != state.dtype:
             problems.append(f"intermediate_states is {kept.dtype}; expected {state.dtype}, the dtype of state")
-        if checks.overlaps_itself(kept):
-            problems.append(
-                f"intermediate_states has strides {list(kept.stride())}, and two of its states share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
-    else:
-        problems += [
-            f"{n} is given without intermediate_states; expected both. Pass intermediate_states, or leave out {n}."
-            for n in ("parents", "intermediate_state_indices")
-            if n in views
-        ]
-    for name, t in (("out", out), ("state_scale", views.get("state_scale"))):
-        if t is not None and checks.overlaps_itself(t):
-            problems.append(
-                f"{name} has strides {list(t.stride())}, and two of its elements share memory; expected one address per element. "
-                "Pass a contiguous tensor."
-            )
-    source, target = views.get("state_indices"), views.get("dst_state_indices")
-    if source is None:
-        if slots < batch:
-            problems.append(
-                f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices."
-            )
-        problems += [
-            f"{n} is given without state_indices; expected both. Pass state_indices, or leave out {n}."
-            for n in ("dst_state_indices", "num_accepted_tokens")
-            if n in views
-        ]
-    elif target is not None and source.dtype != target.dtype:
-        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}; expected one dtype for both")
-    if target is not None and not options.update_state:
-        problems.append("dst_state_indices is given with update_state=False, which writes no state; expected one of them. Leave out one.")
-    if "num_accepted_tokens" in views and target is None and options.update_state and views["state_indices"].shape[1] > 1:
-        problems.append(
-            f"num_accepted_tokens is given with {views['state_indices'].shape[1]} columns of state_indices; expected a slot to write. "
-            "Pass dst_state_indices, or update_state=False."
-        )
-    if "cu_seqlens" in views and views["cu_seqlens"].stride(0) != 1:
-        problems.append(f"cu_seqlens has stride {views['cu_seqlens'].stride(0)}; expected 1. Pass cu_seqlens.contiguous().")
+    checks.check_distinct(views, ("intermediate_states", "out", "state_scale"), problems)
+    check_slots(views, batch, problems, options.update_state)
+    check_tokens(views, problems)
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens", *RINGS):
             # Offsets over batch and token are 64-bit products of 32-bit strides.
-            first = 2 if name in OPERANDS.tokenwise else 1 if name == "state_scale" else 0
+            first = 2 if name in OPERANDS.tokenwise else 1 if name in ("state_scale", "rand_seed") else 0
             checks.check_strides_fit(name, t, first, problems)

@@ -8,7 +8,6 @@ FAMILY = Family(
     functions={"mamba2_layer": "call:mamba2_layer"},
     bench={"mamba2_layer": "bench:BENCH"},
     asks="models:ASKS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

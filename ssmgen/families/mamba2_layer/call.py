@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...calls.operator import operator, run
 from ...calls.scalars import NOT_NEGATIVE, integer
+from ...engine.noise import seeded
 from .operands import OPERANDS
 from .planning import CALLER
 from .views import Options
@@ -92,8 +93,7 @@ def mamba2_layer(
     """
     if out is None and isinstance(state, Tensor) and isinstance(xBC, Tensor):
         out = xBC.new_empty((*xBC.shape[:-1], *([state.shape[1] * state.shape[2]] if state.dim() == 4 else [])))
-    if rand_seed is None or philox_rounds == 0:
-        rand_seed, philox_rounds = None, 0
+    rand_seed, philox_rounds = seeded(rand_seed, philox_rounds)
     tensors = OPERANDS.Tensors(
         state=state, conv_state=conv_state, xBC=xBC, conv_weight=conv_weight, conv_bias=conv_bias,
         intermediate_conv_window=intermediate_conv_window, dt=dt, A=A, D=D, z=z, dt_bias=dt_bias, norm_weight=norm_weight, out=out,

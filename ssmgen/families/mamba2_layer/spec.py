@@ -124,14 +124,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         return row_scalars_of(self)
 
     norm_inside: ClassVar[bool] = False  # the norm is a separate kernel
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements."""
-        return OPERANDS.strides(self)
+    table: ClassVar[Any] = OPERANDS
 
     def parameters(self) -> list[Param]:
         limit = [Param.f32("dt_min"), Param.f32("dt_max")] if self.dt_limit else []

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...calls import checks
 from ...engine.layers import tokens as layer_tokens
 from ...engine.layers import views as layer_views
-from ...engine.recurrences.mamba.checks import check_seed
+from ...engine.noise import check_seed
 from .operands import OPERANDS
 
 

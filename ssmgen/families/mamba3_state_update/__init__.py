@@ -5,11 +5,10 @@ from ...spec.family import Family, Kernels
 FAMILY = Family(
     name="mamba3_state_update",
     kernels=(Kernels("spec:Mamba3Spec", "spec:Mamba3Problem"),),
-    functions={"mamba3_state_update": "call:mamba3_state_update"},
+    functions={"mamba3_state_update": "call:mamba3_state_update", "mamba3_layer": "layer:mamba3_layer"},
     bench={"mamba3_state_update": "bench:BENCH"},
     asks="models:ASKS",
     models="models:KINDS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

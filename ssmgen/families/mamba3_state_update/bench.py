@@ -2,11 +2,15 @@
 
 The four states of a slot share a page, as engines keep them, and the ceiling copies the same number of pages in place. TB/s counts a
 slot's bytes, read and written. Inputs and slots rotate over more bytes than the L2 cache has; weights stay in it.
+
+mamba_ssm is the official step without its norms of B and C and without the activations, which are ready: the rotation (Triton), the step
+(CuTe) and the copies of k, v and the angles, on dense states without slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,9 +19,10 @@ from torch import Tensor
 import ssmgen
 
 from ...bench import axes
-from ...bench.axes import At, share_of
-from ...bench.case import HOST_BATCH, MAX_SETS, Case, drawn, slots_of, some_of, some_rows
-from ...bench.engine import Bench
+from ...bench import report as reports
+from ...bench.axes import At, share_of, users
+from ...bench.case import HOST_BATCH, MAX_SETS, Case, Launch, drawn, slots_of, some_of, some_rows
+from ...bench.engine import Bench, Values
 from ...bench.schema import COUNT
 from ...calls.checks import TORCH_DTYPES
 from ...errors import SsmgenError
@@ -93,6 +98,46 @@ def inputs(at: At, device: torch.device) -> Case:
     )
 
 
+def mamba_ssm(case: Case) -> Launch | None:
+    """Its step is for one token, and for dense states of a batch: the first slots of the pools, which rotate as ours do."""
+    rotate = reports.imported("mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step", "apply_rotary_qk_inference_fwd")
+    step = reports.imported("mamba_ssm.ops.cute.mamba3.mamba3_step_fn", "mamba3_step_fn")
+    if rotate is None or step is None or case.at.tokens > 1:
+        return None
+    model, B = case.at.share, case.at.batch
+    H, P, R, n = model.nheads, model.headdim, model.rank, model.angles
+    states = [{name: case.shared[name][i * B : (i + 1) * B].clone() for name in POOLS} for i in range(case.sets)]
+    own = {name: case.shared[name].transpose(0, 1).contiguous() for name in ("B_bias", "C_bias")}
+    ones = torch.ones(R, H, P, device=case.device, dtype=torch.bfloat16)
+    factors = [case.shared[name].transpose(0, 1).contiguous() if R > 1 else ones for name in ("mimo_x", "mimo_o", "mimo_z")]
+    ready = [
+        {
+            "A": -torch.nn.functional.softplus(call["A"].float()),
+            "dt": torch.nn.functional.softplus(call["dt"] + call["dt_bias"]),
+            "trap": call["trap"].sigmoid(),
+            "angle": call["angle"][:, None].expand(B, H, n),
+            "B": call["B"].expand(B, R, H, model.d_state),
+            "C": call["C"].expand(B, R, H, model.d_state),
+        }
+        for call in case.calls
+    ]
+
+    def launch(i: int) -> None:
+        call, r, of = case.arguments(i), ready[i], states[i]
+        q, k, angle = rotate(
+            q=r["C"], k=r["B"], angle_state=of["angle_state"], angle_proj=r["angle"], dt=r["dt"], bias_q=own["C_bias"],
+            bias_k=own["B_bias"], inplace=False, conjugate=False, rotate_pairwise=R == 1,
+        )  # fmt: skip
+        step(
+            of["state"], of["k_state"], of["v_state"], r["A"], k, q, call["D"], call["x"], r["dt"], r["trap"], factors[0],
+            outproj=factors[1], out=call["out"], z=call["z"], zproj=factors[2], tile_D=64, num_warps=4,
+        )  # fmt: skip
+        for name, new in (("angle_state", angle), ("k_state", k), ("v_state", call["x"])):
+            of[name].copy_(new)
+
+    return launch
+
+
 def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
     return {"names": (model.name,), "tp": tp} if isinstance(model, Mamba3) else None
 
@@ -102,6 +147,13 @@ def words(row: Mapping[str, Any]) -> str:
     return ", ".join(
         [row["model"], f"{row['heads']} heads", *([f"rank {row['rank']}"] if row["rank"] > 1 else []), f"{row['state']} state", *several]
     )
+
+
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Decode steps of models."""
+    for model in given or users("mamba3_state_update"):
+        for state, T, batch in product(axes.states_of(model), tokens, batches):
+            yield {"model": model, "state": state, "tokens": T, "batch": batch}
 
 
 BENCH = Bench(
@@ -116,10 +168,13 @@ BENCH = Bench(
     ),
     inputs=inputs,
     words=words,
+    peers={"mamba_ssm": mamba_ssm},
     quick={"batches": (1, 64), "names": DEFAULTS[:1]},
     of_model=of_model,
     settle=settle,
     ceiling="in_place",
     copied=True,
     fields={"heads": COUNT, "rank": COUNT},
+    tuned=tuned,
+    label=lambda at: f"{at.model} {at.state.value} T {at.tokens} batch {at.batch}",
 )

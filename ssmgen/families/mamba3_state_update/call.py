@@ -8,9 +8,10 @@ from torch import Tensor
 from ...calls.checks import padding_objections
 from ...calls.operator import operator, run
 from ...calls.scalars import NOT_NEGATIVE, one_of
+from ...engine.noise import seeded
+from ...engine.recurrences.mamba3.problem import Rate, Rotary
 from .operands import OPERANDS
 from .planning import CALLER
-from .problem import Rate, Rotary
 from .views import Options
 
 FORMS = {
@@ -71,12 +72,13 @@ def mamba3_state_update(
     H heads of P rows (headdim), N = d_state, a multiple of 4; G groups of heads that share B and C; R ranks, 1 … 8 (SISO: 1, without
     the axis R and without mimo_*); n angles of a head, up to N / 2. […] is [batch], or [batch, T] for several tokens. Every floating
     tensor may be f32, f16 or bf16. C has the type of B, C_norm of B_norm, C_bias of B_bias, mimo_z and mimo_o of mimo_x. Arithmetic is
-    f32, states are carried from token to token in f32, and the output uses the new state before it is rounded.
+    f32; for several ranks, tensor cores multiply numbers in two parts of tf32, to 2^-20. States are carried from token to token in f32,
+    and the output uses the new state before it is rounded.
 
     state: [slots, H, P, N], k_state: [slots, R, H, N], v_state: [slots, H, P], angle_state: [slots, H, n] f32: updated in place. Slots
         may lie at any distance, so all four may share a page. k is the last token's normed, biased and rotated row, and v is its x.
         Before a sequence's first token the first three are zeros. Angles are radians, stored from -pi to pi; any value is read
-    x, z, out: […, H, P]       B, C: […, R, G, N]       dt, A, trap: […, H]       angle: […, n] or […, H, n], logits
+    x, z: […, H, P]     out: […, H, P] or […, H P]     B, C: […, R, G, N]     dt, A, trap: […, H]     angle: […, n] or […, H, n], logits
     angle_state, angle: None for rows that do not rotate (or have rotated already)
     D, dt_bias: [H], or None          z: None for no gate
     dt_softplus: dt <- log(1 + e^(dt + dt_bias)); trap_sigmoid: trap is a logit, else a number from 0 to 1
@@ -110,8 +112,7 @@ def mamba3_state_update(
         by_rank = isinstance(mimo_x, Tensor) and mimo_o is None and isinstance(k_state, Tensor)
         rank = (k_state.shape[1] if k_state.dim() == 4 else 1,) if by_rank else ()
         out = torch.empty((*x.shape[:-2], *rank, *x.shape[-2:]), dtype=x.dtype, device=x.device) if rank else x.new_empty(x.shape)
-    if rand_seed is None or philox_rounds == 0:
-        rand_seed, philox_rounds = None, 0
+    rand_seed, philox_rounds = seeded(rand_seed, philox_rounds)
     tensors = OPERANDS.Tensors(
         state, k_state, v_state, angle_state, x, B, C, dt, A, trap, angle, D, z, dt_bias, B_norm, C_norm, B_bias, C_bias, mimo_x, mimo_z,
         mimo_o, norm_weight, out, state_indices, dst_state_indices, num_accepted_tokens, rand_seed,

@@ -1,9 +1,9 @@
 """Default variants of mamba3_state_update: the published models' steps, and every path through the template."""
 
+from ...engine.recurrences.mamba3.problem import Rate
 from ...select.models import find_model
 from ...spec.kernel import DType, Index, Loads, PoolMode, Update, changed
 from ...variants.defaults import Default
-from .problem import Rate
 
 SISO = find_model("mamba3-siso-1.5b").problem(DType.BF16, Index.I32, PoolMode.SINGLE)
 MIMO = find_model("mamba3-mimo-1.5b").problem(DType.BF16, Index.I32, PoolMode.SINGLE)

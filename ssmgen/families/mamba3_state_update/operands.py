@@ -32,7 +32,8 @@ OPERANDS = table(
     Operand("mimo_o", "like mimo_x", optional=True, field="mimo", there="mimo&!by_rank", note="None: one output for each rank"),
     Operand("norm_weight", "head row", optional=True, strides="head?loose", note="None: no norm of the output"),
     Operand(
-        "out", "token rank head row | token head row", written=True, strides=f"{LEAD} rank?by_rank&loose head?loose row?loose",
+        "out", "token rank head row | token head row | token head*row", written=True,
+        strides=f"{LEAD} rank?by_rank&loose head?loose row?loose",
         note="None: a new one of x's type",
     ),
     Operand("state_indices", "batch | batch column", Types.INDEX, optional=True, field="index", strides="batch column?accepted"),
@@ -41,6 +42,6 @@ OPERANDS = table(
     ),
     Operand("num_accepted_tokens", "batch", Types.INDEX, optional=True, field="accepted", strides="batch"),
     Operand("rand_seed", "slot | 1", Types.I64, optional=True, there="philox_rounds", strides="slot:64"),
-    head="heads", row="headdim", n="d_state", group="groups", angle="angles", column="columns",
+    head="heads", row="headdim", n="d_state", group="groups", angle="angles", column="columns", **{"head*row": "heads * headdim"},
 )  # fmt: skip
 POOLS = ("state", "k_state", "v_state", "angle_state")

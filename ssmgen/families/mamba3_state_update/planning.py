@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX
+from ...calls.checks import DTYPES, index_of
 from ...calls.dispatch import callers
 from ...calls.planning import Family
+from ...engine.recurrences.mamba3.problem import Mamba3Problem, Rate, Rotary
 from ...spec.kernel import Index, Loads, PoolMode, Update
 from .operands import OPERANDS
-from .problem import Mamba3Problem, Rate, Rotary
 from .reference import reference
 from .spec import OPERATOR, Mamba3Spec
 from .views import Options, views_of
@@ -42,9 +42,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     typed = {field: name for field, name in (OPERANDS.fields() | _TYPED).items() if name in views}
     together = 4 if not angles or options.rotary == Rotary.PAIRS.value else 2  # neighbours that a lane loads of a row
 
-    def index(name: str) -> Index:
-        return INDEX[views[name].dtype if name in views else None]
-
     vector = min(16 // state.element_size(), N & -N)
     aligned = all(checks.aligned(views[n], pointers[n], together) for n in _ROWS if n in views)
     dense = all(_dense(views[n], OPERANDS.axis_of(n, axis, views[n].dim())) for n, axis in _INNER.items() if n in views)
@@ -61,13 +58,13 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         dt_softplus=options.dt_softplus,
         trap_sigmoid=options.trap_sigmoid,
         by_rank="mimo_x" in views and "mimo_o" not in views,
-        index=index("state_indices"),
+        index=index_of(views, "state_indices"),
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
         state_loads=Loads.VECTOR if checks.aligned(state, pointers["state"], vector) else Loads.ELEMENT,
         operand_loads=Loads.VECTOR if aligned and dense else Loads.ELEMENT,
         philox_rounds=options.philox_rounds,
         several=views["x"].dim() == 4,
-        accepted=index("num_accepted_tokens"),
+        accepted=index_of(views, "num_accepted_tokens"),
         update=Update.EACH if target is not None and target.dim() == 2 else Update.FINAL,
         zero_padding=options.zero_padding,
         **{field: DTYPES[views[name].dtype] for field, name in typed.items()},
@@ -80,8 +77,7 @@ def kernel_values(spec: Mamba3Spec, views: Mapping[str, Tensor], options: Option
     values |= {"tokens": views["x"].shape[1], "eps": options.eps, "A_floor": options.A_floor}
     if spec.accepted is not Index.NONE:
         values["columns"] = views["state_indices"].shape[1]
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 FAMILY = Family(

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
+from ...engine.recurrences.mamba3.checks import by_rank, check_company
+from ...engine.recurrences.mamba3.problem import MOST_RANK, Rate, Rotary
+from ...engine.recurrences.slots import check_slots, slot_shapes
 from ...spec.kernel import must
 from .operands import OPERANDS, POOLS
-from .problem import MOST_RANK, Rate, Rotary
 
-# Operands that go together, or have one type.
-_TOGETHER = (("angle_state", "angle"), ("B_norm", "C_norm"), ("B_bias", "C_bias"))
-_ALIKE = (("B", "C"), ("B_norm", "C_norm"), ("B_bias", "C_bias"), ("mimo_x", "mimo_z"), ("mimo_x", "mimo_o"))
 _DENSE = ("k_state", "v_state", "angle_state", "B_norm", "C_norm", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "norm_weight")
 
 
@@ -61,8 +60,9 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
         return {}
     as_given = ("out", "state_indices", "dst_state_indices")
     views = {name: t if name in as_given else OPERANDS.view(name, t, sizes, len(lead)) for name, t in named.items()}
-    if not _by_rank(named):
-        views["out"] = views["out"].unsqueeze(len(lead))
+    if not by_rank(named):
+        out = views["out"]
+        views["out"] = (out if out.dim() == x.dim() else out.unflatten(-1, x.shape[-2:])).unsqueeze(len(lead))
     if not several and "num_accepted_tokens" in named:
         problems.append(f"num_accepted_tokens is given and x is {list(named['x'].shape)}; expected [batch, tokens, heads, headdim]")
     _check_layout(views, sizes, problems)
@@ -73,29 +73,9 @@ def _said_of_x(x: Tensor) -> str:
     return f"x is {list(x.shape)}; expected [batch, heads, headdim] or [batch, tokens, heads, headdim]"
 
 
-def _by_rank(named: Mapping[str, Tensor]) -> bool:
-    """Whether there is one output for each rank."""
-    return "mimo_x" in named and "mimo_o" not in named
-
-
 def _check_company(named: Mapping[str, Tensor], problems: list[str]) -> None:
     """Operands that need others, or have their type."""
-    for one, other in _TOGETHER:
-        if (one in named) != (other in named):
-            given, missing = (one, other) if one in named else (other, one)
-            problems.append(f"{given} is given without {missing}; expected both or neither")
-    for one, other in _ALIKE:
-        if one in named and other in named and named[one].dtype != named[other].dtype:
-            problems.append(f"{other} is {named[other].dtype}; expected {named[one].dtype}, the dtype of {one}".replace("torch.", ""))
-    problems += [
-        f"{name} is given without mimo_x; expected mimo_x too" for name in ("mimo_z", "mimo_o") if name in named and "mimo_x" not in named
-    ]
-    if "mimo_x" in named and ("mimo_z" in named) != ("z" in named):
-        problems.append(
-            "mimo_z is given without z; expected both"
-            if "mimo_z" in named
-            else "z is given without mimo_z; expected its factors for each rank"
-        )
+    check_company(named, problems, pairs=(("angle_state", "angle"),))
     if named["k_state"].dim() == 4 and named["k_state"].shape[1] > 1 and "mimo_x" not in named:
         problems.append(f"k_state is {list(named['k_state'].shape)} without mimo_x; expected mimo_x for several ranks")
     if "rand_seed" in named and named["state"].dtype not in (torch.float16, torch.bfloat16):
@@ -104,45 +84,21 @@ def _check_company(named: Mapping[str, Tensor], problems: list[str]) -> None:
 
 def _own_shapes(named: Mapping[str, Tensor], sizes: Mapping[str, int], lead: tuple[int, ...], words: str) -> dict[str, checks.Shapes]:
     """Shapes that other operands of a call decide: {operand: {shape in words: sizes}}"""
-    batch, own = sizes["batch"], (sizes["head"], sizes["row"])
-    by_rank = _by_rank(named)
-    out = f"[{words}, rank, heads, headdim], as there is no mimo_o," if by_rank else f"[{words}, heads, headdim]"
-    allowed: dict[str, checks.Shapes] = {"out": {out: (*lead, *((sizes["rank"],) if by_rank else ()), *own)}}
-    allowed["state_indices"] = {"[batch]": (batch,)}
-    if "num_accepted_tokens" in named:
-        columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
-        allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
-    target = named.get("dst_state_indices")
-    if target is not None:
-        each = target.dim() == 2 and len(lead) == 2
-        allowed["dst_state_indices"] = {"[batch, tokens]": (batch, sizes["token"])} if each else {"[batch]": (batch,)}
-    return allowed
+    own = (sizes["head"], sizes["row"])
+    out: checks.Shapes = {f"[{words}, rank, heads, headdim], as there is no mimo_o,": (*lead, sizes["rank"], *own)}
+    if not by_rank(named):
+        out = {f"[{words}, heads, headdim]": (*lead, *own), f"[{words}, heads * headdim]": (*lead, own[0] * own[1])}
+    allowed: dict[str, checks.Shapes] = {"out": out}
+    return allowed | slot_shapes(named, sizes["batch"], sizes["token"] if len(lead) == 2 else None)
 
 
 def _check_layout(views: Mapping[str, Tensor], sizes: Mapping[str, int], problems: list[str]) -> None:
-    state, source, target = views["state"], views.get("state_indices"), views.get("dst_state_indices")
-    H, P, N = state.shape[1:]
-    if any(n > 1 and have != want for n, have, want in zip((H, P, N), state.stride()[1:], (P * N, N, 1), strict=True)):
-        problems.append(f"state has strides {list(state.stride())}; expected dense last three axes, {[P * N, N, 1]}")
+    checks.check_dense("state", views["state"], problems)
     for name in _DENSE:
         if name in views and views[name].shape[-1] > 1 and views[name].stride(-1) != 1:
             problems.append(f"{name} has strides {list(views[name].stride())}; expected a last stride of 1")
-    for name in (*POOLS, "out"):
-        if name in views and checks.overlaps_itself(views[name]):
-            strides = list(views[name].stride())
-            problems.append(f"{name} has strides {strides}, and two of its elements share memory; expected separate memory per element")
-    if source is None:
-        if state.shape[0] < sizes["batch"]:
-            problems.append(
-                f"state has {state.shape[0]} slots; expected {sizes['batch']}, one per sequence of the batch. Pass state_indices."
-            )
-        problems += [
-            f"{n} is given without state_indices; expected both" for n in ("dst_state_indices", "num_accepted_tokens") if n in views
-        ]
-    elif target is not None and source.dtype != target.dtype:
-        problems.append(f"dst_state_indices is {target.dtype}; expected {source.dtype}, the dtype of state_indices")
-    if "num_accepted_tokens" in views and target is None and source is not None and source.shape[-1] > 1:
-        problems.append("num_accepted_tokens is given without dst_state_indices; expected the slots of the new states")
+    checks.check_distinct(views, (*POOLS, "out"), problems)
+    check_slots(views, sizes["batch"], problems)
     for name, t in views.items():
         if name != "state":
             first = 1 if name in POOLS else 2 if name in OPERANDS.tokenwise and views["x"].dim() == 4 else 1

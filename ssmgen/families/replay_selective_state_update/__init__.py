@@ -12,7 +12,6 @@ FAMILY = Family(
     },
     bench={"replay_selective_state_update": "bench:BENCH"},
     asks="models:ASKS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, ClassVar
 
 from ...spec.kernel import DType, Index, KernelSpec, Loads, Narrow, Param
 from .operands import OPERANDS
@@ -21,6 +22,8 @@ class Part(Enum):
 @dataclass(frozen=True, kw_only=True)
 class ReplayArguments(KernelSpec, ReplayProblem):
     """A problem, and the choice of one of its kernels."""
+
+    table: ClassVar[Any] = OPERANDS
 
     part: Part = Part.FUSED
 
@@ -62,17 +65,9 @@ class ReplayArguments(KernelSpec, ReplayProblem):
     def out_type(self) -> DType | Narrow:
         return self.state if self.materialize and not self.scaled else self.out
 
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
     def written(self) -> list[str]:
         """Operands that the kernel may write."""
         return OPERANDS.written_by(self)
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements. Only the distance between slots is 64-bit."""
-        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
         pooled, strides = self.index is not Index.NONE, OPERANDS.stride_params(self)

@@ -28,7 +28,7 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import EXACT, GATE, HOST_BATCH, Call, Case, Launch, Variants, normal_pool, scales_of, sets_of, some_of, some_rows
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.schema import PART, TIME, maybe
 from ...calls.checks import STORED_DTYPES
 from ...engine.recurrences.mamba.model import MambaModel
@@ -235,6 +235,15 @@ def words(row: Mapping[str, Any]) -> str:
 
 
 UP_TO_MAX = click.IntRange(0, MAX_TOKENS)
+
+
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Steps of models' shapes, or of the default's."""
+    shapes = [(m.nheads, m.headdim, m.d_state, m.ngroups) for m in given if isinstance(m, MambaModel)] or [SHAPE]
+    found = product(shapes, (DType.BF16, DType.F32), WINDOWS, batches)
+    return [{"state": state, "window": window, "batch": batch, "shape": shape} for shape, state, window, batch in found]
+
+
 BENCH = Bench(
     op="replay_selective_state_update",
     method=__doc__,
@@ -283,4 +292,6 @@ BENCH = Bench(
     copied=True,
     measured_fields={"written": PART, "copy_us": maybe(TIME)},
     parts=True,
+    tuned=tuned,
+    label=lambda at: f"replay {' x '.join(map(str, at.shape))} {at.state.value} window {at.window} batch {at.batch}",
 )

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import DTYPES, INDEX, STATES
+from ...calls.checks import DTYPES, STATES, index_of, loads_of
 from ...calls.dispatch import callers
 from ...calls.operator import run
 from ...calls.planning import Family
 from ...calls.scalars import one_of
-from ...spec.kernel import Index, Loads
 from .operands import BETWEEN, OPERANDS
 from .problem import History, ReplayProblem
 from .reference import replay_selective_state_update as reference
@@ -57,11 +56,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     _, H, P, N = state.shape
     materialize = options.materialize
     tokens, window = room_of(views, options)
-    vectors = [n for n in OPERANDS.gathered if n in views and not (materialize and n == "out")]
+    vectors = [n for n in OPERANDS.gathered if not (materialize and n == "out")]
     states = ["state", *(["out"] if materialize else [])]
-
-    def index(name: str) -> Index:
-        return INDEX[views[name].dtype if name in views else None]
 
     types: dict[str, Any] = {field: STATES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
     types["x"] = DTYPES[views["old_x"].dtype]
@@ -78,16 +74,16 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         tokens=tokens,
         window=window,
         materialize=materialize,
-        cu_seqlens=index("cu_seqlens"),
-        index=index("state_indices"),
+        cu_seqlens=index_of(views, "cu_seqlens"),
+        index=index_of(views, "state_indices"),
         advance="arrivals" in views,
         two_kernels=options.two_kernels,
         internal_pdl=options.internal_pdl,
         after_conv=options.after_conv,
         philox_rounds=options.philox_rounds if "rand_seed" in views else 0,
         terms=PRECISIONS[options.precision],
-        state_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], N) for n in states) else Loads.ELEMENT,
-        operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], 8) for n in vectors) else Loads.ELEMENT,
+        state_loads=loads_of(views, pointers, states, N),
+        operand_loads=loads_of(views, pointers, vectors, 8),
         zero_padding=options.zero_padding,
     )
 
@@ -111,7 +107,7 @@ def kernel_values(spec: ReplaySpec, views: Mapping[str, Tensor], options: Option
     values["out_slot"] = views["out"].stride(0)
     if "rand_seed" in views:
         values["rand_seed_slot"] = int(views["rand_seed"].numel() > 1)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values
 
 
 FAMILY = Family(

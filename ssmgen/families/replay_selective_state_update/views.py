@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import NARROW
+from ...engine.recurrences.slots import check_pool, check_room
 from .operands import BETWEEN, OPERANDS
 from .problem import MAX_TOKENS
 
@@ -142,25 +143,13 @@ def _check_sizes(named: Mapping[str, Tensor], W: int, T: int, step: bool, option
 
 
 def _check_layout(views: Mapping[str, Tensor], batch: int, problems: list[str]) -> None:
-    state = views["state"]
-    slots, H, P, N = state.shape
     for name in ("state", "out") if "x" not in views else ("state",):
-        t = views[name]
-        if any(n > 1 and have != want for n, have, want in zip((H, P, N), t.stride()[1:], (P * N, N, 1), strict=True)):
-            problems.append(f"{name} has strides {list(t.stride())}; expected dense last three axes, {[P * N, N, 1]}")
-        elif t.shape[0] > 1 and t.stride(0) < H * P * N:
-            problems.append(f"{name} has slots {t.stride(0)} elements apart, which overlap; expected {H * P * N} or more")
-    for name in ("out", "old_x", "old_B", "old_dt", "old_dA_cumsum", "state_scale"):
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(
-                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
+        check_pool(name, views[name], problems)
+    checks.check_distinct(views, ("out", "old_x", "old_B", "old_dt", "old_dA_cumsum", "state_scale"), problems)
     for name in ("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals", "rand_seed", "cu_seqlens"):
         if name in views and views[name].numel() > 1 and views[name].stride(0) != 1:
             problems.append(f"{name} has stride {views[name].stride(0)}; expected 1. Pass {name}.contiguous().")
-    if "state_indices" not in views and slots < batch:
-        problems.append(f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices.")
+    check_room(views, batch, problems)
     for name, t in views.items():
         if name != "state" and not (name == "out" and "x" not in views):
             checks.check_strides_fit(name, t, 0 if name in ("A", "D", "dt_bias") else 1, problems)

@@ -7,7 +7,6 @@ FAMILY = Family(
     kernels=(Kernels("spec:SelectiveSpec", "problem:SelectiveProblem", rules="rules"), Kernels("roles:RolesSpec")),
     functions={"selective_scan": "call:selective_scan"},
     bench={"selective_scan": "bench:BENCH"},
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

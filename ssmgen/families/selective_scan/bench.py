@@ -13,8 +13,9 @@ so that its outputs rotate too. Host times are eager calls with prepared argumen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from itertools import product
 from typing import Any
 
 import click
@@ -27,8 +28,8 @@ from ...bench import axes
 from ...bench import report as reports
 from ...bench.axes import At
 from ...bench.case import GATE, Call, Case, Launch, keeping
-from ...bench.engine import Bench
-from ...bench.prompts import HOST_TOKENS, PACKED, PROMPT, even_cuts, moving, packed_words, prompt_sets, sequences_of
+from ...bench.engine import Bench, Values
+from ...bench.prompts import PACKED, PROMPT, packed_words, prompt_case, prompt_sets, sequences_of
 from ...select.models import Model
 
 SHAPES = [(8192, 1, 2048), (8192, 1, 8192), (8192, 1, 32768), (8192, 8, 2048)]
@@ -62,21 +63,9 @@ def inputs(at: At, device: torch.device) -> Case:
         chosen |= {n: call[n][some] for n in ("A", "D", "delta_bias")}
         return {**call, **chosen, "final_states_out": call["final_states_out"][:, some]}
 
-    return Case(
-        function=ssmgen.selective_scan,
-        sets=sets,
-        bytes=moved,
-        rotating=rotating | {"final_states_out": torch.zeros(sets, count, dim, N, device=device)},
-        shared={"A": A, "D": torch.ones(dim, device=device), "delta_bias": bias, "delta_softplus": True, "channels_first": first}
-        | {"return_final_states": True}
-        | ({"cu_seqlens": even_cuts(count, length, device)} if at.packed else {}),
-        part=part,
-        limits=dict.fromkeys(("out", "final_states"), GATE[torch.bfloat16]),
-        outputs=("out", "final_states_out"),
-        beside={"mul": moving(moved, sets, device)},
-        ratios=("mul",),
-        host=count * length <= HOST_TOKENS,
-    )
+    rotating |= {"final_states_out": torch.zeros(sets, count, dim, N, device=device)}
+    shared = {"A": A, "D": torch.ones(dim, device=device), "delta_bias": bias, "delta_softplus": True, "channels_first": first}
+    return prompt_case(at, ssmgen.selective_scan, moved, GATE[torch.bfloat16], rotating, shared | {"return_final_states": True}, part)
 
 
 def mamba_ssm(case: Case) -> Launch | None:
@@ -92,6 +81,12 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
         return None
     dim, d_state, _ = model.shape
     return {"shapes": tuple((dim, n, PROMPT) for n in sequences_of(quick)), "d_state": d_state}
+
+
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Prompts of models, or the shapes above."""
+    asked = [((m.shape[0], batch, PROMPT), m.shape[1]) for m in given for batch in batches] or [(shape, 16) for shape in SHAPES]
+    return [{"shape": shape, "d_state": d_state, "form": form} for (shape, d_state), form in product(asked, Form)]
 
 
 BENCH = Bench(
@@ -116,4 +111,6 @@ BENCH = Bench(
     peers={"mamba_ssm.selective_scan_fn": mamba_ssm},
     quick={"shapes": ((8192, 1, 2048),)},
     of_model=of_model,
+    tuned=tuned,
+    label=lambda at: f"selective scan, {at.form.value} {at.shape} of {at.d_state} states",
 )

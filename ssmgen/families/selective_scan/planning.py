@@ -140,8 +140,7 @@ def kernel_values(spec: SelectiveSpec, views: Mapping[str, Tensor], options: Opt
     channels = dim // views["B"].shape[2]
     values: dict[str, Value] = {"tokens": length, "groups": views["B"].shape[2], "group_channels": channels}
     values |= {"blocks": -(-channels // spec.channels), "pad_slot_id": options.pad_slot_id}
-    values |= {**prompts.values_of(views), **OPERANDS.stride_values(spec, views)}
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | {**prompts.values_of(views), **OPERANDS.stride_values(spec, views)}
 
 
 def grid_of(spec: SelectiveSpec, views: Mapping[str, Tensor]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ...engine.chunks.problem import Chunked, Stated
 from ...spec.kernel import LATER, DType, Index, Loads, Problem, must
 
 OPERATOR = "selective_scan"
@@ -53,7 +54,7 @@ class Order(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectiveProblem(Problem):
+class SelectiveProblem(Problem, Chunked, Stated):
     """The fields that a call fixes: dtypes, size of a channel's state, present operands. Channels, groups and tokens are not fixed."""
 
     d_state: int
@@ -78,10 +79,6 @@ class SelectiveProblem(Problem):
     segment_tokens: int = field(default=CUT, metadata=LATER)  # of a segment, at least: a short sequence has fewer segments
 
     @property
-    def ragged(self) -> bool:
-        return self.cu_seqlens is not Index.NONE
-
-    @property
     def padded(self) -> int:
         return padded_states(self.d_state)
 
@@ -101,14 +98,7 @@ class SelectiveProblem(Problem):
                 self.copy in (0, 4, 8, 16) and self.key_copy in (0, 4, 8, 16),
                 f"copy is {self.copy} and key_copy {self.key_copy}; expected 0, 4, 8 or 16 bytes",
             ),
-            *must(not (self.pool and self.final), "pool and final are both yes; expected one of them: a pool receives the final states"),
-            *must(
-                not (self.started and self.initial),
-                "initial and started are both yes; expected one of them: each says where a sequence starts",
-            ),
+            *self.state_faults(),
             *must(1 <= self.segments <= MOST, f"segments is {self.segments}; expected 1 … {MOST}"),
             *must(self.segment_tokens >= CUT, f"segment_tokens is {self.segment_tokens}; expected {CUT} or more"),
-            *must(
-                self.pool or (self.index is Index.NONE and not self.started), "index or started is set without a pool; expected pool=yes"
-            ),
         ]

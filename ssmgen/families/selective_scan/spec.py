@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...compile.occupancy import LIMITS, SHARED_RESERVED
+from ...compile.occupancy import shared_violations
 from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, is_pow2, must
 from .operands import OPERANDS
 from .problem import CUT, OPERATOR, Order, SelectiveProblem, cut_from
@@ -41,6 +41,7 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "selective_scan/selective_scan.cu.j2"
+    table: ClassVar[Any] = OPERANDS
 
     lanes: int  # per channel
     warps: int  # of a block
@@ -149,8 +150,6 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
             *must(is_pow2(self.warps) and self.warps <= 32, f"warps is {self.warps}; expected 1, 2, 4 … 32"),
         ]:
             return problems
-        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
-        shared = self.dynamic_bytes + self.static_bytes
         return [
             *must(self.quads >= 1, f"lanes is {self.lanes} with {self.padded} states; expected 4 or more states per lane"),
             *must(4 * self.quads <= MOST_STATES, f"a lane holds {4 * self.quads} states; expected at most {MOST_STATES}. Use more lanes."),
@@ -166,9 +165,8 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
                 self.static_bytes <= STATIC,
                 f"a block declares {self.static_bytes} bytes of static shared memory; expected at most {STATIC}",
             ),
-            *must(shared <= most, f"a block uses {shared} bytes of shared memory; expected at most {most} on {arch}"),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for asynchronous copies and bf16"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *shared_violations(arch, self.dynamic_bytes + self.static_bytes),
+            *self.arch_violations(arch, "asynchronous copies and bf16"),
         ]
 
     # Kernels take no stride for the axis along which they copy.
@@ -188,10 +186,6 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
     @property
     def keys_by_n(self) -> bool:
         return not self.key_copy or self.key_layout is Order.FIRST
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""

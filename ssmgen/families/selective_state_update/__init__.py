@@ -9,7 +9,6 @@ FAMILY = Family(
     bench={"selective_state_update": "bench:BENCH"},
     asks="models:ASKS",
     models="models:KINDS",
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     sharding="sharding:RULES",
     trials="trial:TRIALS",

@@ -8,6 +8,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ import ssmgen
 
 from ...bench import axes
 from ...bench import report as reports
-from ...bench.axes import At, share_of
+from ...bench.axes import At, share_of, users
 from ...bench.case import COLD, GATE, HOST_BATCH, MAX_SETS, Case, Launch, drawn, normal_pool, scales_of, slots_of, some_of, some_rows
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...bench.schema import COUNT
 from ...calls.checks import NARROW, STORED_DTYPES
 from ...errors import SsmgenError
@@ -156,6 +157,15 @@ def words(row: Mapping[str, Any]) -> str:
     return ", ".join([row["model"], *heads, f"{row['state']} state", *several, *kept])
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """Decode steps of models."""
+    for model in given or users("selective_state_update"):
+        mamba1 = model.kind == "mamba1"
+        states, steps = ([model.state], [1]) if mamba1 else (axes.states_of(model), tokens)
+        for state, T, batch in product(states, steps, batches):
+            yield {"model": model, "state": state, "tokens": T, "batch": batch}
+
+
 BENCH = Bench(
     op="selective_state_update",
     method=__doc__,
@@ -180,4 +190,6 @@ BENCH = Bench(
     copied=True,
     fields={"heads": COUNT},
     nameless=True,
+    tuned=tuned,
+    label=lambda at: f"{at.model} {at.state.value} T {at.tokens} batch {at.batch}",
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...calls.checks import padding_objections
 from ...calls.operator import operator, run
+from ...engine.noise import seeded
 from ...engine.recurrences.mamba.operands import OPERANDS
 from .planning import CALLER
 from .views import Options
@@ -108,8 +109,7 @@ def selective_state_update(
     objections = padding_objections(zero_padding, out)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # the checks object to x
-    if rand_seed is None or philox_rounds == 0:
-        rand_seed, philox_rounds = None, 0
+    rand_seed, philox_rounds = seeded(rand_seed, philox_rounds)
     tensors = OPERANDS.Tensors(
         state, x, dt, A, B, C, D, z, dt_bias, out, state_indices, dst_state_indices, num_accepted_tokens, cu_seqlens, parents,
         intermediate_states, intermediate_state_indices, rand_seed, state_scale, intermediate_state_scales,

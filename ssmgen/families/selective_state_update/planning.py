@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...calls import checks
-from ...calls.checks import INDEX, STATES
+from ...calls.checks import STATES, index_of, loads_of
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...engine.recurrences.mamba.operands import OPERANDS
 from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.recurrences.mamba.reference import reference
 from ...engine.rows import loaded
-from ...spec.kernel import Index, Loads, PoolMode, Update
+from ...spec.kernel import PoolMode, Update
 from .spec import OPERATOR, SsuSpec
 from .views import Options, is_tied, views_of
 
@@ -29,13 +28,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     tied = is_tied(views)
     vector = min(16 // state.element_size(), N & -N)  # elements per lane
 
-    def index(name: str) -> Index:
-        return INDEX[views[name].dtype if name in views else None]
-
-    def loads(*names: str) -> Loads:
-        aligned = all(checks.aligned(views[n], pointers[n], vector) for n in names if n in views)
-        return Loads.VECTOR if aligned else Loads.ELEMENT
-
     several = views["x"].dim() == 4
     types: dict[str, Any] = {field: STATES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
     problem = SsuProblem(
@@ -47,17 +39,17 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         tied=tied,
         dt_softplus=dt_softplus,
         dt_limit=dt_limit is not None,
-        index=index("state_indices"),
+        index=index_of(views, "state_indices"),
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
-        state_loads=loads("state", "intermediate_states"),
-        operand_loads=loads("B", "C") if tied or several else loads("A", "B", "C"),
+        state_loads=loads_of(views, pointers, ("state", "intermediate_states"), vector),
+        operand_loads=loads_of(views, pointers, ("B", "C") if tied or several else ("A", "B", "C"), vector),
         philox_rounds=philox_rounds,
         several=several,
-        cu_seqlens=index("cu_seqlens"),
-        accepted=index("num_accepted_tokens"),
+        cu_seqlens=index_of(views, "cu_seqlens"),
+        accepted=index_of(views, "num_accepted_tokens"),
         update=Update.NONE if not update_state else Update.EACH if target is not None and target.dim() == 2 else Update.FINAL,
-        intermediate_indices=index("intermediate_state_indices"),
-        parents=index("parents"),
+        intermediate_indices=index_of(views, "intermediate_state_indices"),
+        parents=index_of(views, "parents"),
         zero_padding=zero_padding,
     )
     return loaded(problem)
@@ -83,8 +75,7 @@ def kernel_values(spec: SsuSpec, views: Mapping[str, Tensor], options: Options) 
         values["kept_rows"] = views["intermediate_states"].shape[0]
     if dt_limit is not None:
         values["dt_min"], values["dt_max"] = map(float, dt_limit)
-    values |= OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | OPERANDS.stride_values(spec, views)
 
 
 def sequences(views: Mapping[str, Tensor]) -> int:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...engine.recurrences.mamba.checks import check_seed
+from ...engine.noise import check_seed
 from ...engine.recurrences.mamba.operands import OF_SEVERAL, OPERANDS
+from ...engine.recurrences.slots import check_pool, check_slots, check_tokens, slot_shapes
 
 _WEIGHTS = ("A", "D", "dt_bias")
-_ROUNDED = (torch.float16, torch.bfloat16, *checks.NARROW)
 
 
 class Options(NamedTuple):
@@ -88,31 +87,9 @@ def check_groups(B: Tensor, sizes: Mapping[str, int], problems: list[str]) -> No
 
 
 def _check_layout(views: dict[str, Tensor], problems: list[str]) -> None:
-    state, x = views["state"], views["x"]
-    slots, H, P, N = state.shape
-    dense = (P * N, N, 1)
-    if any(n > 1 and have != want for n, have, want in zip((H, P, N), state.stride()[1:], dense, strict=True)):
-        problems.append(f"state has strides {list(state.stride())}; expected dense last three axes, {list(dense)}")
-    elif slots > 1 and state.stride(0) < H * P * N:
-        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap; expected {state[0].numel()} or more")
-    for name in ("out", "state_scale"):
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(
-                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
-    source, target = views.get("state_indices"), views.get("dst_state_indices")
-    if source is None and slots < x.shape[0]:
-        problems.append(
-            f"state has {slots} slots; expected {x.shape[0]}, one per sequence of the batch. Pass a larger state, or state_indices."
-        )
-    if target is not None:
-        if source is None:
-            problems.append(
-                "dst_state_indices is given without state_indices; expected both. Pass state_indices, or leave out dst_state_indices."
-            )
-        elif source.dtype != target.dtype:
-            problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}; expected one dtype for both")
+    check_pool("state", views["state"], problems)
+    checks.check_distinct(views, ("out", "state_scale"), problems)
+    check_slots(views, views["x"].shape[0], problems)
     for name, t in views.items():
         if name != "state":
             checks.check_strides_fit(name, t, 0 if name in _WEIGHTS else 1, problems)
@@ -145,7 +122,7 @@ def _token_views(named: Mapping[str, Tensor], update_state: bool, problems: list
         views |= {n: views[n].unsqueeze(0 if ragged else 1) for n in OPERANDS.tokenwise if n in views}
     if "rand_seed" in views:
         views["rand_seed"] = views["rand_seed"].expand(state.shape[0])
-    _check_layout_of_tokens(views, update_state, sizes["batch"], ragged, problems)
+    _check_layout_of_tokens(views, update_state, sizes["batch"], problems)
     return views
 
 
@@ -153,15 +130,7 @@ def _own_shapes(named: Mapping[str, Tensor], sizes: Mapping[str, int], ragged: b
     """Shapes that other operands of a call of several tokens decide: {operand: {shape in words: sizes}}"""
     batch, T = sizes["batch"], sizes["token"]
     row = (sizes["head"], sizes["row"])
-    allowed: dict[str, checks.Shapes] = {"state_indices": {"[batch]": (batch,)}}
-    if "num_accepted_tokens" in named:
-        columns = named["state_indices"].shape[-1] if "state_indices" in named and named["state_indices"].dim() else 0
-        allowed["state_indices"] = {"[batch, columns], of which num_accepted_tokens picks one,": (batch, columns)}
-    for name in ("dst_state_indices", "parents"):
-        if name in named:
-            columns = named[name].shape[1] if ragged and named[name].dim() == 2 else T
-            flat: checks.Shapes = {"[batch]": (batch,)} if name != "parents" else {}
-            allowed[name] = {**flat, **({"[batch, tokens]": (batch, columns)} if name == "parents" or named[name].dim() == 2 else {})}
+    allowed = slot_shapes(named, batch, T, ragged)
     if "intermediate_states" in named:
         kept = named["intermediate_states"].shape
         by_index = "intermediate_state_indices" in named
@@ -173,49 +142,13 @@ def _own_shapes(named: Mapping[str, Tensor], sizes: Mapping[str, int], ragged: b
     return allowed
 
 
-def _check_layout_of_tokens(views: Mapping[str, Tensor], update_state: bool, batch: int, ragged: bool, problems: list[str]) -> None:
-    state, kept = views["state"], views.get("intermediate_states")
-    slots, H, P, N = state.shape
-    dense = (P * N, N, 1)
-    for name, t in (("state", state), ("intermediate_states", kept)):
-        if t is not None and any(n > 1 and have != want for n, have, want in zip((H, P, N), t.stride()[-3:], dense, strict=True)):
-            problems.append(f"{name} has strides {list(t.stride())}; expected dense last three axes, {list(dense)}")
-    if slots > 1 and state.stride(0) < H * P * N:
-        problems.append(f"state has slots {state.stride(0)} elements apart, which overlap; expected {state[0].numel()} or more")
-    for name in ("out", "intermediate_states", *OPERANDS.scales.values()):
-        if name in views and checks.overlaps_itself(views[name]):
-            problems.append(
-                f"{name} has strides {list(views[name].stride())}, and two of its elements share memory; "
-                "expected one address per element. Pass a contiguous tensor."
-            )
-    source, target = views.get("state_indices"), views.get("dst_state_indices")
-    if source is None:
-        if slots < batch:
-            problems.append(
-                f"state has {slots} slots; expected {batch}, one per sequence of the batch. Pass a larger state, or state_indices."
-            )
-        problems += [
-            f"{n} is given without state_indices; expected both. Pass state_indices, or leave out {n}."
-            for n in ("dst_state_indices", "num_accepted_tokens")
-            if n in views
-        ]
-    elif target is not None and source.dtype != target.dtype:
-        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}; expected one dtype for both")
-    if target is not None and not update_state:
-        problems.append("dst_state_indices is given with update_state=False, which writes no state; expected one of them. Leave out one.")
-    if "num_accepted_tokens" in views and source is not None and target is None and update_state and source.shape[1] > 1:
-        problems.append(
-            f"num_accepted_tokens is given with {views['state_indices'].shape[1]} columns of state_indices; expected a slot to write. "
-            "Pass dst_state_indices, or update_state=False."
-        )
-    if kept is None:
-        problems += [
-            f"{n} is given without intermediate_states; expected both. Pass intermediate_states, or leave out {n}."
-            for n in ("parents", "intermediate_state_indices")
-            if n in views
-        ]
-    if ragged and views["cu_seqlens"].stride(0) != 1:
-        problems.append(f"cu_seqlens has stride {views['cu_seqlens'].stride(0)}; expected 1. Pass cu_seqlens.contiguous().")
+def _check_layout_of_tokens(views: Mapping[str, Tensor], update_state: bool, batch: int, problems: list[str]) -> None:
+    check_pool("state", views["state"], problems)
+    if "intermediate_states" in views:
+        checks.check_dense("intermediate_states", views["intermediate_states"], problems)
+    checks.check_distinct(views, ("out", "intermediate_states", *OPERANDS.scales.values()), problems)
+    check_slots(views, batch, problems, update_state)
+    check_tokens(views, problems)
     for name, t in views.items():
         if name not in ("state", "intermediate_states", "cu_seqlens"):
             # Offsets over batch and token are 64-bit products of 32-bit strides.

@@ -12,7 +12,6 @@ FAMILY = Family(
     sharding="sharding:RULES",
     trials="trial:TRIALS",
     bench={"skinny_linear": "bench:BENCH"},
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     page="operators/skinny_linear.md",
 )

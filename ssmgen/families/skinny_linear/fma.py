@@ -1,8 +1,8 @@
 """skinny_linear without tensor cores: for weights of f32, and for cards without bulk copies.
 
-A warp has `tile` rows of the weights at once. Its lanes load 16 bytes of each row per step, `depth` steps before they are used; x comes
-from the L1 cache. Each lane sums its elements of all steps in ascending order, one fused multiply-add each; then pairs of lanes
-are added, at distances 16, 8, 4, 2 and 1. All these variants have the same order, which is not the tensor cores'.
+A warp has `tile` rows of the weights at once. Its lanes load 16 bytes of each row per step (8 bytes if weights have 8 bits), `depth` steps
+before they are used; x comes from the L1 cache. Each lane sums its elements of all steps in ascending order, one fused multiply-add each;
+then pairs of lanes are added, at distances 16, 8, 4, 2 and 1. All these variants have the same order, which is not the tensor cores'.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...spec.kernel import SM90, Arch, Loads, Needs, Pdl, is_pow2, must
+from ...spec.kernel import Arch, Loads, Needs, Pdl, is_pow2, must
 from .spec import SkinnyKernel
 
 
@@ -33,7 +33,7 @@ class FmaSpec(SkinnyKernel):
 
     @property
     def needs(self) -> Needs:
-        return Needs(elements=self.loads is Loads.ELEMENT)
+        return Needs(elements=self.loads is Loads.ELEMENT, math=self.gated or self.norm is not None)
 
     @property
     def threads_per_block(self) -> int:
@@ -57,6 +57,7 @@ class FmaSpec(SkinnyKernel):
         return [
             *self.faults(),
             *must(self.tile in (1, 2, 4, 8), f"tile is {self.tile}; expected 1, 2, 4 or 8"),
+            *must(not self.gated or self.tile > 1, f"tile is {self.tile}; expected 2, 4 or 8: half of each of two weights"),
             *must(1 <= self.depth <= 4, f"depth is {self.depth}; expected 1 … 4"),
             *must(is_pow2(self.warps) and self.warps <= 16, f"warps is {self.warps}; expected 1, 2, 4, 8 or 16"),
             *must(self.tile * self.rows <= 64, f"tile * rows is {self.tile * self.rows}; expected at most 64, the sums that a lane holds"),
@@ -64,9 +65,8 @@ class FmaSpec(SkinnyKernel):
                 self.tile * self.depth <= 16,
                 f"tile * depth is {self.tile * self.depth}; expected at most 16, the vectors that a lane holds",
             ),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
 
     def constants(self) -> dict[str, Any]:
-        return {"whole": self.k % (32 * self.vec) == 0, "vector": self.loads is Loads.VECTOR, "count": self.weights}
+        return {"whole": self.k % (32 * self.vec) == 0, "vector": self.loads is Loads.VECTOR, "count": 1 if self.gated else self.weights}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...calls.sharding import Rule
-from .operands import MOST
+from .operands import LISTS, MOST
 
 _ITEMS = tuple(map(str, range(MOST)))
 
@@ -15,13 +15,10 @@ def _axes(given: Mapping[str, Any]) -> dict[str, str]:
     """x and outputs have any number of axes of rows."""
     x: Any = given.get("x")
     lead = ["batch", *["row"] * x.dim()][: max(x.dim() - 1, 0)] if hasattr(x, "dim") else ["batch"]
-    of = {"weight": "head k", "bias": "head", "out": " ".join([*lead, "head"])}
+    rows = " ".join([*lead, "head"])
+    of = dict.fromkeys(LISTS, "head") | {"weight": "head k", "residual": rows, "out": rows}
     found = {f"{name}{item}": words for name, words in of.items() for item in ("", *[f".{i}" for i in _ITEMS])}
-    return {**found, "x": " ".join([*lead, "k"])}
+    return {**found, "x": " ".join([*lead, "k"]), "norm_weight": "k"}
 
 
-RULES = {
-    "skinny_linear": Rule(
-        _axes({}), ("out",), anchors=("weight", "weight.0"), tuples=dict.fromkeys(("weight", "bias", "out"), _ITEMS), variant=_axes
-    )
-}
+RULES = {"skinny_linear": Rule(_axes({}), ("out",), anchors=("weight", "weight.0"), tuples=dict.fromkeys(LISTS, _ITEMS), variant=_axes)}

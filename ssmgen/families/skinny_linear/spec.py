@@ -1,4 +1,4 @@
-"""skinny_linear by tensor cores: products of 1 to 16 rows of x at the speed of memory, for weights of 16 bits.
+"""skinny_linear by tensor cores: products of 1 to 16 rows of x at the speed of memory, for weights of 16 or 8 bits.
 
 A block is persistent: it has every gridDim-th tile of 16 rows of the weights, up to `tiles` of them at once, whose sums stay in registers.
 One warp copies pieces of tiles to shared memory with bulk copies, `stages` ahead; eight warps multiply. The same piece of all tiles comes
@@ -8,6 +8,9 @@ kernel.
 The order of sums is the same in every variant. K is cut into slots of 64. Slots c, c + 8, c + 16, … are chain c, which `mma.sync.m16n8k16`
 sums in ascending order, four products per slot. The eight chains are added pairwise, then the bias. The columns of a product are rows of
 x, which do not depend on each other: a row has the same bits whatever the other rows are.
+
+Weights of 8 bits are converted to x's type in registers, exactly. A product then has the same elements in the same places as a product with
+these weights in x's type, and the same sums, which the epilogue multiplies by the scale of the weight's row.
 """
 
 from __future__ import annotations
@@ -16,22 +19,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ...compile.occupancy import LIMITS, SHARED_RESERVED
-from ...spec.kernel import SM90, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, must
+from ...compile.occupancy import SHARED_RESERVED, most_shared
+from ...spec.kernel import SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Param, Pdl, must
 from .operands import OPERANDS
 from .problem import OPERATOR, SkinnyProblem
 
 SLOT, CHAINS, TILE = 64, 8, 16  # elements of a slot; chains; rows of a weight
-PAD = 64  # bytes between rows of a stage: two neighbouring rows use all banks
+PAD = {2: 64, 1: 32}  # by bytes of a weight: bytes between rows of a stage, such that loads of neighbouring rows use all banks
 REGISTERS, SPARE = 224, 44  # that a thread may have, of 288; those for all but sums and x
 
 
 class SkinnyKernel(KernelSpec, SkinnyProblem):
     """Common to both kinds of kernels."""
 
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
+    table: ClassVar[Any] = OPERANDS
 
     def early_operands(self) -> list[str]:
         """Weights are constant."""
@@ -39,14 +40,18 @@ class SkinnyKernel(KernelSpec, SkinnyProblem):
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
-        counts = [Param.u32("rows"), *[Param.u32(name.replace("weight", "n")) for name in self.names("weight")]]
-        return [*OPERANDS.pointers(self), *counts, *OPERANDS.stride_params(self)]
+        lengths = [name.replace("weight", "n") for name in self.names("weight")][: 1 if self.gated else None]
+        counts = [Param.u32("rows"), *map(Param.u32, lengths)]
+        return [*OPERANDS.pointers(self), *counts, *OPERANDS.stride_params(self), *([Param.f32("eps")] if self.norm else [])]
 
     @property
     def said_problem(self) -> str:
         """The part of the name for the problem."""
         types = self.x.value + ("" if self.out is self.x else f"_{self.out.value}")
         more = (f"_{self.weights}w" if self.weights > 1 else "") + ("_bias" if self.bias else "")
+        if self.narrow:
+            types += f"_{self.narrow.value}" + ("" if self.scale is DType.F32 else "_own")
+        more += ("_silu" if self.gated else "") + ("_norm" if self.norm else "") + ("_residual" if self.residual else "")
         return f"{types}_k{self.k}r{self.rows}{more}{'' if self.loads is Loads.VECTOR else '_any'}"
 
 
@@ -68,8 +73,10 @@ class SkinnySpec(SkinnyKernel):
 
     @property
     def needs(self) -> Needs:
+        narrow = self.narrow is not None
         return Needs(
-            barriers=True, meetings=True, places=True, elements=self.loads is Loads.ELEMENT, mma=self.x.value
+            barriers=True, meetings=True, places=True, placed_pairs=narrow, elements=self.loads is Loads.ELEMENT, mma=self.x.value,
+            differences=self.narrow is Narrow.I8, math=self.gated or self.norm is not None,
         )  # fmt: skip
 
     @property
@@ -96,7 +103,8 @@ class SkinnySpec(SkinnyKernel):
     @property
     def row_words(self) -> int:
         """32-bit words from one row of a stage to the next one."""
-        return (2 * self.piece + PAD) // 4
+        size = self.weight.size
+        return (size * self.piece + PAD[size]) // 4
 
     @property
     def sum_words(self) -> int:
@@ -123,14 +131,14 @@ class SkinnySpec(SkinnyKernel):
     def violations(self, arch: Arch) -> list[str]:
         if problems := [
             *self.faults(),
+            *must(self.x is not DType.F32, "x is f32; expected bf16 or f16, for tensor cores"),
             *must(self.warps in (4, 8), f"warps is {self.warps}; expected 4 or 8"),
             *must(self.slots in (1, 2, 4), f"slots is {self.slots}; expected 1, 2 or 4"),
         ]:
             return problems
-        most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
+        most = most_shared(arch)
         shared, room = self.dynamic_bytes + 16 * self.stages, REGISTERS // self.min_blocks - SPARE
         return [
-            *must(self.x is not DType.F32, "x is f32; expected bf16 or f16, for tensor cores"),
             *must(arch >= SM90, f"arch is {arch}; expected sm_90 or later for bulk copies"),
             *must(1 <= self.tiles <= 16, f"tiles is {self.tiles}; expected 1 … 16"),
             *must(2 <= self.stages <= 32, f"stages is {self.stages}; expected 2 … 32"),
@@ -146,7 +154,13 @@ class SkinnySpec(SkinnyKernel):
         ]
 
     def constants(self) -> dict[str, Any]:
-        return {"whole": self.k % self.piece == 0, "vector": self.loads is Loads.VECTOR, "count": self.weights, "columns": self.rows // 8}
+        return {
+            "whole": self.k % self.piece == 0,
+            "vector": self.loads is Loads.VECTOR,
+            "count": 1 if self.gated else self.weights,
+            "columns": self.rows // 8,
+            "pad": PAD[self.weight.size],
+        }
 
 
 def of(kind: type[Any], problem: SkinnyProblem, **how: Any) -> Any:
@@ -155,7 +169,7 @@ def of(kind: type[Any], problem: SkinnyProblem, **how: Any) -> Any:
 
 
 def tiles_of(n: int) -> int:
-    """Tiles of a weight of n rows."""
+    """Tiles of a weight of n rows; of two weights of n / 2 rows each, whose tiles have 8 rows of both, likewise."""
     return -(-n // TILE)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...spec.kernel import SM90, Arch, KernelSpec, Needs, Param, Pdl, must
 from .operands import OPERANDS
@@ -14,6 +14,7 @@ class SlotCopySpec(KernelSpec):
     family: ClassVar[str] = "slot_copy"
     template: ClassVar[str] = "slot_copy/slot_copy.cu.j2"
     word: ClassVar[str] = "u32"  # the element type of copies
+    table: ClassVar[Any] = OPERANDS
 
     slot_bytes: int
     threads: int = 128
@@ -45,10 +46,6 @@ class SlotCopySpec(KernelSpec):
     @property
     def stem(self) -> str:
         return f"slot_copy_{self.slot_bytes}{'' if self.pdl is Pdl.OFF else '_pdl'}"
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
 
     def parameters(self) -> list[Param]:
         return [*OPERANDS.pointers(self), *OPERANDS.stride_params(self)]

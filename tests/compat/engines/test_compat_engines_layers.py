@@ -83,7 +83,7 @@ def test_decode_layers_of_kimi_k3(request, engine, norm, bound, by):
             y, want_window[slot], want_state[slot] = layer(x, n, windows[slot], states[slot], bound, norm)
             assert torch.allclose(got[n].double(), y, rtol=2e-5, atol=2e-5)
         assert torch.equal(window.double(), want_window) and torch.allclose(state.double(), want_state, rtol=1e-5, atol=1e-5)
-    assert not kda_layers._arrivals(state).any() and kda_layers._arrivals(state) is kda_layers._arrivals(state[:])
+    assert not kda_layers.arrivals(state, H).any() and kda_layers.arrivals(state, H) is kda_layers.arrivals(state[:], H)
 
 
 @pytest.mark.refused

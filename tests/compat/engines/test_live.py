@@ -8,6 +8,7 @@ from importlib.metadata import distributions
 
 import pytest
 
+from ssmgen.compat.shared.replacing import NotReplaced
 from ssmgen.errors import UnsupportedError
 from tools.live.__main__ import HERE, SERVED, WITHIN, install, problems
 from tools.live.worker import counted
@@ -38,7 +39,9 @@ def test_each_thing_that_is_wrong_is_said(ours, state, said):
 
 
 def test_calls_that_raise_are_not_counted_as_taken():
-    def function(fits: bool) -> int:
+    def function(fits: bool | None) -> int:
+        if fits is None:
+            raise NotReplaced
         if not fits:
             raise UnsupportedError("f", ["no kernel"])
         return 7
@@ -48,6 +51,8 @@ def test_calls_that_raise_are_not_counted_as_taken():
     assert call(True) == call(fits=True) == 7 and call.__wrapped__ is function
     with pytest.raises(UnsupportedError):
         call(False)
+    with pytest.raises(NotReplaced):
+        call(None)
     assert taken == {"f": 2} and refused == {"f": 1}
 
 

@@ -66,8 +66,10 @@ def test_rates_are_of_rounds_in_turns_with_the_gpu_to_one_engine_at_a_time(serve
                 [(0.25e-3 if ours else 0.5e-3) if case.what == "decode" else case.prompt * case.batch / 2e6] * 2
             )
         assert len(pair.rates) == 2 * 4
-        assert {(case.batch, ours) for case, ours in pair.busy} == {(1, False), (1, True), (8, False), (8, True)}
-        assert all(busy == pytest.approx((0.25e-3 if ours else 0.75e-3, 7)) for (_, ours), busy in pair.busy.items())
+        assert set(pair.busy) == set(pair.rates)
+        for (case, ours), busy in pair.busy.items():
+            step = 0.25e-3 if ours else 0.75e-3
+            assert busy == pytest.approx((step, 7) if case.what == "decode" else (case.batch * 1e-6 + step, 12))
     first = next(i for i, entry in enumerate(journal) if entry["what"] == "tune")
     assert all(a["end"] <= b["begin"] for a, b in zip(journal[first:], journal[first + 1 :], strict=False))
     timed = [entry for entry in journal[first:] if entry["what"] == "generate"]
@@ -126,14 +128,16 @@ def test_no_further_round_begins_when_time_is_over(served):
 def test_what_is_printed(served):
     pairs, _, _ = served(timed=("mamba2",))
     lines = table(pairs).splitlines()
-    assert lines[2] == "| mamba2, 20 layers | 1 prompt of 2048 | 1 000 000 | 1 000 000 | 1.00 | 1.00 … 1.00 |"
-    assert lines[-1] == "| mamba2, 20 layers | decode, 8 | 8 000 | 16 000 | 2.00 | 2.00 … 2.00 |"
+    assert lines[2].startswith("| mamba2, 20 layers | 1 prompt of 2048 | 1 000 000 | 1 000 000 | 1.00 | 1.00 … 1.00 | 37 % | 12 % | 63 % |")
+    assert lines[-1] == "| mamba2, 20 layers | decode, 8 | 8 000 | 16 000 | 2.00 | 2.00 … 2.00 | 75 % | 50 % | 25 % | 50 % |"
+    assert {line.count("|") for line in lines} == {11}
     assert answers(pairs) == "mamba2 bfloat16, 20 layers: 16 of 16 equal; log-probabilities up to there within 0.0000"
     assert steps(pairs).splitlines()[-2:] == [
         "| mamba2 | 8 | own | 1.00 | 1.00 | 0.75 | 7 | 0.50 |", "| mamba2 | 8 | with ssmgen | 0.50 | 0.50 | 0.25 | 7 | 0.25 |",
     ]  # fmt: skip
     said = json.loads(json.dumps(as_dict(pairs, vllm="0.33.0")))
     assert said["models"][0]["rates"][-1]["busy"]["own"] == pytest.approx([0.75e-3, 7])
+    assert said["models"][0]["rates"][-1]["gpu_share"] == pytest.approx({"own": 0.75, "ssmgen": 0.5})
     assert said["vllm"] == "0.33.0" and len(said["models"][0]["rates"]) == 4 and len(said["models"][0]["rates"][0]["own"]) == 2
 
 
@@ -231,7 +235,7 @@ def test_without_a_gpu_its_part_of_a_step_is_a_dash(served):
 
 def test_options_are_read(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(program, "run", lambda pairs, options, folder, note: seen.append((pairs, options)))
+    monkeypatch.setattr(program, "run", lambda pairs, options, folder, note, tell_case: seen.append((pairs, options)))
     monkeypatch.setattr(program.metadata, "version", lambda name: "0.33.0")
     ask = CliRunner().invoke
     done = ask(program.serving, ["--answers", "mamba2:float32", "--batch", "8", "--batch", "1", "--json", str(tmp_path / "out.json")])
@@ -245,7 +249,7 @@ def test_options_are_read(monkeypatch, tmp_path):
 
 
 def test_what_there_is_of_an_interrupted_run_is_printed(monkeypatch):
-    def interrupted(pairs, options, folder, note):
+    def interrupted(pairs, options, folder, note, tell_case):
         pairs[0].failures.append("half done")
         raise KeyboardInterrupt
 

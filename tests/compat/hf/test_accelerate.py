@@ -19,6 +19,7 @@ import ssmgen
 from ssmgen.compat import hf
 from ssmgen.compat.hf import generate as hf_generate
 from ssmgen.compat.hf import linears
+from ssmgen.compat.shared import linears as products
 from ssmgen.errors import ArgumentError, PatchError
 
 IDS = torch.arange(3, 13).view(2, 5)
@@ -227,8 +228,8 @@ def test_naming_it_imports_no_transformers():
 def rows(monkeypatch):
     """The rows of each call of skinny_linear by a linear layer."""
     found = []
-    ours = linears.skinny_linear
-    monkeypatch.setattr(linears, "skinny_linear", lambda x, *rest: found.append(x.shape[:-1].numel()) or ours(x, *rest))
+    ours = products.skinny_linear
+    monkeypatch.setattr(products, "skinny_linear", lambda x, *rest: found.append(x.shape[:-1].numel()) or ours(x, *rest))
     return found
 
 
@@ -247,7 +248,7 @@ def test_linear_layers_multiply_few_rows_by_skinny_linear_and_undo_restores_them
 
 
 def test_without_tensor_cores_one_row_is_multiplied_by_skinny_linear(rows, monkeypatch):
-    monkeypatch.setattr(linears, "tensor_cores", lambda device: False)
+    monkeypatch.setattr(products, "tensor_cores", lambda device: False)
     layer = torch.nn.Linear(24, 16).bfloat16()
     made = linears.Linears(layer)
     with torch.no_grad():

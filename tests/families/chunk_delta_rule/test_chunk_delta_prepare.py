@@ -21,7 +21,8 @@ import ssmgen
 from ssmgen.emulator import EmulatorError
 from ssmgen.engine.chunks.kernels import of_problem
 from ssmgen.engine.chunks.problem import CHUNK
-from ssmgen.families.chunk_delta_rule.planning import FAMILY, counts_of
+from ssmgen.engine.chunks.views import counts_of
+from ssmgen.families.chunk_delta_rule.planning import FAMILY
 from ssmgen.families.chunk_delta_rule.prepare import PrepareSpec
 from ssmgen.families.chunk_delta_rule.problem import IMAGE, ChunkProblem
 from ssmgen.spec.kernel import Arch, Pdl
@@ -84,7 +85,7 @@ def run(sizes: Sizes, *, arch: Arch = SM90, change: Callable[[str], str] = str, 
     views["workspace"].fill_(0xFF)
     spec = PrepareSpec(**of_problem(problem, ChunkProblem), pdl=Pdl.TRIGGER_LOADED if arch >= Arch(90) else Pdl.OFF)
     launch_emulated(spec, call.caller.family, views, call.options, call.operands, arch, change)
-    counts = counts_of(views)
+    counts = counts_of(views, CHUNK)
     found = views["workspace"][: counts.chunks * counts.heads * IMAGE]
     return found.view(counts.chunks, counts.heads, IMAGE), images_of(views, call.options)
 

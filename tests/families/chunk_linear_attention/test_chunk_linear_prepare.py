@@ -20,9 +20,10 @@ from ssmgen.calls.checks import DTYPES, INDEX
 from ssmgen.compile.render import render
 from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.engine.chunks.kernels import Counts, of_problem
+from ssmgen.engine.chunks.problem import chunks_of
 from ssmgen.engine.recurrences.attention.problem import Beta, Gate
 from ssmgen.families.chunk_linear_attention.prepare import PrepareSpec
-from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, chunks_of, workspace_bytes
+from ssmgen.families.chunk_linear_attention.problem import ImageProblem, Rule, workspace_bytes
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl
 
@@ -104,7 +105,7 @@ def run(
     spec.check(arch)
     workspace = torch.full((workspace_bytes(batch * tokens, sequences, heads, sizes.head_k, sizes.rule),), 0xFF, dtype=torch.uint8)
     named = {("workspace" if role == "images" else role): workspace if role == "images" else views[role] for role in spec.roles()}
-    counts = Counts(chunks_of(batch * tokens, sequences, sizes.rule), sequences, heads, sizes.group)
+    counts = Counts(chunks_of(batch * tokens, sequences, sizes.rule.tokens), sequences, heads, sizes.group)
     axes = {"batch": 0, "token": 1, "head": 2, "sequence": 0}
     values = {"tokens": tokens, "sequences": sequences, "heads": heads, "group_heads": sizes.group, "scale": SCALE}
     values |= {"lower_bound": LOWER_BOUND, **spec.counted(counts)}

@@ -74,7 +74,7 @@ def expected(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     built = ssmgen.gated_layer_norm.build(**call)
     views = {n: t.double() for n, t in op.CALLER.checked(built.operands, built.options, None).items()}
     out, eps = torch.empty_like(views["out"]), 2.0**-24
-    op.run_reference(views | {"out": out}, built.options, torch.float64)
+    op.CALLER.reference(views | {"out": out}, built.options, torch.float64)
     first = built.options.norm_before_gate
     gate = views.get("gate")
     factor = torch.ones_like(out) if gate is None else gate.sigmoid() * (1 if built.options.activation == "sigmoid" else gate)

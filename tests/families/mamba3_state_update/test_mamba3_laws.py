@@ -12,8 +12,8 @@ from torch import Tensor
 
 import ssmgen
 from ssmgen.engine.recurrences.mamba.reference import reference as mamba2
+from ssmgen.engine.recurrences.mamba3.problem import Rotary
 from ssmgen.errors import ArgumentError
-from ssmgen.families.mamba3_state_update.problem import Rotary
 
 
 def near(a: Tensor, b: Tensor, bound: float = 1e-12) -> bool:

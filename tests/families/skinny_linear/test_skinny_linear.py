@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from skinny_cases import NAN, SM90, WITH_GXX, emulate, fields_of, operands, problem_of, served, variants
 
 import ssmgen
 from ssmgen import emulator
@@ -16,15 +17,11 @@ from ssmgen.families.skinny_linear.fma import FmaSpec
 from ssmgen.families.skinny_linear.operands import BIASES, OUTS, WEIGHTS
 from ssmgen.families.skinny_linear.problem import SkinnyProblem
 from ssmgen.families.skinny_linear.reference import skinny_linear as reference
-from ssmgen.families.skinny_linear.rules import candidates, space
+from ssmgen.families.skinny_linear.rules import candidates
 from ssmgen.families.skinny_linear.spec import SkinnySpec
-from ssmgen.select import registry
 from ssmgen.spec.arguments import Arguments
-from ssmgen.spec.kernel import Arch, DType, Loads, Pdl, changed
+from ssmgen.spec.kernel import Arch, DType, Loads
 
-SM90 = Arch.parse("sm_90a")
-NAN = float("nan")
-needs_gxx = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 CASES = [
     (torch.bfloat16, 1536, (72,), None, 0),
     (torch.float16, 1000, (24, 8, 40), torch.float32, 1),
@@ -34,47 +31,7 @@ CASES = [
 IDS = ["bf16", "f16-three-biased-odd", "f32-two-biased-odd", "f32"]
 
 
-def operands(dtype, k, counts, bias, odd, rows, out=None):
-    """Strided x, weights and outputs, with NaN between their rows. odd: elements by which x is shifted in memory."""
-    torch.manual_seed(0)
-
-    def wide(*shape, dtype, shift=0):
-        t = torch.full((*shape[:-1], shape[-1] + 8), NAN, dtype=dtype)[..., shift : shift + shape[-1]]
-        return t.copy_(torch.randn(shape))
-
-    named = {"x": wide(16, k, dtype=dtype, shift=odd)[:rows]}
-    named |= {name: wide(n, k, dtype=dtype) for name, n in zip(WEIGHTS, counts, strict=False)}
-    named |= {name: torch.randn(n).to(bias) for name, n in zip(BIASES, counts, strict=False)} if bias else {}
-    named |= {name: wide(rows, n, dtype=out or dtype).fill_(NAN) for name, n in zip(OUTS, counts, strict=False)}
-    return {name: named[name] for name in op.OPERANDS.names if name in named}
-
-
-def problem_of(named):
-    return op.problem_of(named, {n: t.data_ptr() for n, t in named.items()}, op.Options())
-
-
-def emulate(spec, named):
-    """The outputs of a variant."""
-    fresh = {n: torch.full_like(t, NAN) if n in OUTS else t for n, t in named.items()}
-    packed = Arguments(spec, op.kernel_values(spec, fresh, op.Options())).at([fresh[n].data_ptr() for n in spec.operands()])
-    emulator.run(spec, SM90, op.grid_of(spec, fresh), packed, fresh, tuple(OUTS))
-    return [fresh[n] for n in OUTS if n in fresh]
-
-
-def served(problem, size, arch=SM90):
-    return registry.select("skinny_linear", problem, size, arch, True)
-
-
-def variants(problem):
-    """Variants that differ in every choice, with a wait."""
-    found = [s for s in space(problem, SM90) if s.pdl is Pdl.TRIGGER_LOADED]
-    if isinstance(found[0], FmaSpec):
-        return [s for s in found if (s.tile, s.depth, s.warps) in ((1, 1, 4), (2, 4, 8), (4, 2, 4))]
-    chosen = [s for s in found if (s.tiles, s.stages, s.held, s.slots) in ((1, 4, 1, 1), (2, 4, 2, 1), (3, 6, 1, 2), (1, 4, 2, 2))]
-    return [*chosen, *(changed(s, warps=4) for s in chosen[:1])]
-
-
-@needs_gxx
+@WITH_GXX
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_variants_are_bit_equal_and_within_rounding_of_float64(case):
     dtype, k, *_ = case
@@ -92,7 +49,7 @@ def test_variants_are_bit_equal_and_within_rounding_of_float64(case):
         assert torch.allclose(got.double(), exact[name], rtol=torch.finfo(dtype).eps, atol=slack)
 
 
-@needs_gxx
+@WITH_GXX
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_row_has_the_same_bits_beside_any_others(case):
     """The variants that serve 1, 5, 8, 9 and 16 rows agree."""
@@ -107,7 +64,7 @@ def test_a_row_has_the_same_bits_beside_any_others(case):
             assert torch.equal(got, want[-rows:]), rows
 
 
-@needs_gxx
+@WITH_GXX
 @pytest.mark.parametrize("case", CASES[:2], ids=IDS[:2])
 def test_other_rows_do_not_matter_even_if_they_are_nan(case):
     clean, dirty = operands(*case, rows=9), operands(*case, rows=9)
@@ -118,7 +75,7 @@ def test_other_rows_do_not_matter_even_if_they_are_nan(case):
     assert all(torch.equal(a[kept], b[kept]) for a, b in zip(emulate(spec, clean), emulate(spec, dirty), strict=True))
 
 
-@needs_gxx
+@WITH_GXX
 def test_several_weights_have_the_bits_of_each_alone():
     case = CASES[1]
     together = operands(*case, rows=3)
@@ -128,19 +85,15 @@ def test_several_weights_have_the_bits_of_each_alone():
         assert torch.equal(emulate(served(problem_of(alone), 24), alone)[0], got), weight
 
 
-@needs_gxx
+@WITH_GXX
 def test_more_tiles_than_sums_in_registers():
     """Blocks take more tiles later: x is loaded again, and the memory of sums is reused."""
     named = operands(torch.bfloat16, 1536, (200,), None, 0, rows=2)
-    few, many = (SkinnySpec(**_fields(problem_of(named)), tiles=t, stages=4, held=h, joined=1) for t, h in ((1, 1), (6, 3)))
+    few, many = (SkinnySpec(**fields_of(problem_of(named)), tiles=t, stages=4, held=h, joined=1) for t, h in ((1, 1), (6, 3)))
     assert torch.equal(emulate(few, named)[0], emulate(many, named)[0])
 
 
-def _fields(problem):
-    return {name: getattr(problem, name) for name in problem.__dataclass_fields__}
-
-
-@needs_gxx
+@WITH_GXX
 def test_weights_are_read_before_the_wait_and_x_is_not():
     named = operands(*CASES[0], rows=2)
     for spec in (served(problem_of(named), 72), served(problem_of(operands(*CASES[3], rows=2)), 48)):
@@ -165,16 +118,15 @@ def test_tensor_cores_serve_all_sizes_of_both_numbers_of_rows(arch, rows):
         assert isinstance(served(SkinnyProblem(k=k, rows=rows), n, Arch.parse(arch)), SkinnySpec), (k, n)
 
 
-@needs_gxx
+@WITH_GXX
 @pytest.mark.parametrize("case", CASES[:2], ids=IDS[:2])
 def test_kernels_of_older_cards_agree_with_float64_and_among_rows(case):
     whole = operands(*case, rows=9)
     exact = {n: t.double() for n, t in whole.items()}
     reference(**exact, dtype=torch.float64)
     few = {name: t[2:3] if name in ("x", *OUTS) else t for name, t in whole.items()}
-    specs = [
-        FmaSpec(**_fields(problem_of(named)), tile=tile, depth=depth) for named, tile, depth in ((whole, 1, 2), (whole, 2, 4), (few, 4, 1))
-    ]
+    tried = ((whole, 1, 2), (whole, 2, 4), (few, 4, 1))
+    specs = [FmaSpec(**fields_of(problem_of(named)), tile=tile, depth=depth) for named, tile, depth in tried]
     first, second, alone = (emulate(spec, named) for spec, named in zip(specs, (whole, whole, few), strict=True))
     for one, other, row, name in zip(first, second, alone, OUTS, strict=False):
         assert torch.equal(one, other) and torch.equal(row[0], one[2])
@@ -182,7 +134,7 @@ def test_kernels_of_older_cards_agree_with_float64_and_among_rows(case):
 
 
 def test_older_cards_and_f32_use_no_tensor_cores():
-    assert isinstance(registry.select("skinny_linear", SkinnyProblem(k=512), 64, Arch(80), False), FmaSpec)
+    assert isinstance(served(SkinnyProblem(k=512), 64, Arch(80)), FmaSpec)
     assert isinstance(served(SkinnyProblem(k=512, x=DType.F32, out=DType.F32), 64), FmaSpec)
     rules = {rule for rule, *_ in candidates(SkinnyProblem(k=512, loads=Loads.ELEMENT), 64, SM90, False)}
     assert rules == {"tensor-cores", "fma"}

@@ -49,3 +49,28 @@ def test_rows_of_weights_are_divided(rank):
 def test_more_weights_than_a_call_takes_are_refused():
     with rank_of(0, 2) as mesh, pytest.raises(ArgumentError, match="expected a tensor"):
         ssmgen.skinny_linear(on(mesh, torch.randn(1, 24)), [on(mesh, torch.randn(16, 24), 0)] * 5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scales_are_divided_as_their_weights(rank):
+    torch.manual_seed(0)
+    x, scales = torch.randn(2, 1, 32).bfloat16(), [torch.rand(n) for n in (32, 16)]
+    weights = [torch.randint(-128, 128, (n, 32)).to(torch.int8) for n in (32, 16)]
+    want = ssmgen.skinny_linear(x, weights, scale=scales)
+    with rank_of(rank, 2) as mesh:
+        one = ssmgen.skinny_linear(on(mesh, x), on(mesh, weights[0], 0), scale=on(mesh, scales[0], 0))
+        two = ssmgen.skinny_linear(on(mesh, x), [on(mesh, w, 0) for w in weights], scale=[on(mesh, s, 0) for s in scales])
+        for got, whole in zip((one, *two), (want[0], *want), strict=True):
+            assert got.shape == whole.shape and torch.equal(got.to_local(), whole.chunk(2, -1)[rank])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gates_and_residuals_are_divided_and_the_norm_is_not(rank):
+    torch.manual_seed(0)
+    x, weights, norm, residual = torch.randn(3, 24), [torch.randn(32, 24) for _ in range(2)], torch.rand(24), torch.randn(3, 32)
+    how = {"activation": "silu_and_mul", "eps": 1e-5}
+    want = ssmgen.skinny_linear(x, weights, norm_weight=norm, residual=residual, **how)
+    with rank_of(rank, 2) as mesh:
+        two = [on(mesh, w, 0) for w in weights]
+        got = ssmgen.skinny_linear(on(mesh, x), two, norm_weight=on(mesh, norm), residual=on(mesh, residual, 1), **how)
+        assert got.shape == want.shape and torch.allclose(got.to_local(), want.chunk(2, -1)[rank], atol=1e-5)

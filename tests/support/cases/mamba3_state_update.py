@@ -29,5 +29,12 @@ def call(device: str = "cpu") -> dict[str, Any]:
     return states | tokens | weights | {"state_indices": slots, "A_form": "heavy", "rotary": "halves"}
 
 
-CALLS = {"mamba3_state_update": call}  # of each public function
+def layer(device: str = "cpu") -> dict[str, Any]:
+    """The same call, of a layer."""
+    given = call(device)
+    parts = [given.pop(name).flatten(1) for name in ("z", "x", "B", "C", "dt", "A", "trap", "angle")]
+    return given | {"projected": torch.cat(parts, 1), "out": given["out"].flatten(1)}
+
+
+CALLS = {"mamba3_state_update": call, "mamba3_layer": layer}  # of each public function
 BENCH = {"mamba3_state_update": {"names": ("mamba3-siso-187m", "mamba3-mimo-187m"), "batches": (1,)}}  # options of a benchmark's `run`

@@ -14,4 +14,6 @@ def call(device: str = "cpu") -> dict[str, Any]:
 
 
 CALLS = {"skinny_linear": call}  # of each public function
-BENCH = {"skinny_linear": {"shapes": ((64, 512),), "rows": (1, 9)}}  # options of a benchmark's `run`: two cases or more
+BENCH = {
+    "skinny_linear": {"shapes": ((64, 512),), "rows": (1, 9), "weights": ("x", "i8", "e4m3")}
+}  # options of a benchmark's `run`: two cases or more

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ....spec.kernel import FP8, Arch, Index, Loads, Narrow, Needs, Param, Ring, Update, must
 from ...rows import RowSpec, Rule
@@ -28,6 +28,8 @@ MAX_SHARED = 48 * 1024  # bytes, of static arrays
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel(RowSpec, LinearAttentionProblem):
     """A problem, and how one variant computes it. A family's spec adds its name and its template."""
+
+    table: ClassVar[Any] = OPERANDS
 
     chunk: int = 8  # tokens staged at a time, in calls with several; fewer if shared memory is too small
 
@@ -55,6 +57,10 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
             *must(
                 not self.frozen or (self.lanes, self.vec) == (4, 8),
                 f"lanes is {self.lanes} and vec is {self.vec}; expected 4 and 8 with frozen=yes, which uses tensor cores",
+            ),
+            *must(
+                not self.rounded or not self.interleaved or self.ilp % 4 == 0,
+                f"ilp is {self.ilp} with philox_rounds {self.philox_rounds} and interleaved rows; expected a multiple of 4",
             ),
             *must(not self.frozen or self.ilp in (2, 4), f"ilp is {self.ilp}; expected 2 or 4 with frozen=yes, which uses tensor cores"),
         ]
@@ -156,17 +162,9 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
         own = self.read is not None or self.erase is not None
         return self.delta is not Delta.NONE and not own and not (self.gk is not None and self.delta is Delta.DECAYED)
 
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
     def ringed(self) -> list[str]:
         """Operands that the ring keeps."""
         return self._given(RINGED) if self.stores else []
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements."""
-        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
         slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]
@@ -199,7 +197,8 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
             "rows_by_index": self.kept_index is not Index.NONE,  # of intermediate states
             "tree": self.parents is not Index.NONE,
             "scalars": self.token_scalars(),
-            "narrow_noise": False,
+            "rounded": self.rounded,
+            "narrow_noise": bool(self.rounded) and self.scaled,
             "tail": self.dim_v % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector_operands": self.operand_loads is Loads.VECTOR,

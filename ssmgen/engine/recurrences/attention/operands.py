@@ -80,6 +80,7 @@ OPERANDS = table(
             strides="slot:64 head row"),
     Operand("parents", "batch token", Types.INDEX, optional=True, strides="batch token"),
     Operand("intermediate_state_indices", "batch", Types.INDEX, optional=True, field="kept_index", strides="batch"),
+    Operand("rand_seed", "slot | 1", Types.I64, optional=True, there="philox_rounds", strides="slot:64"),
     head="heads", group="key heads", key="K", value="V", kept="batch", column="columns", starts="batch + 1", **{"head*key": "heads * K"},
 )  # fmt: skip
 ROLES = OPERANDS.names[1 : OPERANDS.names.index("out")]  # operands of a recurrence, without the state

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ....spec.kernel import LATER, DType, Index, Layout, Loads, Narrow, PoolMode, Ring, Update, must
-from ...rows import RowProblem
+from ..problem import StepProblem
 
 
 class Delta(Enum):
@@ -46,7 +46,7 @@ FROZEN_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearAttentionProblem(RowProblem):
+class LinearAttentionProblem(StepProblem):
     """The problem that a call fixes. An absent operand's dtype is None. Batch, tokens, strides and scale are not part of it."""
 
     dim_k: int
@@ -92,10 +92,7 @@ class LinearAttentionProblem(RowProblem):
     zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
     kept_index: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in the buffer of intermediate states
-
-    @property
-    def heads(self) -> int:
-        return self.nheads
+    philox_rounds: int = field(default=0, metadata=LATER)  # of the noise for rounding states, except f32; 0 = round to nearest
 
     @property
     def rows(self) -> int:
@@ -108,10 +105,6 @@ class LinearAttentionProblem(RowProblem):
     @property
     def row_dtype(self) -> DType | Narrow:
         return self.state
-
-    @property
-    def row_loads(self) -> Loads:
-        return self.state_loads
 
     @property
     def lanes_per_row(self) -> int | None:
@@ -135,18 +128,8 @@ class LinearAttentionProblem(RowProblem):
         return self.ring is Ring.STORE
 
     @property
-    def split(self) -> bool:
-        """Whether states go to separate slots."""
-        return self.pool is PoolMode.SPLIT
-
-    @property
-    def each(self) -> bool:
-        """Whether the state after each token has a slot."""
-        return self.update is Update.EACH
-
-    @property
     def picks(self) -> bool:
-        """Whether num_accepted_tokens picks the column of state_indices to start from."""
+        """A commit takes num_accepted_tokens as the number of tokens to replay."""
         return self.accepted is not Index.NONE and not self.commit
 
     @property
@@ -155,13 +138,14 @@ class LinearAttentionProblem(RowProblem):
         return not self.commit and self.tokens is not Tokens.RAGGED
 
     @property
-    def loose(self) -> bool:
-        """Whether operands with an element per key channel are loaded element by element, at any stride."""
-        return self.operand_loads is Loads.ELEMENT
-
-    @property
     def low_rank(self) -> bool:
         return self.write is not None or self.alpha is not None
+
+    @property
+    def rounded(self) -> set[str]:
+        """Types that states are rounded to with noise."""
+        stored = self.update is not Update.NONE or self.intermediates
+        return {self.state.value} if self.philox_rounds and stored and self.state is not DType.F32 else set()
 
     @property
     def may_freeze(self) -> bool:
@@ -205,26 +189,7 @@ class LinearAttentionProblem(RowProblem):
                 self.key_heads >= 1 and self.nheads % self.key_heads == 0,
                 f"nheads is {self.nheads}; expected a multiple of key_heads {self.key_heads}",
             ),
-            *must(
-                self.dim_k * self.dim_v * self.nheads < 2**31,
-                "one slot of the state has 2^31 elements or more; expected fewer, for 32-bit offsets",
-            ),
-            *must(
-                self.pool is PoolMode.SINGLE or self.index is not Index.NONE,
-                "pool is split and index is none; expected a type of state_indices for index",
-            ),
-            *must(
-                self.pool is PoolMode.SINGLE or self.update is not Update.NONE,
-                "pool is split and update is none; expected pool=single, or a state that is written",
-            ),
-            *must(
-                self.update is not Update.EACH or self.pool is PoolMode.SPLIT,
-                "update is each and pool is single; expected pool=split, a slot per token",
-            ),
-            *must(
-                self.commit or self.accepted is Index.NONE or self.index is not Index.NONE,
-                f"accepted is {self.accepted.value} with index=none; expected a type of state_indices for index",
-            ),
+            *self.slot_faults(),
             *must(
                 (self.tokens is Tokens.RAGGED) == (self.cu_seqlens is not Index.NONE),
                 f"tokens is {self.tokens.value} and cu_seqlens is {self.cu_seqlens.value}; "
@@ -293,4 +258,24 @@ class LinearAttentionProblem(RowProblem):
                 f"state is {self.state.value}; expected layout=vk, ring=none and intermediates=no with it",
             ),
             *must(not self.beta_rows or self.beta is not None, "beta_rows is yes and beta is none; expected beta"),
+            *(self._faults_of_noise() if self.philox_rounds else []),
+        ]
+
+    def _faults_of_noise(self) -> list[str]:
+        """Four neighbours in memory share a counter of the noise, so no vector of a lane may divide them."""
+        return [
+            *must(
+                bool(self.rounded),
+                f"philox_rounds is {self.philox_rounds} and no written state is rounded; expected 0, or a state shorter than f32",
+            ),
+            *must(not self.commit, f"philox_rounds is {self.philox_rounds} with ring=commit; expected 0: a commit rounds to nearest"),
+            *must(
+                self.interleaved or self.dim_k % 4 == 0,
+                f"dim_k is {self.dim_k} with philox_rounds {self.philox_rounds}; expected a multiple of 4",
+            ),
+            *must(
+                not self.interleaved or (self.dim_v % 4 == 0 and self.dim_k % 16 == 0),
+                f"heads are {self.dim_k} x {self.dim_v}, keys first, with philox_rounds {self.philox_rounds}; "
+                "expected a multiple of 16 and a multiple of 4",
+            ),
         ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...narrow_reference import narrowed, widened
+from ...stochastic_reference import stored
 from ..reference import softplus, start_slot
 from .operands import OF_KEY_HEADS, RINGED, ROLES, WEIGHTS
 
@@ -77,14 +78,18 @@ def reference(
     pad_slot_id: int = -1,
     update_state: bool = True,
     zero_padding: bool = True,
+    philox_rounds: int = 0,
+    keys_first: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Operands in token form: state [slots, HV, V, K]; q, k, read, write, alpha [B, T, HK, K]; gk, erase [B, T, HV, K]; v, gv, w, out
     [B, T, HV, V]; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]; A_log [HV]; dt_bias [HV] or [HV, K]; intermediate_states
-    [rows, T, HV, V, K]; parents [batch, T]; ring_k and others [slots, T, …], which receive k and others. With cu_seqlens, B is 1 and T
-    counts the tokens of all sequences.
+    [rows, T, HV, V, K]; parents [batch, T]; rand_seed [slots]; ring_k and others [slots, T, …], which receive k and others. With
+    cu_seqlens, B is 1 and T counts the tokens of all sequences. keys_first: the order of a state's elements in memory, which numbers them
+    for the noise.
 
-    Computes in `dtype`; carries the state through a call's tokens unrounded; writes state, intermediates and out, each rounded once.
+    Computes in `dtype`; carries the state through a call's tokens unrounded; writes state, intermediates and out, each rounded once, states
+    stochastically if there is a seed.
     """
     state, out, scales = views["state"], views["out"], views.get("state_scale")
     starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
@@ -96,11 +101,19 @@ def reference(
     def valid(slot: int) -> bool:
         return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
 
+    def rounded(S: Tensor, slot: int, stream: int) -> Tensor:
+        """S in the state's dtype, with the noise of a slot."""
+        seed = int(views["rand_seed"][slot]) if philox_rounds else 0
+        in_memory = S.transpose(1, 2) if keys_first else S
+        found = stored(in_memory, state.dtype, seed, philox_rounds, slot, stream)
+        return found.transpose(1, 2) if keys_first else found
+
     def keep(target: int, S: Tensor) -> None:
         if scales is None:
-            state[target] = S.to(state.dtype)
+            state[target] = rounded(S, target, 0)
         else:
-            state[target], scales[target] = narrowed(S, state.dtype)
+            seed = int(views["rand_seed"][target]) if philox_rounds else 0
+            state[target], scales[target] = narrowed(S, state.dtype, seed, philox_rounds, target)
 
     for b in range(batch):
         row, span = (b, range(out.shape[1])) if starts is None else (0, range(starts[b], starts[b + 1]))
@@ -126,7 +139,7 @@ def reference(
                 if f"ring_{n}" in views:
                     views[f"ring_{n}"][slot, i] = views[n][row, t]
             if rows is not None and i < rows.shape[1]:
-                rows[row_kept, i] = S.to(state.dtype)
+                rows[row_kept, i] = rounded(S, slot, 1 + i)
             if update_state and "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
                 columns = views["dst_state_indices"].shape[1]
                 target = int(views["dst_state_indices"][b, i]) if i < columns else -1

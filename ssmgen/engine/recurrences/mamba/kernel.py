@@ -10,7 +10,7 @@ state is read once, and written as often as the call requests. The arithmetic pe
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ....spec.kernel import FP8, LATER, Arch, Index, Loads, Narrow, Needs, Param, Update, must
 from ...rows import RowSpec
@@ -23,6 +23,8 @@ SHARED_BYTES = 48 * 1024
 @dataclass(frozen=True, kw_only=True)
 class MambaKernel(RowSpec, SsuProblem):
     """A problem, and how one variant computes it. A family's spec adds its name and its templates."""
+
+    table: ClassVar[Any] = OPERANDS
 
     chunk: int = field(default=8, metadata=LATER)  # tokens staged at a time, where a call has several
 
@@ -52,14 +54,6 @@ class MambaKernel(RowSpec, SsuProblem):
 
     def row_scalars(self) -> list[str]:
         return row_scalars_of(self)
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
-
-    def strides(self) -> list[tuple[str, str, str]]:
-        """(operand, axis, width) of every stride the kernel takes, in elements."""
-        return OPERANDS.strides(self)
 
     def parameters(self) -> list[Param]:
         rows = self.intermediate_indices is not Index.NONE

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ....spec.kernel import LATER, DType, Index, Loads, Narrow, PoolMode, Update, must
-from ...rows import RowProblem
+from ..problem import StepProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SsuProblem(RowProblem):
+class SsuProblem(StepProblem):
     """The problem that a call fixes: shapes, dtypes and the operands it has. The numbers of sequences and of tokens are not part of it."""
 
     d_state: int
@@ -44,10 +44,6 @@ class SsuProblem(RowProblem):
     zero_padding: bool = field(default=True, metadata=LATER)  # the output of padded rows is zero; else it stays as it is
 
     @property
-    def heads(self) -> int:
-        return self.nheads
-
-    @property
     def row_elements(self) -> int:
         return self.d_state
 
@@ -58,10 +54,6 @@ class SsuProblem(RowProblem):
     @property
     def row_dtype(self) -> DType | Narrow:
         return self.state
-
-    @property
-    def row_loads(self) -> Loads:
-        return self.state_loads
 
     @property
     def guarded(self) -> bool:
@@ -77,24 +69,9 @@ class SsuProblem(RowProblem):
         return self.cu_seqlens is not Index.NONE
 
     @property
-    def split(self) -> bool:
-        """Whether states go to separate slots."""
-        return self.pool is PoolMode.SPLIT
-
-    @property
-    def each(self) -> bool:
-        """Whether the state after each token has a slot."""
-        return self.update is Update.EACH
-
-    @property
     def kept_scaled(self) -> bool:
         """Whether the rows of intermediate states have scales."""
         return isinstance(self.intermediate_states, Narrow)
-
-    @property
-    def loose(self) -> bool:
-        """Whether operands are loaded element by element, at any stride."""
-        return self.operand_loads is Loads.ELEMENT
 
     @property
     def narrow(self) -> set[Narrow]:
@@ -118,14 +95,7 @@ class SsuProblem(RowProblem):
             ),
             *must(self.headdim >= 1, f"headdim is {self.headdim}; expected 1 or more"),
             *must(self.nheads % self.ngroups == 0, f"nheads is {self.nheads}; expected a multiple of ngroups {self.ngroups}"),
-            *must(
-                self.headdim * self.d_state * self.nheads < 2**31,
-                "one slot of the state has 2^31 elements or more; expected fewer, for 32-bit offsets",
-            ),
-            *must(
-                self.pool is PoolMode.SINGLE or self.index is not Index.NONE,
-                "pool is split and index is none; expected a type of state_indices for index",
-            ),
+            *self.slot_faults(),
             *must(
                 not self.philox_rounds or self.d_state % 4 == 0,
                 f"d_state is {self.d_state} with philox_rounds {self.philox_rounds}; expected a multiple of 4",
@@ -151,18 +121,6 @@ class SsuProblem(RowProblem):
                 self.tied,
                 "A, dt or dt_bias differs within a head; expected one value per head for several tokens. "
                 "Pass [heads], or views with stride 0.",
-            ),
-            *must(
-                self.pool is PoolMode.SINGLE or self.update is not Update.NONE,
-                "pool is split and update is none; expected pool=single, or a state that is written",
-            ),
-            *must(
-                self.update is not Update.EACH or self.pool is PoolMode.SPLIT,
-                "update is each and pool is single; expected pool=split, a slot per token",
-            ),
-            *must(
-                self.accepted is Index.NONE or self.index is not Index.NONE,
-                f"accepted is {self.accepted.value} with index=none; expected a type of state_indices for index",
             ),
             *must(
                 self.intermediates or self.intermediate_indices is Index.NONE,

@@ -9,7 +9,6 @@ FAMILY = Family(
     sharding="sharding:RULES",
     trials="trial:TRIALS",
     bench={"token_shift": "bench:BENCH"},
-    tuning="tuning:TUNING",
     defaults="defaults:DEFAULTS",
     page="operators/token_shift.md",
 )

@@ -7,7 +7,8 @@ peer is torch itself: a gather, lerp and a scatter. Host times are eager calls w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import click
@@ -18,8 +19,9 @@ import ssmgen
 from ...bench import axes
 from ...bench.axes import At
 from ...bench.case import EXACT, HOST_BATCH, Case, Launch, drawn, kept, normal_pool, sets_of, some_of, some_rows
-from ...bench.engine import Bench
+from ...bench.engine import Bench, Values
 from ...calls.checks import TORCH_DTYPES
+from ...select.models import Model
 from ...spec.kernel import DType
 
 DIMS = (4096,)
@@ -66,6 +68,11 @@ def words(row: Mapping[str, Any]) -> str:
     return f"dim {row['dim']}, {row['dtype']}"
 
 
+def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
+    """The default channels: no model shifts tokens."""
+    return [{"dim": dim, "batch": batch} for dim, batch in product(DIMS, batches)]
+
+
 BENCH = Bench(
     op="token_shift",
     method=__doc__,
@@ -78,4 +85,6 @@ BENCH = Bench(
     words=words,
     peers={"torch.chain": chain},
     quick={"batches": (1, 64)},
+    tuned=tuned,
+    label=lambda at: f"token_shift, dim {at.dim} batch {at.batch}",
 )

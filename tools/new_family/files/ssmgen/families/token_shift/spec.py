@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ...spec.kernel import SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
+from ...spec.kernel import Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 from ...spec.operands import Operand, Types, table
 
 OPERATOR = "token_shift"
@@ -44,6 +44,7 @@ class TokenShiftSpec(KernelSpec, TokenShiftProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "token_shift/token_shift.cu.j2"
+    table: ClassVar[Any] = OPERANDS
 
     vec: int  # channels per thread
     threads: int = 128
@@ -75,13 +76,8 @@ class TokenShiftSpec(KernelSpec, TokenShiftProblem):
             *must(vector or self.vec == 1, f"vec is {self.vec} for operands that are not aligned; expected 1"),
             *must(not vector or self.vec * self.x.size in (4, 8, 16), f"vec is {self.vec} of {self.x.value}; expected 4, 8 or 16 bytes"),
             *must(self.dim % self.vec == 0, f"dim is {self.dim}; expected a multiple of vec {self.vec}"),
-            *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for bf16 arithmetic"),
-            *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *self.arch_violations(arch),
         ]
-
-    def operands(self) -> list[str]:
-        """Tensor arguments in order."""
-        return OPERANDS.of(self)
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
