@@ -155,7 +155,7 @@ def test_wrong_options_and_wrong_tensors_are_in_one_message():
     assert e.value.problems == [
         "pad_slot_id is 'x'; expected a 64-bit integer",
         "scale is nan; expected a number in the range of float32 or int64 or None",
-        "g is [1, 5, 7]; expected [batch, heads] = [2, 2] or [heads] = [2]",
+        "g is [1, 5, 7]; expected [batch, heads] = [4, 4] or [heads] = [4]",
     ]
 
 

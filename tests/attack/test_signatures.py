@@ -110,7 +110,7 @@ def test_all_unknown_keywords_are_named():
 
 def test_too_many_and_too_few_arguments_are_python_s_to_say():
     call: Sequence[object] = list(call_of("delta_rule").values())
-    with pytest.raises(TypeError, match=r"delta_rule\(\) takes 5 positional arguments but 7 were given"):
+    with pytest.raises(TypeError, match=r"delta_rule\(\) takes 5 positional arguments but 6 were given"):
         ssmgen.delta_rule(*call)
     with pytest.raises(TypeError, match=r"delta_rule\(\) missing 4 required positional arguments: 'q', 'k', 'v', and 'beta'"):
         ssmgen.delta_rule(call[0])

@@ -76,70 +76,50 @@ def test_a_gate_and_f16():
     laws.is_accurate(by(stages=4), Sizes(heads=4, groups=2, headdim=112, d_state=128), 70, 0.1)
 
 
-@needs_emulator
-@of_sizes
-@pytest.mark.parametrize(("parts", "lengths"), [(1, (1, 63, 64, 65, 127, 129, 192)), (2, (64, 12 * 64, 12 * 64 + 1, 2 * PART))])
-def test_lengths(size, parts, lengths):
-    laws.lengths_are_accurate(by(parts), SIZES[size], lengths)
-
-
-@needs_emulator
-@of_few_sizes
-@pytest.mark.parametrize(("parts", "stays"), [(1, False), (2, False), (1, True)])
-def test_packing_changes_no_bit(size, parts, stays):
-    laws.packing_changes_no_bit(by(parts, stays=stays), SIZES[size], laws.LENGTHS if parts == 1 else (65, 0, PART + 400))
-
-
-@needs_emulator
-@of_few_sizes
-@pytest.mark.parametrize("cut", [64, 128])
-def test_a_cut_changes_no_bit(size, cut):
-    laws.a_cut_changes_no_bit(by(), SIZES[size], 150, cut)
-
-
-@needs_emulator
-@of_sizes
-@pytest.mark.parametrize(("parts", "stays"), [(1, False), (2, False), (1, True)])
-def test_a_pool_is_touched_where_it_should_be(size, parts, stays):
-    laws.a_pool_is_touched_where_it_should_be(by(parts, stays=stays), SIZES[size], BF16)
-
-
-@needs_emulator
-@of_few_sizes
-def test_states_of_a_pool_may_begin_elsewhere(size):
-    laws.states_of_a_pool_may_begin_elsewhere(by(), SIZES[size], F32, torch.int32)
+pool_bf16 = partial(laws.a_pool_is_touched_where_it_should_be, state=BF16)
+LAWS: dict[str, tuple[laws.Scan, Callable[[laws.Scan, Sizes], None]]] = {
+    "lengths": (by(), partial(laws.lengths_are_accurate, lengths=(1, 63, 64, 65, 127, 129, 192))),
+    "lengths-in-parts": (by(2), partial(laws.lengths_are_accurate, lengths=(64, 12 * 64, 12 * 64 + 1, 2 * PART))),
+    "pool": (by(), pool_bf16),
+    "pool-in-parts": (by(2), pool_bf16),
+    "pool-stays": (by(stays=True), pool_bf16),
+    "neighbours": (by(), partial(laws.neighbours_do_not_matter, lengths=(65, 0, 64, 3))),
+}
+LAWS_OF_FEW = {
+    "packing": (by(), partial(laws.packing_changes_no_bit, lengths=laws.LENGTHS)),
+    "packing-in-parts": (by(2), partial(laws.packing_changes_no_bit, lengths=(65, 0, PART + 400))),
+    "packing-stays": (by(stays=True), partial(laws.packing_changes_no_bit, lengths=laws.LENGTHS)),
+    "cut-64": (by(), partial(laws.a_cut_changes_no_bit, tokens=150, at=64)),
+    "cut-128": (by(), partial(laws.a_cut_changes_no_bit, tokens=150, at=128)),
+    "elsewhere": (by(), partial(laws.states_of_a_pool_may_begin_elsewhere, state=F32, index=torch.int32)),
+    "decoding": (by(), partial(laws.decoding_goes_on, tokens=70)),
+    "checkpoints": (by(), partial(laws.checkpoints_are_final_states, state=F32, ids=False, lengths=(5, 0, 64, 130, 7))),
+    "checkpoints-ids": (by(), partial(laws.checkpoints_are_final_states, state=F32, ids=True, lengths=(5, 0, 64, 130, 7))),
+    "ids": (by(), partial(laws.ids_are_sequences, lengths=(1, 63, 64, 7, 0, 57, 10))),
+    "ids-go-on": (by(), laws.ids_go_on),
+}
 
 
 @needs_emulator
 @of_sizes
-def test_neighbours_do_not_matter(size):
-    laws.neighbours_do_not_matter(by(), SIZES[size], (65, 0, 64, 3))
+@pytest.mark.parametrize("law", LAWS)
+def test_laws(size, law):
+    scan, holds = LAWS[law]
+    holds(scan, SIZES[size])
+
+
+@needs_emulator
+@of_few_sizes
+@pytest.mark.parametrize("law", LAWS_OF_FEW)
+def test_laws_of_few_sizes(size, law):
+    scan, holds = LAWS_OF_FEW[law]
+    holds(scan, SIZES[size])
 
 
 @needs_emulator
 @pytest.mark.parametrize("size", ["p80", "p32"])
 def test_layout_changes_no_bit(size):
     laws.layout_changes_no_bit(by(), SIZES[size], 8)
-
-
-@needs_emulator
-@of_few_sizes
-def test_decoding_goes_on(size):
-    laws.decoding_goes_on(by(), SIZES[size], 70)
-
-
-@needs_emulator
-@of_few_sizes
-@pytest.mark.parametrize("ids", [False, True])
-def test_checkpoints_are_final_states(size, ids):
-    laws.checkpoints_are_final_states(by(), SIZES[size], F32, ids=ids, lengths=(5, 0, 64, 130, 7))
-
-
-@needs_emulator
-@of_few_sizes
-def test_ids(size):
-    laws.ids_are_sequences(by(), SIZES[size], (1, 63, 64, 7, 0, 57, 10))
-    laws.ids_go_on(by(), SIZES[size])
 
 
 @needs_emulator
