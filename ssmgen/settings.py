@@ -25,8 +25,7 @@ VARIABLES = {
     "SSMGEN_COMPILE": "allow (default) or deny: with deny, a kernel that is in no cache is an error",
     "SSMGEN_NATIVE": "allow (default) or deny: with deny, calls do not use ssmgen-native even if it is installed",
     "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins do not replace, separated by ',', or all (default: none)",
-    "SSMGEN_ENGINE_LINEAR": "deny (default) or allow: with allow, the plugins of vLLM and SGLang multiply up to 16 rows in linear layers "
-    "by skinny_linear",
+    "SSMGEN_ENGINE_LINEAR": "deny (default) or allow: with allow, the plugins of vLLM and SGLang multiply up to 16 rows in linear layers",
     "SSMGEN_ENGINE_NOISE": "rounds of the noise, 1 to 32, with which the plugins round 16-bit states of vLLM and SGLang in decode steps "
     "(default: 0, to nearest; 10 is usual)",
     "VLLM_BATCH_INVARIANT": "vLLM's own: with 1, bits do not depend on the batch, and the plugin refuses all else (default: 0)",
