@@ -89,7 +89,7 @@ def test_default_variants_show_every_form_of_all_operators():
     for holds in ("layout", "loads", "shifted", "ragged", "seq_idx", "pool", "final", "silu"):
         assert len({getattr(spec, holds) for spec in conv}) == 2, holds
     update = [spec for spec in found if spec.family == "causal_conv1d_update"]
-    for holds, kinds in ("layout", 3), ("advance", 3), ("count", 3), ("tokens", 2), ("loads", 2), ("saved", 2), ("parents", 2):
+    for holds, kinds in ("layout", 3), ("advance", 3), ("count", 3), ("tokens", 3), ("loads", 2), ("saved", 2), ("parents", 2):
         assert len({getattr(spec, holds) for spec in update}) == kinds, holds
     scans = [spec for spec, _ in generate.default_variants() if spec.family == "chunk_scan"]  # on sm_90a most are by warpgroups
     for holds in ("z", "pool", "final", "initial", "ragged", "dt_softplus", "dt_limit", "copy", "state_loads", "state"):

@@ -276,7 +276,7 @@ def ringed_tokens(seed: int) -> dict[str, Tensor]:
 
 
 def trials_are_bit_equal(specs: Iterable[Any], batch: int) -> None:
-    """Of the states, their scales and the outputs of random operands, with each of these variants."""
+    """States, their scales and outputs of random operands, with each of these variants."""
     results = []
     for spec in specs:
         trial = trial_of(spec, batch, 0)

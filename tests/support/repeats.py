@@ -95,7 +95,7 @@ def far_tokens(t: Tensor) -> Tensor:
 
 
 def offsets_may_exceed_32_bits(run: Run, case: Sequences) -> None:
-    """Of tokens, and of a slot."""
+    """Offsets of tokens, and of a slot."""
     call, run = case.made(70) | {"cu_seqlens": starts_of((70,), "cuda")}, case.of(run)
     slot = 2**31 // math.prod(case.state) + 1
     far = far_tokens(call[case.rows])
