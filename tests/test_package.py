@@ -112,7 +112,7 @@ def test_default_variants_show_every_form_of_all_operators():
     for function, counts in {
         "mamba2_layer": {"update": 3, "conv_windows": 3, "conv_rows": 2, "conv_layout": 3, "norm": 2, "z": 2, "index": 2},
         "gdn_layer": {"update": 2},
-        "kda_layer": {"update": 2, "conv_windows": 2, "intermediate_indices": 2, "conv_layout": 2, "gate": 2},
+        "kda_layer": {"update": 3, "conv_windows": 2, "intermediate_indices": 2, "conv_layout": 2, "gate": 2},
     }.items():
         several = [spec for spec in layers if spec.stem.startswith(f"{function}_t")]
         for holds, kinds in counts.items():

@@ -131,7 +131,7 @@ model_options = [
     click.option(
         "--rows",
         type=click.IntRange(1, SWITCHES["rows"].most),
-        help="Also the products of the recurrent layers' projections (skinny_linear), for batches of up to this size.",
+        help="Also the products of the recurrent layers' projections, for batches of up to this size.",
     ),
 ]
 

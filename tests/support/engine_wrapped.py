@@ -1,5 +1,7 @@
-"""Parameters of the engines' functions that the plugins wrap: methods for batch-invariant modes and for the key of vLLM's graphs, and checks
-of options. A default ... is any."""
+"""Parameters of the engines' functions that the plugins wrap. A default ... is any.
+
+These are methods for batch-invariant modes and for the key of vLLM's graphs, and checks of options.
+"""
 
 from __future__ import annotations
 
