@@ -60,7 +60,7 @@ _LEFT = {
     Client.ENGINES: (
         "norms between layers (of the hidden size), drafts (--tokens, --replay), caches of prefixes (--intermediates), Mamba-1 of SGLang"
     ),
-    Client.MAMBA_SSM: "norms between layers (of the hidden size), packed sequences (seq_idx), prompts that go on from a state",
+    Client.MAMBA_SSM: "norms between layers (of the hidden size), packed sequences, Mamba-2 prompts that continue from a state",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,27 @@ def test_mamba_ssm_asks_for_nothing_else(posed):
         bf16(batch, 1, N), bf16(batch, 1, N), next(heads), z=None, dt_bias=next(heads), dt_softplus=True,
     )  # fmt: skip
     assert len(posed) >= 5 and set(posed) <= asked("mamba2-130m", Client.MAMBA_SSM)
+
+
+@pytest.mark.parametrize("name", ["mamba3-siso-187m", "mamba3-mimo-187m"])
+def test_patched_layers_of_mamba3_ask_for_nothing_else(name, posed):
+    """Prompts, pieces that continue, and steps of mamba-ssm's layer, with its parameters in their types."""
+    from mamba3_stand_ins import OfMambaSsm, module_of
+
+    from ssmgen.compat import mamba_ssm
+
+    model, module = find_model(name), module_of("peer", OfMambaSsm)
+    rank = None if model.rank == 1 else model.rank
+    layer = module.Mamba3(model.nheads * model.headdim // 2, model.d_state, model.headdim, model.ngroups, rank=rank, layer_idx=0)
+    for of, weight in layer.named_parameters():
+        weight.data = weight.data.bfloat16() if "proj" in of or "norm" in of else weight.data
+    cache = SimpleNamespace(key_value_memory_dict={}, seqlen_offset=0)
+    with mamba_ssm.patch_mamba3(module=module), torch.no_grad():
+        for tokens in (9, 1, 5, 1):
+            layer(bf16(2, tokens, layer.out_proj.out_features), inference_params=cache)
+            cache.seqlen_offset += tokens
+    assert len(posed) == 3 and set(posed) <= asked(name, Client.MAMBA_SSM)
+    assert len(asked(name, Client.MAMBA_SSM)) == 3 and not asked(name, Client.TRANSFORMERS)
 
 
 @pytest.mark.parametrize("engine", CALLS)

@@ -28,7 +28,7 @@ class Mamba3Ask(StateAsk):
     options = frozenset(("tokens", "pools"))
 
     def called_by(self, model: Model, caller: Client) -> bool:
-        return False
+        return caller is Client.MAMBA_SSM  # its patched layers
 
 
 KINDS = {"mamba3": Mamba3}
