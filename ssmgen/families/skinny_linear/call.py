@@ -131,6 +131,9 @@ def _check_weights(named: Mapping[str, Tensor], k: int, gated: bool, problems: l
         for name in (bias, scale):
             if name in named:
                 fits &= checks.check_shape(name, named[name], {"[N]": (n,)}, problems)
+        if out not in named and not (gated and out != "out"):
+            problems.append(f"{out} is None; expected a tensor for each weight")
+            fits = False
         for name in (residual, out):
             if name in named:
                 fits &= checks.check_shape(name, named[name], {"[*rows, N]": (*lead, n)}, problems)

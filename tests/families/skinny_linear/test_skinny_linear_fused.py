@@ -13,6 +13,7 @@ import ssmgen
 from ssmgen.calls.operator import call_of
 from ssmgen.emulator import EmulatorError
 from ssmgen.families.skinny_linear.fma import FmaSpec
+from ssmgen.families.skinny_linear.operands import OPERANDS
 from ssmgen.families.skinny_linear.spec import SkinnySpec
 from ssmgen.spec.kernel import DType, changed
 
@@ -207,6 +208,9 @@ def test_what_is_wrong_is_said():
     assert problems_of(x, w, residual=shared[:, 8:24], out=shared[:, :16]) == [
         "out overlaps residual in memory; expected separate memory, since out is written"
     ]
+    with pytest.raises(ssmgen.errors.ArgumentError, match=r"out\[1\] is None; expected a tensor for each weight"):
+        tensors = OPERANDS.Tensors(x=x, weight=w, weight_1=w, out=out[0])
+        torch.ops.ssmgen.skinny_linear(*tensors, None, 1e-6, None)
     with pytest.raises(ssmgen.errors.ArgumentError, match="norm_weight does not begin at a multiple of 16 bytes"):
         ssmgen.explain(ssmgen.skinny_linear, x, w, norm_weight=torch.ones(49)[1:], arch="sm_90a")
 
