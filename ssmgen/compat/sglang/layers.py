@@ -118,8 +118,8 @@ def fused_lfm_short_conv_prefill(
 
 @_takes(hidden_states="[tokens, hidden]")
 def lfm2_forward(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """Decode steps, prompts and verified drafts of LFM2's short convolution, from one projection to the next: the method forward of SGLang's Lfm2ShortConv
-    and Lfm2MoeShortConv.
+    """Decode steps, prompts and verified drafts of LFM2's short convolution, from one projection to the next: the method forward of SGLang's
+    Lfm2ShortConv and Lfm2MoeShortConv.
 
     One kernel between the projections, also for drafts to be verified; SGLang has two multiplications and the convolution, and for prompts
     a copy. Empty batches, and drafts without a buffer for their windows, are SGLang's own method, without a warning.
@@ -139,8 +139,8 @@ def lfm2_forward(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor
     b, c, x = projected.chunk(3, dim=-1)
     window, slots = step.layer_cache.conv[0], step.cache_indices
     if drafts and kept is not None:
-        by_sequence = (t.unflatten(0, (-1, drafts)).transpose(1, 2) for t in (x, b, c))
-        convolved = _drafts(*by_sequence, self.conv_weight, self.conv_bias, window, slots, kept[0]).transpose(1, 2).flatten(0, 1)
+        x, b, c = (t.unflatten(0, (-1, drafts)).transpose(1, 2) for t in (x, b, c))
+        convolved = _drafts(x, b, c, self.conv_weight, self.conv_bias, window, slots, kept[0]).transpose(1, 2).flatten(0, 1)
     elif mode.is_decode():
         convolved = _gated(b, c, x, self.conv_weight, self.conv_bias, window, slots)
     else:
