@@ -118,8 +118,8 @@ def fused_lfm_short_conv_prefill(
 
 @_takes(hidden_states="[tokens, hidden]")
 def lfm2_forward(self: Any, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """Decode steps, prompts and verified drafts of LFM2's short convolution, from one projection to the next: the method forward of SGLang's
-    Lfm2ShortConv and Lfm2MoeShortConv.
+    """Decode steps, prompts and verified drafts of LFM2's short convolution, from one projection to the next: the method forward of
+    SGLang's Lfm2ShortConv and Lfm2MoeShortConv.
 
     One kernel between the projections, also for drafts to be verified; SGLang has two multiplications and the convolution, and for prompts
     a copy. Empty batches, and drafts without a buffer for their windows, are SGLang's own method, without a warning.
