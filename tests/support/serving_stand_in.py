@@ -27,7 +27,7 @@ class StandIn:
 
     def build(self, model: str, folder: str, **more: Any) -> dict[str, Any]:
         self.model = model
-        return self._done("build", folder=folder, **more)
+        return self._done("build", folder=folder, linear=os.environ.get("SSMGEN_ENGINE_LINEAR"), **more)
 
     def answers(self, prompts: int, tokens: int) -> dict[str, Any]:
         self._done("answers")
@@ -66,7 +66,8 @@ class StandIn:
     def state(self) -> dict[str, Any]:
         self._done("state")
         replaced = "kept: it is another one" if "idle" in os.environ.get("SERVING_FAILS", "") else "replaced"
-        return {"outcome": {"engine.f": replaced} if self.ours else {}, "warnings": []}
+        outcome = dict.fromkeys(("engine.f", "engine.UnquantizedLinearMethod.apply"), replaced)
+        return {"outcome": outcome if self.ours else {}, "warnings": []}
 
     def _done(self, what: str, **more: Any) -> dict[str, Any]:
         begin = time.monotonic()

@@ -26,18 +26,21 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """One process. with_ssmgen: whether vLLM loads the plugin there   folder: a subfolder in it gets its files; `log` is its output
+    """One process. with_ssmgen: whether vLLM loads the plugin there, and the side of a comparison   plugin: the former, if it is not the
+    latter   folder: a subfolder in it gets its files; `log` is its output
 
     variables: added to this process's environment   module: the module to run
     """
 
-    def __init__(self, name: str, with_ssmgen: bool, folder: Path, variables: Mapping[str, str], module: str = WORKER):
+    def __init__(
+        self, name: str, with_ssmgen: bool, folder: Path, variables: Mapping[str, str], module: str = WORKER, plugin: bool | None = None
+    ):  # fmt: skip
         self.with_ssmgen = with_ssmgen
         self.folder = folder / f"{name}-{'ssmgen' if with_ssmgen else 'own'}"
         self.folder.mkdir(parents=True)
         plugins = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name not in ("", "ssmgen")]
         own = {
-            "VLLM_PLUGINS": ",".join(plugins + ["ssmgen"] * with_ssmgen),
+            "VLLM_PLUGINS": ",".join(plugins + ["ssmgen"] * (with_ssmgen if plugin is None else plugin)),
             "VLLM_CACHE_ROOT": str(self.folder / "cache"),
             "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))),
         }

@@ -31,7 +31,7 @@ def row(pair: Pair, case: Case) -> str:
     spread = f"{min(ratios):.2f} … {max(ratios):.2f}" if ratios else "–"
     works = [share(pair, case, with_ssmgen) for with_ssmgen in (False, True)]
     shares = [_percent(one) for one in works] + [_percent(None if one is None else 1 - one) for one in works]
-    return f"| {pair.model}, {pair.layers} layers | {what} | {_rate(own)} | {_rate(ours)} | {ratio} | {spread} | {' | '.join(shares)} |"
+    return f"| {pair.name} | {what} | {_rate(own)} | {_rate(ours)} | {ratio} | {spread} | {' | '.join(shares)} |"
 
 
 def share(pair: Pair, case: Case, with_ssmgen: bool) -> float | None:
@@ -77,7 +77,7 @@ def answers(pairs: list[Pair]) -> str:
     """One line per pair: whether both engines gave the same tokens; then the functions that ssmgen left to vLLM."""
     lines = []
     for pair in pairs:
-        lines.append(f"{pair.model} {pair.dtype}, {pair.layers} layers: {pair.compared or 'not compared'}")
+        lines.append(f"{pair.name}, {pair.dtype}: {pair.compared or 'not compared'}")
         left = [f"{place.rpartition('.')[2]} {what}" for place, what in pair.outcome.items() if what.startswith("kept")]
         lines += [f"  {text}" for text in (*left, *pair.warnings, *pair.failures)]
     return "\n".join(lines)

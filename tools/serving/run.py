@@ -20,6 +20,7 @@ SHORT = 16  # tokens of the prompts before timed decode steps
 COMPARED = 16, 48  # prompts and tokens
 STEP = 8192  # most tokens of an engine's step: half of vLLM's default for such a large GPU, to save memory
 WATCHED = 16  # decode steps with profiled GPU time, after all rounds
+LINEAR = "UnquantizedLinearMethod.apply"  # whose replacement --linear is about
 SMALL_STEP = 1024  # for engines that are not timed: prompts are split, and less memory is used
 
 
@@ -30,7 +31,7 @@ class Options:
     steps: timed decode steps   rounds: of timing, each with all cases of all engines   layers: 0 for each model's own number
     seconds: no further round begins after this time   patience: seconds until all engines must be ready, and for any later answer
     compiled: with torch.compile   apart: timed engines allocate memory after the others have ended   limit: seconds; no request that is
-    timed or profiled begins after them
+    timed or profiled begins after them   linear: both engines have the plugin, and the second one linear layers by ssmgen
     """
 
     timed: tuple[str, ...]
@@ -45,6 +46,7 @@ class Options:
     compiled: bool = False
     apart: bool = False
     limit: float = inf
+    linear: bool = False
 
     @property
     def longest(self) -> int:
@@ -93,6 +95,8 @@ class Case:
 class Pair:
     """A model without and with ssmgen. rates: {(case, with ssmgen): tokens per second in each round}; outcome: of the plugin's functions
 
+    linear: "with ssmgen" means linear layers by ssmgen here, and both engines have the plugin
+
     cpu: seconds of the CPU, by the same keys, for all prompts or a decode step   busy: seconds in which the GPU is busy, and its kernels
     and copies, for the same
     """
@@ -109,6 +113,11 @@ class Pair:
     failures: list[str] = field(default_factory=list)
     outcome: Mapping[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    linear: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.layers} layers{', linear layers' if self.linear else ''}"
 
     @property
     def compared(self) -> Compared | None:
@@ -134,8 +143,8 @@ class Pair:
 
 
 def pairs_of(options: Options) -> list[Pair]:
-    timed = [Pair(model, "bfloat16", options.layers or MODELS[model].layers, True) for model in options.timed]
-    return timed + [Pair(model, dtype, FEW, False) for model, dtype in options.answered]
+    timed = [Pair(model, "bfloat16", options.layers or MODELS[model].layers, True, linear=options.linear) for model in options.timed]
+    return timed + [Pair(model, dtype, FEW, False, linear=options.linear) for model, dtype in options.answered]
 
 
 def run(
@@ -157,7 +166,11 @@ def run(
         for pair, with_ssmgen in _sides(pairs):
             # without timing, Triton's first configurations: faster, and equal sums in every run
             variables = {} if pair.timed else {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}
-            pair.engines[with_ssmgen] = start(f"{pair.model}-{pair.dtype}", with_ssmgen, folder, variables)
+            if pair.linear:
+                variables["SSMGEN_ENGINE_LINEAR"] = "allow" if with_ssmgen else "deny"
+            pair.engines[with_ssmgen] = start(
+                f"{pair.model}-{pair.dtype}", with_ssmgen, folder, variables, plugin=with_ssmgen or pair.linear
+            )
         timed, answered = ([pair for pair in pairs if pair.timed is which] for which in (True, False))
         for together in (answered, timed) if options.apart else (answered + timed,):
             for pair, with_ssmgen in _sides(together):
@@ -213,6 +226,8 @@ def _prepared(engine: Engine, pair: Pair, options: Options, until: float) -> str
         pair.outcome, pair.warnings = state["outcome"], state["warnings"]
         if REPLACED not in pair.outcome.values():
             pair.failures.append("the plugin has replaced nothing: both engines are vLLM's own")
+        if pair.linear and REPLACED not in [what for place, what in pair.outcome.items() if place.endswith(LINEAR)]:
+            pair.failures.append("the plugin has not replaced linear layers: both engines are alike")
     return f"built in {built:.1f} s, first requests {first:.1f} s"
 
 

@@ -131,7 +131,7 @@ def test_what_is_printed(served):
     assert lines[2].startswith("| mamba2, 20 layers | 1 prompt of 2048 | 1 000 000 | 1 000 000 | 1.00 | 1.00 … 1.00 | 37 % | 12 % | 63 % |")
     assert lines[-1] == "| mamba2, 20 layers | decode, 8 | 8 000 | 16 000 | 2.00 | 2.00 … 2.00 | 75 % | 50 % | 25 % | 50 % |"
     assert {line.count("|") for line in lines} == {11}
-    assert answers(pairs) == "mamba2 bfloat16, 20 layers: 16 of 16 equal; log-probabilities up to there within 0.0000"
+    assert answers(pairs) == "mamba2, 20 layers, bfloat16: 16 of 16 equal; log-probabilities up to there within 0.0000"
     assert steps(pairs).splitlines()[-2:] == [
         "| mamba2 | 8 | own | 1.00 | 1.00 | 0.75 | 7 | 0.50 |", "| mamba2 | 8 | with ssmgen | 0.50 | 0.50 | 0.25 | 7 | 0.25 |",
     ]  # fmt: skip

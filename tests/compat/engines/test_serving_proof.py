@@ -174,7 +174,7 @@ def command(tmp_path, monkeypatch):
     monkeypatch.setenv("SERVING_JOURNAL", str(tmp_path / "journal"))
     monkeypatch.setenv("VLLM_PLUGINS", "ssmgen")
     monkeypatch.setenv("SERVING_FAILS", "")
-    monkeypatch.setattr(run.Engine.__init__, "__defaults__", ("tests.support.serving_stand_in",))
+    monkeypatch.setattr(run.Engine.__init__, "__defaults__", ("tests.support.serving_stand_in", None))
     monkeypatch.setattr(program.metadata, "version", lambda name: "0.33.0")
 
     def invoke(*given):
@@ -199,6 +199,16 @@ def test_one_command_measures_and_proves(command, tmp_path):
     row = next(line for line in lines[first + 2 :] if line.startswith("| mamba2"))
     assert row.startswith("| mamba2, 20 layers | 1 prompt of 2048 | 1 000 000 | 1 000 000 | 1.00 | 1.00 … 1.00 | – | – | – | – |")
     assert "| 75 % | 50 % | 25 % | 50 % |" in done.output and done.output.rstrip().endswith("mamba2: proved")
+
+
+def test_linear_layers_are_compared_between_engines_with_the_plugin(command, tmp_path, monkeypatch):
+    done, kept = command(*SMALL, "--linear")
+    built = [entry for entry in map(json.loads, (tmp_path / "journal").read_text().splitlines()) if entry["what"] == "build"]
+    assert sorted((entry["ours"], entry["linear"]) for entry in built) == [(True, "allow"), (True, "deny")]
+    assert done.exit_code == 0 and "| mamba2, 20 layers, linear layers | decode, 8 |" in done.output, done.output
+    monkeypatch.setenv("SERVING_FAILS", "idle")
+    done, kept = command(*SMALL, "--linear")
+    assert done.exit_code == 1 and "the plugin has not replaced linear layers: both engines are alike" in kept["models"][0]["failures"]
 
 
 def test_a_run_that_is_cut_leaves_its_rows_and_its_file(command, monkeypatch):
