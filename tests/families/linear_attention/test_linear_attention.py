@@ -163,7 +163,7 @@ WRONG = [
     ({"intermediate_states": torch.zeros(5, 2, 4, 64, 128)}, "intermediate_states is [5, 2, 4, 64, 128]; expected [batch, tokens or more,"),
     ({"intermediate_states": torch.zeros(5, 3, 4, 64, 128, dtype=BF16)}, "intermediate_states is torch.bfloat16; "
         "expected torch.float32, the dtype of state"),
-    ({"intermediate_states": torch.zeros(1, 1, 4, 64, 128).expand(5, 3, -1, -1, -1)}, "two of its states share memory"),
+    ({"intermediate_states": torch.zeros(1, 1, 4, 64, 128).expand(5, 3, -1, -1, -1)}, "two of its elements share memory"),
     ({"out": lambda n: n["out"][:1].expand(5, -1, -1, -1)}, "two of its elements share memory"),
     ({"out": lambda n: n["state"].view(-1)[: 5 * 3 * 4 * 64].view(5, 3, 4, 64)}, "out overlaps state in memory"),
     ({"out": lambda n: n["v"]}, "out overlaps v in memory"), ({"pdl": "yes"}, "pdl is 'yes'; expected True, False or None"),
