@@ -70,6 +70,7 @@ TAKEN: dict[str, set[str]] = {
     "causal_conv1d.activation": {"none", "true", "false", "silu", "swish"},
     "causal_conv1d_update.activation": {"none", "true", "false", "silu", "swish"},
     "dilation": {"1", "7", "int8"},
+    "skinny_linear.activation": {"none"},
     "activation": {"silu", "swish", "sigmoid"},
     "norm_activation": {"silu", "swish", "sigmoid"},
     "lse_base": {"'2'", "e"},

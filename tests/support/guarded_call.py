@@ -5,10 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from ssu_cases import Memory
 from torch import Tensor
 
 import ssmgen
+from ssmgen.errors import ArgumentError
+
+
+def refused(memory: Memory, function: Any, kwargs: dict[str, Any], change: dict[str, Any]) -> str:
+    """The message about a call with these arguments changed, of which nothing is written. A change may be a function of the arguments."""
+    with pytest.raises(ArgumentError) as e:
+        function(**kwargs | {n: v(kwargs) if callable(v) else v for n, v in change.items()})
+    assert not memory.untouched({}), "something was written"
+    assert "Nothing was launched and the state is unchanged." in str(e.value)
+    return str(e.value)
 
 
 @dataclass
@@ -37,6 +48,9 @@ class GuardedCall:
 
     def run(self, **more: Any) -> Any:
         return self.function(**self.kwargs, **more)
+
+    def refused(self, change: dict[str, Any]) -> str:
+        return refused(self.memory, self.function, self.kwargs, change)
 
     def results(self) -> list[Tensor]:
         """All tensors that the call writes."""
