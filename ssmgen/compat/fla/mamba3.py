@@ -46,7 +46,9 @@ def _imported() -> ModuleType:
     try:
         return importlib.import_module("fla.layers.mamba3")
     except Exception as e:  # its imports ask for Triton and for a GPU
-        raise PatchError(f"cannot import fla.layers.mamba3 ({type(e).__name__}: {e}). Install flash-linear-attention 0.5.2 or later.") from e
+        raise PatchError(
+            f"cannot import fla.layers.mamba3 ({type(e).__name__}: {e}). Install flash-linear-attention 0.5.2 or later."
+        ) from e
 
 
 def _methods(A_form: str) -> dict[str, Callable[..., Any]]:
