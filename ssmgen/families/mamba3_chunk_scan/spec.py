@@ -112,7 +112,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     def shared_bytes(self) -> int:
         """Also the arrays that the text declares: numbers of rows and tokens, angles, weights of rows, and the pending token."""
         factors = (1 + bool(self.z) + (not self.by_rank)) * self.rank * self.headdim if self.mimo else 0
-        own = 6 * ROWS + (WARPS + 2) * self.angles + self.rank * self.d_state + 2 * self.headdim + 2 * self.d_state + factors + 8
+        own = 11 * ROWS + (WARPS + 2) * self.angles + (self.rank + 2) * self.d_state + 2 * self.headdim + factors + 8
         return self.dynamic_bytes + 4 * own
 
     def violations(self, arch: Arch) -> list[str]:
