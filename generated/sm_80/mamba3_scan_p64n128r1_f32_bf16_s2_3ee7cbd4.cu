@@ -413,7 +413,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
   };
   ask_for(0);
 
-  constexpr u32 kSumming = 1;  // the warp that sums: of M it has nothing
+  constexpr u32 kSumming = 1;  // this warp sums: it has no block of M
   struct Steps {
     bf16 dt[2];
     bf16 A[2];

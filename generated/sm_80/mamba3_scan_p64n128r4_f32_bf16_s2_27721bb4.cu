@@ -497,7 +497,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
   ask_for(0);
 
   const auto raw_bias = load(dt_bias + u64(head) * dt_bias_head);
-  constexpr u32 kSumming = 1;  // the warp that sums: of M it has nothing
+  constexpr u32 kSumming = 1;  // this warp sums: it has no block of M
   struct Steps {
     bf16 dt[2];
     bf16 A[2];

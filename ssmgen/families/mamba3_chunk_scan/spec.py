@@ -1,7 +1,7 @@
 """mamba3_chunk_scan: Mamba-3 over whole sequences, SISO and MIMO, in chunks of 64 rows on the tensor cores.
 
 A token is one row for each of R ranks, so a chunk has 64 // R tokens. With delta = (1 - trap) dt and gamma = trap dt, the pair (v_t, k_t)
-enters the state twice: with gamma_t, and one token later with delta_(t+1), ahead of that token's decay. Within a chunk both are one weight
+enters the state twice: with gamma_t, and one token later with delta_(t+1), before that token's decay. Within a chunk both are one weight
 
     weight_t = gamma_t + delta_(t+1), and gamma_t alone for the chunk's last token        own_t = gamma_t
     M_ij = (q_i . k_j) exp(s_i - s_j) weight_j for rows of earlier tokens, (q_i . k_j) own_i for rows of one token

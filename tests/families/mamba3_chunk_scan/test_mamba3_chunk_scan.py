@@ -148,7 +148,7 @@ def test_steps_go_on_where_the_prompt_ended(R):
 
 @needs_emulator
 def test_a_pool_is_touched_where_it_should_be():
-    """NaN in unused slots, in slots that start from zeros, and behind tokens; a sequence without tokens, and padding."""
+    """NaN in unused slots, in slots that start from zeros, and after the last token; a sequence without tokens, and padding."""
     lengths, slots = (66, 0, 9, 3), torch.tensor([4, 1, 0, -1])
     call = make(sum(lengths) + 2, x=torch.bfloat16)
     for name in PER_TOKEN:
