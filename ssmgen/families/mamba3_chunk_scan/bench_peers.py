@@ -33,7 +33,8 @@ def _ready(case: Case, call: Mapping[str, Any]) -> dict[str, Any]:
 
     def normed(name: str) -> Tensor:
         rows = of[name].float()
-        return (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5) * call[f"{name}_norm"]).to(of[name].dtype)
+        made: Tensor = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5) * call[f"{name}_norm"]
+        return made.to(of[name].dtype)
 
     given = {"Q": normed("C"), "K": normed("B"), "V": of["x"], "Z": of["z"], "D": call["D"]}
     given |= {name: t.transpose(1, 2).contiguous() for name, t in steps.items()}
