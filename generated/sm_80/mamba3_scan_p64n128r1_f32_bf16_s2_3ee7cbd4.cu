@@ -387,20 +387,20 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
   const u32 chunks = (length + kChunk - 1) / kChunk;
 
   DYNAMIC_SHARED(u32, tiles);  // C, B, x of chunks, kStages of them; M; the state or y
-  // Numbers of the chunk's rows: s, the weights of M, 2^s, and 2^(s_last - s) weight.
-  SHARED(float, sums, kRows);
-  SHARED(float, weights, kRows);
-  SHARED(float, owns, kRows);
-  SHARED(float, readings, kRows);
-  SHARED(float, additions, kRows);
-  SHARED(float, deltas, kChunk);  // dt of its tokens
-  SHARED(float, pending, 1);      // delta of its first token
-  SHARED(float, last_k, kRank * kState);  // of the token before the chunk
+  // Numbers of the rows of two chunks: s, the weights of M, 2^s, and 2^(s_last - s) weight.
+  SHARED(float, sums, 2 * kRows);
+  SHARED(float, weights, 2 * kRows);
+  SHARED(float, owns, 2 * kRows);
+  SHARED(float, readings, 2 * kRows);
+  SHARED(float, additions, 2 * kRows);
+  SHARED(float, pending, 1);      // delta of a chunk's first token
+  SHARED(float, last_k, kRank * kState);  // of the last token so far
   SHARED(float, last_v, kHeadDim);
 
+  const auto count_of = [&](u32 n) { return n < chunks ? min(length - n * kChunk, u32(kChunk)) : 0; };  // tokens of a chunk
   const auto ask_for = [&](u32 n) {  // a chunk's operands
     if (n < chunks) {
-      const u32 at = n % kStages * kStageWords, count = min(length - n * kChunk, u32(kChunk));
+      const u32 at = n % kStages * kStageWords, count = count_of(n);
       const u64 from = u64(n) * kChunk;
 #pragma unroll
       for (int r = 0; r < kRank; ++r) {
@@ -413,13 +413,14 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
   };
   ask_for(0);
 
+  constexpr u32 kSumming = 1;  // this warp sums: it has no block of M
   struct Steps {
     bf16 dt[2];
     bf16 A[2];
     bf16 trap[2];
   } steps = {};
   const auto load_steps = [&](u32 n) {
-    if (warp) return;
+    if (warp != kSumming) return;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const u32 own = 2 * lane + e, token = n * kChunk + own;
@@ -430,6 +431,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
     }
   };
   const auto sum_steps = [&](u32 n) {
+    if (warp != kSumming) return;
     float gamma[2], again[2], log2_decay[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -441,7 +443,6 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
       gamma[e] = there ? trapped * delta : 0.f;
       again[e] = there ? (1.f - trapped) * delta : 0.f;
       log2_decay[e] = there ? kLog2E * rate : 0.f;
-      if (own < kChunk) deltas[own] = there ? delta : 0.f;
     }
     const float next = __shfl_down_sync(0xffffffffu, again[0], 1);
     const float weight[2] = {gamma[0] + again[1], gamma[1] + (lane < 31 ? next : 0.f)};
@@ -462,7 +463,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
       if (own >= kChunk) continue;
 #pragma unroll
       for (int r = 0; r < kRank; ++r) {
-        const u32 row = own * kRank + r;
+        const u32 row = n % 2 * kRows + own * kRank + r;
         sums[row] = sum[e];
         weights[row] = weight[e];
         owns[row] = gamma[e];
@@ -483,7 +484,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
   float S[kColumns / 8][4] = {};
   const bool holds = warp < kRowWarps * kColumnWarps;
   const u32 state_row = warp % kRowWarps * 16 + quad, state_column = warp / kRowWarps * kColumns + 2 * part;
-  // Adds the pair (v, k) of the token before the chunk, whose second weight belongs to the chunk's first token.
+  // Adds the last pair (v, k) with its second weight, which belongs to the next chunk's first token.
   const auto add_pending = [&]() {
     if (!holds) return;
     const float delta = pending[0];
@@ -517,7 +518,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
     }
   };
 
-  const auto make_ready = [&](u32 n, u32 at, u32 count) {
+  const auto make_ready = [&](u32 at, u32 count) {
     for (u32 t = warp; t < kChunk; t += kWarps) {
       const bool there = t < count, last = t + 1 == count;
 #pragma unroll
@@ -561,7 +562,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
   };
 
   const u32 own_rows = warp / 2, side_of_pair = warp % 2;
-  const auto mix = [&](u32 at, float (&y)[kOwnBlocks][2][4]) {  // M, and q S^T
+  const auto mix = [&](u32 n, u32 at, float (&y)[kOwnBlocks][2][4]) {  // M, and q S^T
     const u32 at_q = at + 16 * own_rows * kRowWords + by_rows<kRowWords>(lane);
     const u32 at_k = at + kAtB + by_columns<kRowWords>(lane), at_S = kAtState + by_columns<kRowWords>(lane);
     float product[kBlocks / 2][2][4] = {};
@@ -586,13 +587,13 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
         mma_bf16(product[j][1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
-    const u32 row[2] = {16 * own_rows + quad, 16 * own_rows + quad + 8};
+    const u32 row[2] = {16 * own_rows + quad, 16 * own_rows + quad + 8}, numbers = n % 2 * kRows;
 #pragma unroll
     for (int j = 0; j < kOwnBlocks; ++j) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) y[j][i][e] = y[j][i][e] * readings[row[e / 2]];
+        for (int e = 0; e < 4; ++e) y[j][i][e] = y[j][i][e] * readings[numbers + row[e / 2]];
       }
     }
 #pragma unroll
@@ -609,16 +610,16 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const u32 other = (column + e) / kRank;
-            const float decay = exp2_approx(other < token ? sums[row[side]] - sums[column + e] : 0.f);
+            const float decay = exp2_approx(other < token ? sums[numbers + row[side]] - sums[numbers + column + e] : 0.f);
             const float found = product[j][i][2 * side + e];
-            m[e] = other < token ? found * decay * weights[column + e] : other == token ? found * owns[row[side]] : 0.f;
+            m[e] = other < token ? found * decay * weights[numbers + column + e] : other == token ? found * owns[numbers + row[side]] : 0.f;
           }
           tiles[kAtM + row[side] * kMixWords + column / 2] = round_pair(X{}, m[0], m[1]);
         }
       }
     }
   };
-  const auto scan = [&](u32 at, float (&y)[kOwnBlocks][2][4]) {  // y + M V, and the state after the chunk
+  const auto scan = [&](u32 n, u32 at, float (&y)[kOwnBlocks][2][4]) {  // y + M V, and the state after the chunk
     const u32 at_M = kAtM + 16 * own_rows * kMixWords + by_rows<kMixWords>(lane), at_V = at + kAtX + by_rows<kXWords>(lane);
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
@@ -646,7 +647,8 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
       }
     }
     if (!holds) return;
-    const float decay = readings[kChunk * kRank - 1];
+    const u32 numbers = n % 2 * kRows;
+    const float decay = readings[numbers + kChunk * kRank - 1];
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
 #pragma unroll
@@ -661,7 +663,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const Pair own = widen_pair(X{}, value[r]);
-        const u32 row = 16 * k + r / 2 * 8 + 2 * part;
+        const u32 row = numbers + 16 * k + r / 2 * 8 + 2 * part;
         added[r] = round_pair(X{}, own.low * additions[row], own.high * additions[row + 1]);
       }
 #pragma unroll
@@ -709,25 +711,26 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
     }
   };
 
+  // The numbers and angles of a chunk are made while the chunk before it is multiplied and stored.
+  sum_steps(0);
+  load_steps(1);
+  __syncthreads();  // the first numbers are there, and the token before
+  if (chunks) add_pending();
   for (u32 n = 0; n < chunks; ++n) {
-    const u32 at = n % kStages * kStageWords, count = min(length - n * kChunk, u32(kChunk));
+    const u32 at = n % kStages * kStageWords, count = count_of(n);
     wait_copies<0>();
     __syncthreads();  // all threads see the chunk, and have left the previous one
     ask_for(n + 1);
-    if (warp == 0) {
-      sum_steps(n);
-      load_steps(n + 1);
-    }
-    __syncthreads();  // the numbers of rows are there
-    add_pending();
     keep_rounded();
-    __syncthreads();  // the last token has been used
-    make_ready(n, at, count);
-    __syncthreads();  // rows are there
+    make_ready(at, count);
+    __syncthreads();  // rows and the rounded state are there
     float y[kOwnBlocks][2][4] = {};
-    mix(at, y);
+    mix(n, at, y);
+    sum_steps(n + 1);
+    load_steps(n + 2);
     __syncthreads();  // M is there
-    scan(at, y);
+    scan(n, at, y);
+    if (n + 1 < chunks) add_pending();
     __syncthreads();  // y is there
     store_outputs(n, at, count);
   }

@@ -462,26 +462,27 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
   const u32 chunks = (length + kChunk - 1) / kChunk;
 
   DYNAMIC_SHARED(u32, tiles);  // C, B, x, z of chunks, kStages of them; V; M; the state or y; angles; biases
-  // Numbers of the chunk's rows: s, the weights of M, 2^s, and 2^(s_last - s) weight.
-  SHARED(float, sums, kRows);
-  SHARED(float, weights, kRows);
-  SHARED(float, owns, kRows);
-  SHARED(float, readings, kRows);
-  SHARED(float, additions, kRows);
-  SHARED(float, deltas, kChunk);  // dt of its tokens
-  SHARED(float, pending, 1);      // delta of its first token
-  SHARED(float, last_k, kRank * kState);  // of the token before the chunk
+  // Numbers of the rows of two chunks: s, the weights of M, 2^s, and 2^(s_last - s) weight.
+  SHARED(float, sums, 2 * kRows);
+  SHARED(float, weights, 2 * kRows);
+  SHARED(float, owns, 2 * kRows);
+  SHARED(float, readings, 2 * kRows);
+  SHARED(float, additions, 2 * kRows);
+  SHARED(float, deltas, kChunk);  // dt of a chunk's tokens
+  SHARED(float, pending, 1);      // delta of a chunk's first token
+  SHARED(float, last_k, kRank * kState);  // of the last token so far
   SHARED(float, last_v, kHeadDim);
-  SHARED(float, starts, 2 * kAngles);  // angles before the chunk, and before the next one
+  SHARED(float, starts, 2 * kAngles);  // angles before two chunks
   SHARED(float, totals, kWarps * kAngles);
   SHARED(float, norms, 2 * kState);  // weights of C, then of B
   SHARED(float, of_mimo_x, kRank * kHeadDim);
   SHARED(float, of_mimo_z, kRank * kHeadDim);
   SHARED(float, of_mimo_o, kRank * kHeadDim);
 
+  const auto count_of = [&](u32 n) { return n < chunks ? min(length - n * kChunk, u32(kChunk)) : 0; };  // tokens of a chunk
   const auto ask_for = [&](u32 n) {  // a chunk's operands
     if (n < chunks) {
-      const u32 at = n % kStages * kStageWords, count = min(length - n * kChunk, u32(kChunk));
+      const u32 at = n % kStages * kStageWords, count = count_of(n);
       const u64 from = u64(n) * kChunk;
 #pragma unroll
       for (int r = 0; r < kRank; ++r) {
@@ -496,13 +497,14 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
   ask_for(0);
 
   const auto raw_bias = load(dt_bias + u64(head) * dt_bias_head);
+  constexpr u32 kSumming = 1;  // this warp sums: it has no block of M
   struct Steps {
     bf16 dt[2];
     bf16 A[2];
     bf16 trap[2];
   } steps = {};
   const auto load_steps = [&](u32 n) {
-    if (warp) return;
+    if (warp != kSumming) return;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const u32 own = 2 * lane + e, token = n * kChunk + own;
@@ -513,6 +515,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
     }
   };
   const auto sum_steps = [&](u32 n) {
+    if (warp != kSumming) return;
     float gamma[2], again[2], log2_decay[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -547,7 +550,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
       if (own >= kChunk) continue;
 #pragma unroll
       for (int r = 0; r < kRank; ++r) {
-        const u32 row = own * kRank + r;
+        const u32 row = n % 2 * kRows + own * kRank + r;
         sums[row] = sum[e];
         weights[row] = weight[e];
         owns[row] = gamma[e];
@@ -585,7 +588,8 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
       if (a < kAngles) totals[warp * kAngles + a] = sum;
     }
   };
-  const auto turn = [&](u32 n, u32 count) {
+  const auto turn = [&](u32 n) {
+    const u32 count = count_of(n);
 #pragma unroll
     for (int p = 0; p < kOwnAngles; ++p) {
       const u32 a = lane + 32 * p;
@@ -648,7 +652,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
       }
     }
   }
-  // Adds the pair (v, k) of the token before the chunk, whose second weight belongs to the chunk's first token.
+  // Adds the last pair (v, k) with its second weight, which belongs to the next chunk's first token.
   const auto add_pending = [&]() {
     if (!holds) return;
     const float delta = pending[0];
@@ -682,7 +686,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
     }
   };
 
-  const auto make_ready = [&](u32 n, u32 at, u32 count) {
+  const auto make_ready = [&](u32 at, u32 count) {
     for (u32 t = warp; t < kChunk; t += kWarps) {
       const bool there = t < count, last = t + 1 == count;
       float sine[kOwnUnits][2], cosine[kOwnUnits][2];
@@ -759,7 +763,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
   };
 
   const u32 own_rows = warp / 2, side_of_pair = warp % 2;
-  const auto mix = [&](u32 at, float (&y)[kOwnBlocks][2][4]) {  // M, and q S^T
+  const auto mix = [&](u32 n, u32 at, float (&y)[kOwnBlocks][2][4]) {  // M, and q S^T
     const u32 at_q = at + 16 * own_rows * kRowWords + by_rows<kRowWords>(lane);
     const u32 at_k = at + kAtB + by_columns<kRowWords>(lane), at_S = kAtState + by_columns<kRowWords>(lane);
     float product[kBlocks / 2][2][4] = {};
@@ -784,13 +788,13 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
         mma_bf16(product[j][1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
-    const u32 row[2] = {16 * own_rows + quad, 16 * own_rows + quad + 8};
+    const u32 row[2] = {16 * own_rows + quad, 16 * own_rows + quad + 8}, numbers = n % 2 * kRows;
 #pragma unroll
     for (int j = 0; j < kOwnBlocks; ++j) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) y[j][i][e] = y[j][i][e] * readings[row[e / 2]];
+        for (int e = 0; e < 4; ++e) y[j][i][e] = y[j][i][e] * readings[numbers + row[e / 2]];
       }
     }
 #pragma unroll
@@ -807,16 +811,16 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const u32 other = (column + e) / kRank;
-            const float decay = exp2_approx(other < token ? sums[row[side]] - sums[column + e] : 0.f);
+            const float decay = exp2_approx(other < token ? sums[numbers + row[side]] - sums[numbers + column + e] : 0.f);
             const float found = product[j][i][2 * side + e];
-            m[e] = other < token ? found * decay * weights[column + e] : other == token ? found * owns[row[side]] : 0.f;
+            m[e] = other < token ? found * decay * weights[numbers + column + e] : other == token ? found * owns[numbers + row[side]] : 0.f;
           }
           tiles[kAtM + row[side] * kMixWords + column / 2] = round_pair(X{}, m[0], m[1]);
         }
       }
     }
   };
-  const auto scan = [&](u32 at, float (&y)[kOwnBlocks][2][4]) {  // y + M V, and the state after the chunk
+  const auto scan = [&](u32 n, u32 at, float (&y)[kOwnBlocks][2][4]) {  // y + M V, and the state after the chunk
     const u32 at_M = kAtM + 16 * own_rows * kMixWords + by_rows<kMixWords>(lane), at_V = kAtV + by_rows<kXWords>(lane);
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
@@ -844,7 +848,8 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
       }
     }
     if (!holds) return;
-    const float decay = readings[kChunk * kRank - 1];
+    const u32 numbers = n % 2 * kRows;
+    const float decay = readings[numbers + kChunk * kRank - 1];
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
 #pragma unroll
@@ -859,7 +864,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const Pair own = widen_pair(X{}, value[r]);
-        const u32 row = 16 * k + r / 2 * 8 + 2 * part;
+        const u32 row = numbers + 16 * k + r / 2 * 8 + 2 * part;
         added[r] = round_pair(X{}, own.low * additions[row], own.high * additions[row + 1]);
       }
 #pragma unroll
@@ -912,30 +917,34 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
     }
   };
 
+  // The numbers and angles of a chunk are made while the chunk before it is multiplied and stored.
+  sum_steps(0);
+  load_steps(1);
+  __syncthreads();  // the first numbers are there, and the token before
+  if (chunks) add_pending();
+  add_angles(0);
+  load_angles(1);
+  __syncthreads();  // each warp's sums of angles are there
+  turn(0);
   for (u32 n = 0; n < chunks; ++n) {
-    const u32 at = n % kStages * kStageWords, count = min(length - n * kChunk, u32(kChunk));
+    const u32 at = n % kStages * kStageWords, count = count_of(n);
     wait_copies<0>();
     __syncthreads();  // all threads see the chunk, and have left the previous one
     ask_for(n + 1);
-    if (warp == 0) {
-      sum_steps(n);
-      load_steps(n + 1);
-    }
-    __syncthreads();  // the numbers of rows are there
-    add_pending();
     keep_rounded();
-    add_angles(n);
-    __syncthreads();  // each warp's sums of angles are there
-    turn(n, count);
-    load_angles(n + 1);
-    __syncthreads();  // angles are there, and the last token has been used
-    make_ready(n, at, count);
-    __syncthreads();  // rows are there
+    make_ready(at, count);
+    __syncthreads();  // rows and the rounded state are there
     float y[kOwnBlocks][2][4] = {};
-    mix(at, y);
+    mix(n, at, y);
+    sum_steps(n + 1);
+    load_steps(n + 2);
     __syncthreads();  // M is there
-    scan(at, y);
-    __syncthreads();  // y is there
+    scan(n, at, y);
+    if (n + 1 < chunks) add_pending();
+    add_angles(n + 1);
+    load_angles(n + 2);
+    __syncthreads();  // y is there, and each warp's sums of angles
+    turn(n + 1);
     store_outputs(n, at, count);
   }
 

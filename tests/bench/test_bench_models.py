@@ -18,6 +18,7 @@ from ssmgen import cli
 from ssmgen.bench import bench_of, case, models, models_page, peers_ahead, report, timing
 from ssmgen.bench.formats import BenchFileError, CasesFailedError
 from ssmgen.bench.models import COLUMNS, Column
+from ssmgen.compat import mamba_ssm
 from ssmgen.errors import ModelError
 from ssmgen.launch import runtime
 from ssmgen.select.models import find_model
@@ -98,6 +99,21 @@ def test_peers_get_packed_prompts_in_one_row(op, monkeypatch):
     if op == "chunk_scan":
         (call,) = calls.values()
         assert call["seq_idx"].tolist() == [[0] * 40 + [1] * 40 + [2] * 40] and call["return_varlen_states"] is True
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["mamba3-siso-187m", "mamba3-mimo-187m"])
+def test_mamba3_s_peer_computes_the_same_prompts(name, packed, monkeypatch):
+    """The drop-ins with its signatures replace the peer's functions."""
+    monkeypatch.setattr(report, "imported", lambda module, function: getattr(mamba_ssm, function))
+    one = small_case("mamba3_chunk_scan", model=name, shape=(2, 20), packed=packed)
+    (peer,) = bench_of("mamba3_chunk_scan").peers.values()
+    out, angle, state, k, v = peer(one)(0)
+    call = one.arguments(0)
+    one.function(**call)
+    assert torch.allclose(out.view_as(call["out"]).float(), call["out"].float(), rtol=0.1, atol=0.1)
+    assert torch.allclose(state, call["state"], rtol=0.05, atol=0.05) and torch.allclose(angle, call["angle_state"], rtol=1e-3, atol=1e-5)
+    assert torch.equal(v, call["v_state"]) and torch.allclose(k.float(), call["k_state"].float(), rtol=0.05, atol=0.05)
 
 
 def test_pools_are_packed_already():

@@ -72,7 +72,7 @@ def test_without_outproj_ranks_are_apart_and_state_out_receives():
 
 def test_what_it_lacks_is_an_error():
     call, slots = ready(), torch.tensor([2, 1, 0], dtype=torch.int32)
-    for more in ({"rotary_dim": 8}, {"state_batch_indices": slots}, {"update_kv_state": True}):
+    for more in ({"state_batch_indices": slots}, {"update_kv_state": True}):
         with pytest.raises(UnsupportedError):
             theirs(fresh(call), **more)
     with pytest.raises(ArgumentError, match="Bstate is"):
@@ -180,6 +180,34 @@ def test_rotation_and_step_are_ours_in_one_launch(pairs):
     ours = fresh(call)
     assert torch.allclose(y, ssmgen.mamba3_state_update(**ours | skipped | how), rtol=1e-4, atol=1e-5)
     assert torch.allclose(ours["k_state"], k, rtol=1e-4, atol=1e-5) and torch.allclose(ours["angle_state"], angle, atol=1e-5)
+
+
+def test_a_step_rotates_in_its_launch():
+    """As state-spaces/mamba#971 proposes: the two calls above, for slots of pools."""
+    torch.manual_seed(4)
+    call, slots = make(G=1, R=2, dtype=torch.float32), torch.tensor([2, -1, 0], dtype=torch.int32)
+    call |= {"A": -call["A"].abs(), "dt": call["dt"].abs(), "trap": call["trap"].sigmoid()}
+    call |= {name: call[name].expand(-1, -1, 4, -1) for name in ("B", "C")}
+    biases, angles = [call[name].transpose(0, 1) for name in ("C_bias", "B_bias")], call["angle"][:, None].expand(-1, 4, -1)
+    before = call["angle_state"].index_select(0, slots.clamp(min=0))
+    q, k, angle = apply_rotary_qk_inference_fwd(call["C"], call["B"], before, angles, call["dt"], *biases, rotate_pairwise=False)
+    where = {"state_batch_indices": slots, "update_kv_state": True}
+    apart, fused = fresh(call), fresh(call)
+    want = theirs(apart | {"B": k, "C": q}, **where)
+    rotary = dict(zip(("rotary_bias_q", "rotary_bias_k"), biases, strict=True)) | {"rotary_angle_proj": angles}
+    rotary |= {"rotary_dim": 8, "rotary_angle_state": fused["angle_state"]}
+    y = theirs(fused, **where, **rotary)
+    assert torch.allclose(y, want, rtol=1e-4, atol=1e-5) and not y[1].any()
+    assert all(torch.allclose(fused[name], apart[name], rtol=1e-4, atol=1e-5) for name in STATES[:3])
+    assert torch.allclose(fused["angle_state"][[2, 0]], angle[[0, 2]], atol=1e-5)
+    assert torch.equal(fused["angle_state"][1], call["angle_state"][1])
+    for change, words in (
+        ({"state_batch_indices": None, "update_kv_state": False}, "rotary_dim is given without state_batch_indices"),
+        ({"rotary_bias_q": None}, "without all of its operands"),
+        ({"rotary_dim": 6}, "rotary_dim is 6; expected 8"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            theirs(fresh(call), **where | rotary | change)
 
 
 def test_rotation_refuses_what_does_not_fit():

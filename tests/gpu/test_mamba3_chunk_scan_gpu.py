@@ -53,7 +53,7 @@ def variants(problem: Any) -> list[Any]:
     return [spec for spec in space(problem, arch()) if spec.pdl in kinds]
 
 
-def model(*lead: int, R: int = 1, H: int = 8, seed: int = 0) -> Call:
+def model(*lead: int, R: int = 1, H: int = 4, seed: int = 0) -> Call:
     """A call of a published model's head size on the card."""
     call = make(*lead, H=H, P=64, N=128, R=R, n=32, x=BF16, seed=seed)
     return {name: t.cuda() if isinstance(t, Tensor) else t for name, t in call.items()}

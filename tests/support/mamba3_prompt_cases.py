@@ -55,7 +55,7 @@ def cut(call: Call, *at: Any) -> Call:
 
 
 def exact(call: Call, wide: Mapping[str, Tensor] = {}, **more: Any) -> dict[str, Tensor]:
-    """What the call writes, in float64, token by token. wide: initial states in float64, in the place of the call's."""
+    """The results of the call in float64, token by token. wide: initial states in float64, instead of the call's."""
     built = ssmgen.mamba3_chunk_scan.build(**call, **more)
     views = planning.CALLER.checked(built.operands, built.options, None)
     doubled = {name: t.double() if t.is_floating_point() else t for name, t in views.items()}

@@ -25,7 +25,7 @@ def patch_mamba3(A_form: str | None = None, module: ModuleType | None = None) ->
     flash-linear-attention does not: several new tokens after cached ones (prompts in pieces), also with a padded attention_mask.
 
     A_form: "heavy" or "softplus", see ssmgen.mamba3_state_update; None: as the installed flash-linear-attention computes A, softplus in
-        0.6. Pass "heavy" for weights of state-spaces/mamba3-*
+        0.5.2. Pass "heavy" for weights of state-spaces/mamba3-*
     module: the module that defines Mamba3, for copies of its code; None: fla.layers.mamba3
 
     Caches keep fla's layout; angles are stored from -pi to pi. Returns the patch: undo() or `with` restores fla's methods.
@@ -36,7 +36,7 @@ def patch_mamba3(A_form: str | None = None, module: ModuleType | None = None) ->
     module = _imported() if module is None else module
     owner = vars(module).get("Mamba3")
     if not isinstance(owner, type):
-        raise PatchError(f"{module.__name__} has no class Mamba3; expected fla.layers.mamba3 of flash-linear-attention 0.6 or later")
+        raise PatchError(f"{module.__name__} has no class Mamba3; expected fla.layers.mamba3 of flash-linear-attention 0.5.2 or later")
     own: Any = owner
     form = _layers.form_of(module.__name__, A_form, lambda layer, logits: own._compute_a(layer, logits))
     return LayerPatch(owner, _methods(form), form)
@@ -46,7 +46,9 @@ def _imported() -> ModuleType:
     try:
         return importlib.import_module("fla.layers.mamba3")
     except Exception as e:  # its imports ask for Triton and for a GPU
-        raise PatchError(f"cannot import fla.layers.mamba3 ({type(e).__name__}: {e}). Install flash-linear-attention 0.6 or later.") from e
+        raise PatchError(
+            f"cannot import fla.layers.mamba3 ({type(e).__name__}: {e}). Install flash-linear-attention 0.5.2 or later."
+        ) from e
 
 
 def _methods(A_form: str) -> dict[str, Callable[..., Any]]:

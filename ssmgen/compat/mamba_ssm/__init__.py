@@ -4,6 +4,8 @@ steps and scans of prompts, and gated norms; and a patch of its layer Mamba3. Ea
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,7 @@ def mamba3_step_fn(
     rotary_angle_proj: Tensor | None = None,
     rotary_angle_state: Tensor | None = None,
 ) -> Tensor:
-    """One decode step of Mamba-3 with R ranks, whose B and C are biased and rotated already, per head:
+    """One decode step of Mamba-3 with R ranks, whose B and C are biased and rotated already, or with rotary_dim are not, per head:
 
         state <- e^(A dt) state + (1 - trap) dt e^(A dt) (Xstate xproj) Bstate + trap dt (x xproj) B
         out = the sum over ranks of (state C + D x xproj) silu(z zproj) outproj
@@ -98,8 +100,8 @@ def mamba3_step_fn(
 
     Every floating tensor is f32, f16 or bf16. Arithmetic is f32. Returns out.
     Unlike in mamba_ssm.ops.cute, states may lie in a pool (state-spaces/mamba#971).
-    Raises UnsupportedError for slots without update_kv_state or with state_out, for update_kv_state without slots, and for rotary_dim other
-    than 0: call ssmgen.mamba3_state_update, which also norms and rotates. Raises ArgumentError (a ValueError) for operands that do not fit.
+    Raises UnsupportedError for slots without update_kv_state or with state_out, for update_kv_state or rotary_dim without slots, and for a
+    part of rotary_dim's operands. Raises ArgumentError (a ValueError) for operands that do not fit.
 
     States in a pool:
     state_batch_indices, state_batch_indices_out: [batch] int32 or int64, slots to read and to write, the latter None for the same slots. A
@@ -107,13 +109,17 @@ def mamba3_step_fn(
     update_kv_state: Bstate and Xstate become B and x; needed with slots. Without it they stay, and the caller copies, as Mamba3.step does
     state_out: like state, receives the new state, and state stays; None for in place
 
+    B and C that are normed alone; the launch adds the biases and rotates:
+    rotary_dim: twice the number n of angles of a head; 0: B and C are ready, and the other four arguments are ignored
+    rotary_bias_q, rotary_bias_k: [R, H, N]          rotary_angle_proj: [batch, H, n], logits
+    rotary_angle_state: [slots, H, n] f32, updated in place, stored from -pi to pi. Angle i turns the elements i and i + N / 2
+
     Ignored arguments:
     tile_D, num_warps: they divide the original's work
-    rotary_bias_q, rotary_bias_k, rotary_angle_proj, rotary_angle_state: they only count with rotary_dim
     """
     name, slots = "mamba_ssm's mamba3_step_fn", state_batch_indices is not None
-    problems = [
-        *([f"rotary_dim is {rotary_dim}; expected 0. Call ssmgen.mamba3_state_update, which rotates."] if rotary_dim else []),
+    rotation, problems = _rotation(slots, rotary_dim, rotary_bias_q, rotary_bias_k, rotary_angle_proj, rotary_angle_state)
+    problems += [
         *(["state_out is given with state_batch_indices; expected state_batch_indices_out"] if slots and state_out is not None else []),
         *(
             ["update_kv_state is False with state_batch_indices; expected True: the update is in place"]
@@ -130,10 +136,24 @@ def mamba3_step_fn(
         Bstate, Xstate = Bstate.clone(), Xstate.clone()
     of_x, of_o, of_z = (None if t is None else t.transpose(0, 1) for t in (xproj, outproj, zproj))
     return _mamba3(
-        state, Bstate, Xstate, None, x, B, C, dt, A, trap, None, "ready", "pairs", D, z, dt_softplus=False, trap_sigmoid=False,
-        mimo_x=of_x, mimo_z=of_z if z is not None else None, mimo_o=of_o, state_indices=state_batch_indices,
-        dst_state_indices=state_batch_indices_out, out=out,
+        state, Bstate, Xstate, x=x, B=B, C=C, dt=dt, A=A, trap=trap, A_form="ready", rotary="halves", D=D, z=z, dt_softplus=False,
+        trap_sigmoid=False, mimo_x=of_x, mimo_z=of_z if z is not None else None, mimo_o=of_o, state_indices=state_batch_indices,
+        dst_state_indices=state_batch_indices_out, out=out, **rotation,
     )  # fmt: skip
+
+
+def _rotation(
+    slots: bool, rotary_dim: int, bias_q: Tensor | None, bias_k: Tensor | None, proj: Tensor | None, state: Tensor | None
+) -> tuple[dict[str, Any], list[str]]:
+    """(the operands of a step that adds biases and rotates, the reasons why it cannot)"""
+    if not rotary_dim:
+        return {"angle_state": None, "angle": None}, []
+    problems = [] if slots else ["rotary_dim is given without state_batch_indices; expected both: angles lie in a pool"]
+    if bias_q is None or bias_k is None or proj is None or state is None:
+        return {}, [*problems, "rotary_dim is given without all of its operands; expected two biases, an angle_proj and an angle_state"]
+    if rotary_dim != 2 * state.shape[-1]:
+        problems.append(f"rotary_dim is {rotary_dim}; expected {2 * state.shape[-1]}, twice the angles of a head")
+    return {"angle_state": state, "angle": proj, "B_bias": bias_k.transpose(0, 1), "C_bias": bias_q.transpose(0, 1)}, problems
 
 
 @_takes(Q="[batch, G, N]", K="[batch, G, N]", V="[batch, H, P]", Q_bias="[H, N]", K_bias="[H, N]", Angles="[batch, H, angles]")

@@ -122,7 +122,7 @@ def patch_mamba3(A_form: str | None = None, module: ModuleType | None = None) ->
     module = _imported() if module is None else module
     owner = vars(module).get("Mamba3")
     if not isinstance(owner, type):
-        raise PatchError(f"{module.__name__} has no class Mamba3; expected mamba_ssm.modules.mamba3 of mamba-ssm 2.3.1 or later")
+        raise PatchError(f"{module.__name__} has no class Mamba3; expected mamba_ssm.modules.mamba3 of mamba-ssm 2.3.2 or later")
     form = _layers.form_of(module.__name__, A_form, lambda layer, logits: _a_of(owner, layer, logits))
     # Without TileLang this name is None, and mamba-ssm makes no MIMO layer.
     names = {(module, "mamba3_mimo_combined"): mamba3_mimo} if vars(module).get("mamba3_mimo_combined", ours) is None else {}
@@ -133,7 +133,7 @@ def _imported() -> ModuleType:
     try:
         return importlib.import_module("mamba_ssm.modules.mamba3")
     except Exception as e:  # its imports ask for Triton and for a GPU
-        raise PatchError(f"cannot import mamba_ssm.modules.mamba3 ({type(e).__name__}: {e}). Install mamba-ssm 2.3.1 or later.") from e
+        raise PatchError(f"cannot import mamba_ssm.modules.mamba3 ({type(e).__name__}: {e}). Install mamba-ssm 2.3.2 or later.") from e
 
 
 def _a_of(owner: Any, layer: SimpleNamespace, logits: Tensor) -> Tensor:

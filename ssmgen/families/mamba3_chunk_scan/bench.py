@@ -4,6 +4,8 @@ Inputs, outputs and states rotate over enough sets to exceed 640 MB; weights do 
 and the output once, and the states that are written. The ceiling is torch's out-of-place multiplication of dense tensors that moves the
 same bytes. Packed: sequences of equal lengths concatenated, with cu_seqlens. Logits of angles are small, so that angles stay below a turn:
 the gate compares them as numbers. Host times are eager calls, arguments at hand.
+
+Peers: mamba-ssm's mamba3_siso_combined and mamba3_mimo, which take normed rows, A dt and dt after its softplus, all made beforehand.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ...bench.schema import COUNT
 from ...engine.recurrences.mamba3.model import Mamba3Model
 from ...errors import SsmgenError
 from ...select.models import Model, find_model
+from .bench_peers import mamba_ssm
 from .operands import OPERANDS, POOLS
 
 DEFAULTS = ("mamba3-siso-1.5b", "mamba3-mimo-1.5b")
@@ -128,6 +131,7 @@ BENCH = Bench(
     words=words,
     size_of="sequences x tokens",
     size=lambda row: "{} x {}".format(*row["shape"]),
+    peers={"mamba_ssm": mamba_ssm},
     quick={"names": DEFAULTS[:1], "shapes": ((1, 2048),)},
     of_model=of_model,
     settle=settle,

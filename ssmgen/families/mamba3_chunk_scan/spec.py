@@ -1,7 +1,7 @@
 """mamba3_chunk_scan: Mamba-3 over whole sequences, SISO and MIMO, in chunks of 64 rows on the tensor cores.
 
 A token is one row for each of R ranks, so a chunk has 64 // R tokens. With delta = (1 - trap) dt and gamma = trap dt, the pair (v_t, k_t)
-enters the state twice: with gamma_t, and one token later with delta_(t+1), ahead of that token's decay. Within a chunk both are one weight
+enters the state twice: with gamma_t, and one token later with delta_(t+1), before that token's decay. Within a chunk both are one weight
 
     weight_t = gamma_t + delta_(t+1), and gamma_t alone for the chunk's last token        own_t = gamma_t
     M_ij = (q_i . k_j) exp(s_i - s_j) weight_j for rows of earlier tokens, (q_i . k_j) own_i for rows of one token
@@ -112,7 +112,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     def shared_bytes(self) -> int:
         """Also the arrays that the text declares: numbers of rows and tokens, angles, weights of rows, and the pending token."""
         factors = (1 + bool(self.z) + (not self.by_rank)) * self.rank * self.headdim if self.mimo else 0
-        own = 6 * ROWS + (WARPS + 2) * self.angles + self.rank * self.d_state + 2 * self.headdim + 2 * self.d_state + factors + 8
+        own = 11 * ROWS + (WARPS + 2) * self.angles + (self.rank + 2) * self.d_state + 2 * self.headdim + factors + 8
         return self.dynamic_bytes + 4 * own
 
     def violations(self, arch: Arch) -> list[str]:

@@ -19,7 +19,7 @@ from .views import Options
 HEADS, GROUPS = 2, 1
 # More than one rounding's norm error: rows, states, M and additions to states are each rounded before a product.
 SLACK = {DType.BF16: 5e-3, DType.F16: 8e-4}
-ANGLES = 1e-5  # of f32 sums of tens of tokens, in radians, beside angles up to pi
+ANGLES = 1e-5  # of f32 sums of tens of tokens, in radians; angles are up to pi
 
 
 def operands(spec: Mamba3PromptProblem, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:

@@ -77,7 +77,8 @@ def mamba3_layer(
     projected: […, 2 H P + 2 R G N + 3 H + n], any strides. A row holds z [H P], x [H P], B [R G N], C [R G N], dt [H], A [H], trap [H] and
         angle [n], in this order, as the in_proj of mamba-ssm and flash-linear-attention returns them. dt, A, trap and angle are logits.
         The width gives G
-    state: [slots, H, P, N], k_state: [slots, R, H, N], v_state: [slots, H, P], angle_state: [slots, H, n] f32: updated in place
+    state: [slots, H, P, N], k_state: [slots, R, H, N], v_state: [slots, H, P], angle_state: [slots, H, n] f32: updated in place.
+        SISO states may lack the axis R
     norm_weight: [H P]: each rank's output is RMS-normed over P with eps, before the gate; None: it is not
     out: […, H P]
     A_form, rotary, A_floor, eps, and all other operands: as in mamba3_state_update

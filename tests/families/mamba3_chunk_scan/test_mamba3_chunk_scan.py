@@ -148,7 +148,7 @@ def test_steps_go_on_where_the_prompt_ended(R):
 
 @needs_emulator
 def test_a_pool_is_touched_where_it_should_be():
-    """NaN in unused slots, in slots that start from zeros, and behind tokens; a sequence without tokens, and padding."""
+    """NaN in unused slots, in slots that start from zeros, and after the last token; a sequence without tokens, and padding."""
     lengths, slots = (66, 0, 9, 3), torch.tensor([4, 1, 0, -1])
     call = make(sum(lengths) + 2, x=torch.bfloat16)
     for name in PER_TOKEN:
@@ -223,9 +223,9 @@ def test_angles_of_many_tokens():
 
 EDITS = {
     "no weight of the next token": ("{gamma[0] + again[1], ", "{gamma[0], ", "off"),
-    "the weight of a neighbour's rows": ("found * owns[row[side]]", "found * weights[row[side]]", "off"),
+    "the weight of a neighbour's rows": ("found * owns[numbers + row[side]]", "found * weights[numbers + row[side]]", "off"),
     "no pending pair": ("if (lane == 0) pending[0] = again[0];", "if (lane == 0) pending[0] = 0.f;", "off"),
-    "the pending pair too late": ("    add_pending();\n    keep_rounded();", "    keep_rounded();\n    add_pending();", "off"),
+    "no pair of an earlier call": ("  if (chunks) add_pending();\n", "\n", "off"),
     "a column too many": (": other == token ?", ": other >= token ?", "off"),
     "no decay of the state": ("S[i][e] = S[i][e] * decay;", ";", "off"),
     "tokens past the end": ("n * kChunk + own < length;  // past", "true;  // past", "off"),
@@ -235,9 +235,16 @@ EDITS = {
     "one norm for both": ("norms[is_k * kState + column]", "norms[column]", "off"),
     "one bias for both": ("(is_k * kRank + r) * kState", "r * kState", "off"),
     "no wait for copies": ("wait_copies<0>();", "", "has not waited for the copy"),
-    "a barrier too few": ("__syncthreads();  // rows are there", "", "shared memory"),
-    "a barrier too few before y": ("__syncthreads();  // y is there", "", "shared memory"),
+    "a barrier too few": ("__syncthreads();  // rows and", "//", "shared memory"),
+    "a barrier too few before y": ("__syncthreads();  // y is", "//", "shared memory"),
     "a barrier too few before M": ("__syncthreads();  // M is there", "", "shared memory"),
+    "one set of numbers": ("const u32 row = n % 2 * kRows + own * kRank + r;", "const u32 row = own * kRank + r;", "off|shared memory"),
+    "a pending pair after the last token": (
+        "if (n + 1 < chunks) add_pending();",
+        "pending[0] = 1.f;\n    add_pending();",
+        "off|shared memory",
+    ),
+    "angles too late": ("    turn(n + 1);\n    store_outputs(n, at, count);", "    store_outputs(n, at, count);", "off|shared memory"),
     "no upstream": ("  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
 }
 
@@ -248,6 +255,7 @@ EDITS = {
 def test_mistakes_are_found(name):
     old, new, words = EDITS[name]
     call = make(1, 70, x=torch.bfloat16)
+    call |= dict(zip(INITIAL, states(call, 1), strict=True))
     wanted = exact(call, return_final_states=True)
     with found(words):
         results = emulated(**call, return_final_states=True, change=edited(old, new), spec=variant(pdl=Pdl.TRIGGER_LOADED))

@@ -57,6 +57,14 @@ def test_it_is_the_state_update_on_views_of_the_row(tokens, R, norm, gap):
     assert ssmgen.mamba3_layer(**ours).shape == found.shape
 
 
+def test_siso_states_may_lack_the_axis_of_ranks():
+    _, ours = pair(R=1)
+    plain = {name: t.clone() if isinstance(t, Tensor) else t for name, t in ours.items()}
+    squeezed = plain | {name: plain[name].squeeze(1) for name in ("k_state", "B_bias", "C_bias")}
+    assert torch.equal(ssmgen.mamba3_layer(**squeezed), ssmgen.mamba3_layer(**ours))
+    assert torch.equal(squeezed["k_state"], ours["k_state"].squeeze(1))
+
+
 def test_drafts_start_after_accepted_tokens():
     step, ours = pair(3)
     slots = torch.tensor([[0, 1, 2], [3, 4, 5], [-1, -1, -1], [-1, -1, -1]])
