@@ -69,6 +69,7 @@ TAKEN: dict[str, set[str]] = {
     "group_size": INTEGERS | {"none"},
     "causal_conv1d.activation": {"none", "true", "false", "silu", "swish"},
     "causal_conv1d_update.activation": {"none", "true", "false", "silu", "swish"},
+    "skinny_linear.activation": {"none"},
     "activation": {"silu", "swish", "sigmoid"},
     "norm_activation": {"silu", "swish", "sigmoid"},
     "lse_base": {"'2'", "e"},
