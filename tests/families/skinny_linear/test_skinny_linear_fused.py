@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 from emulated_calls import SM80, SM90, emulate
-from skinny_cases import NAN, WITH_GXX, variants, wide
+from kernel_laws import operations_before, spilled
+from skinny_cases import NAN, WITH_GXX, served, variants, wide
 
 import ssmgen
 from ssmgen.calls.operator import call_of
@@ -15,7 +16,7 @@ from ssmgen.emulator import EmulatorError
 from ssmgen.families.skinny_linear.fma import FmaSpec
 from ssmgen.families.skinny_linear.operands import OPERANDS
 from ssmgen.families.skinny_linear.spec import SkinnySpec
-from ssmgen.spec.kernel import DType, changed
+from ssmgen.spec.kernel import DType, Pdl, changed
 
 I8, BF16, F16, F32 = torch.int8, torch.bfloat16, torch.float16, torch.float32
 TYPES = [(BF16, BF16, F32), (F16, F16, F16), (BF16, I8, BF16), (F32, F32, F32)]  # of x, weights, norm and residual
@@ -227,5 +228,25 @@ def test_tensor_cores_serve_all_sizes_with_all_options(rows):
     for k, n, stored in itertools.product((16, 4096, 28672), (8, 18560, 262144), (BF16, I8)):
         call = made((BF16, stored, F32), rows=rows, k=16, **ALL)
         problem, *_ = call_of(ssmgen.skinny_linear, **call).problem()
-        spec = ssmgen.select.registry.select("skinny_linear", changed(problem, k=k), n, SM90, True)
-        assert isinstance(spec, SkinnySpec), (k, n)
+        assert isinstance(served(changed(problem, k=k), n), SkinnySpec), (k, n)
+
+
+def posed(types, rows, k, **form):
+    """A problem with rows of k elements."""
+    problem, *_ = call_of(ssmgen.skinny_linear, **made(types, rows=rows, k=16, **form)).problem()
+    return changed(problem, k=k)
+
+
+def test_served_variants_do_not_spill():
+    wide_forms = itertools.product(TYPES[:3], (4096, 8192), (8, 16))
+    specs = [(served(posed(types, rows, k, **ALL), 18560), SM90) for types, k, rows in wide_forms]
+    specs += [(served(posed(types, 8, 4096, **ALL), 18560, SM80), SM80) for types in TYPES]
+    assert not spilled(specs)
+
+
+@pytest.mark.parametrize("types", TYPES[:3], ids=IDS[:3])
+def test_the_machine_loads_nothing_before_the_wait(types):
+    """Weights come by bulk copies, which are no loads."""
+    for form in ({}, ALL):
+        spec = changed(served(posed(types, 8, 4096, **form), 18560), pdl=Pdl.WAIT)
+        assert operations_before(spec, ("LDG",)) == ["ACQBULK"]
