@@ -153,6 +153,18 @@ def _gdn_step(engine: ModuleType, model: Any) -> None:
     )  # fmt: skip
 
 
+def _gdn_layer(engine: ModuleType, model: Any) -> None:
+    """The plugins' decode steps: SGLang's from one projection to the next, vLLM's without the norm."""
+    H, channels, length = model.nheads, model.conv_channels, model.conv_width - 1
+    windows = bf16(PAGES, length, channels).transpose(1, 2) if engine is vllm else bf16(PAGES, channels, length)
+    z, norm = (None, None) if engine is vllm else (bf16(BATCH, H * model.dim_v), bf16(model.dim_v))
+    ssmgen.gdn_layer(
+        _packed_row(model), bf16(BATCH, H), bf16(BATCH, H), z, windows, _pool(model),
+        torch.zeros((PAGES, model.key_heads), dtype=torch.int32), bf16(channels, model.conv_width), None, *_weights(model).values(), norm,
+        state_indices=SLOTS,
+    )  # fmt: skip
+
+
 def _vllm_gdn(model: Any) -> None:
     _convolutions(vllm, model)
     states = _pool(model)[:BATCH]
@@ -160,6 +172,7 @@ def _vllm_gdn(model: Any) -> None:
         vllm.chunk_gated_delta_rule(**_gdn_prompt(model), initial_state=states, output_final_state=True, use_qk_l2norm_in_kernel=norm)
     vllm.fi_chunk_gated_delta_rule(**_gdn_prompt(model), initial_state=states, output_final_state=True, use_qk_l2norm_in_kernel=False)
     _gdn_step(vllm, model)
+    _gdn_layer(vllm, model)
     vllm.fused_sigmoid_gating_delta_rule_update(**_sigmoid_step(model), ssm_state_indices=SLOTS, initial_state=_pool(model))
 
 
@@ -176,6 +189,7 @@ def _sglang_gdn(model: Any) -> None:
     given = {n: t for n, t in _gdn_prompt(model).items() if n != "cu_seqlens"}
     sglang_delta.extend(None, **given, ssm_states=_pool(model), cache_indices=SLOTS, query_start_loc=STARTS)
     _gdn_step(sglang, model)
+    _gdn_layer(sglang, model)
 
 
 # Kimi delta attention
@@ -251,13 +265,13 @@ def _sglang_lightning(model: Any) -> None:
 CALLS: dict[str, tuple[str, Callable[[Any], None], int]] = {
     "vllm-mamba1": ("falcon-mamba-7b", _vllm_mamba1, 4),
     "vllm-mamba2": ("nemotron-h-8b", _vllm_mamba2, 5),
-    "vllm-gdn": ("qwen3-next-80b-a3b", _vllm_gdn, 6),
+    "vllm-gdn": ("qwen3-next-80b-a3b", _vllm_gdn, 7),
     "vllm-kda": ("kimi-linear-48b-a3b", _vllm_kda, 4),
     "vllm-kda-bounded": ("glm5-next", _vllm_kda, 4),
     "vllm-lightning": ("minimax-text-01", lambda model: _lightning(vllm, model), 2),
     "sglang-mamba1": ("falcon-mamba-7b", _sglang_mamba1, 2),
     "sglang-mamba2": ("nemotron-h-8b", _sglang_mamba2, 5),
-    "sglang-gdn": ("qwen3-next-80b-a3b", _sglang_gdn, 4),
+    "sglang-gdn": ("qwen3-next-80b-a3b", _sglang_gdn, 5),
     "sglang-kda": ("kimi-linear-48b-a3b", _sglang_kda, 4),
     "sglang-kda-bounded": ("glm5-next", _sglang_kda, 4),
     "sglang-lightning": ("minimax-text-01", _sglang_lightning, 3),

@@ -13,14 +13,23 @@ OPTIONS = SEVERAL | {"layout"}
 
 
 class DeltaLayerAsk(LayerAsk):
-    """A decode step; transformers' modules hold A_log in the dtype of activations. OLMo-Hybrid's are not replaced."""
+    """A decode step; transformers' modules hold A_log in the dtype of activations. OLMo-Hybrid's are not replaced.
+
+    Of the engines, SGLang calls gdn_layer, and vLLM without a norm.
+    """
 
     def called_by(self, model: Model, caller: Client) -> bool:
-        return super().called_by(model, caller) and not getattr(model, "allow_neg_eigval", False)
+        engines = caller is Client.ENGINES and self.operator == "gdn_layer"
+        return (engines or super().called_by(model, caller)) and not getattr(model, "allow_neg_eigval", False)
 
     def one_token(self, model: Model, wanted: Wanted) -> list[Any]:
         found = super().one_token(model, wanted)
-        return [replace(p, A_log=wanted.io) for p in found] if wanted.caller is Client.TRANSFORMERS else found
+        if wanted.caller is Client.TRANSFORMERS:
+            return [replace(p, A_log=wanted.io) for p in found]
+        if wanted.caller is Client.ENGINES:
+            found = [p for p in found if p.conv.len < model.conv_width]
+            return found + [replace(p, norm=type(p.norm)()) for p in found]
+        return found
 
 
 ASKS = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conv_laws import SM90, Draw, emulated, equal, needs_emulator
 from emulated_calls import emulate
+from selection import costly
 from test_causal_conv1d_gates import BF16, F16, F32, FORMS, FUNCTIONS
 from test_causal_conv1d_gates import make as steps_of
 from test_causal_conv1d_prompt_gates import FORMS as PROMPTS
@@ -43,6 +44,7 @@ def both(call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return call | {"weight": call["weight"][:, ::DILATION].contiguous(), "dilation": DILATION}, wide
 
 
+@costly(36)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("gates", [(), BOTH], ids=["plain", "gated"])
 @pytest.mark.parametrize("form", FORMS)
@@ -56,6 +58,7 @@ def test_steps_have_the_bits_of_a_wider_weight(function, gates, form, dtype, las
         assert name not in call or equal(call[name], wide[name])
 
 
+@costly(36)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("gates", [(), BOTH], ids=["plain", "gated"])
 @pytest.mark.parametrize("form", PROMPTS)

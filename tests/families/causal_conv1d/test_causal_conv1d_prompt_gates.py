@@ -8,6 +8,7 @@ import pytest
 import torch
 from conv_laws import SM90, Draw, emulated, equal, needs_emulator
 from emulated_calls import emulate
+from selection import costly
 from test_causal_conv1d_gates import BF16, F16, F32, FUNCTIONS, GATES
 
 import ssmgen
@@ -71,6 +72,7 @@ def multiplied(function: Any, call: dict[str, Any], silu: bool) -> list[torch.Te
     return [out, *others]
 
 
+@costly(54)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize("form", FORMS)
