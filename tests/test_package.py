@@ -85,6 +85,11 @@ def test_default_variants_show_every_form_of_all_operators():
     for holds in ("frozen", "intermediates", "interleaved", "prefetch", "commit", "low_rank", "l2norm"):
         assert {bool(getattr(spec, holds)) for spec in linear} == {True, False}, holds
     assert any(spec.ringed() for spec in linear)
+    assert {(spec.philox_rounds > 0, spec.interleaved, spec.several) for spec in linear} >= {
+        (True, False, False),
+        (True, True, False),
+        (True, False, True),
+    }
     conv = [spec for spec in found if spec.family == "causal_conv1d"]
     for holds in ("layout", "loads", "shifted", "ragged", "seq_idx", "pool", "final", "silu"):
         assert len({getattr(spec, holds) for spec in conv}) == 2, holds
@@ -112,7 +117,7 @@ def test_default_variants_show_every_form_of_all_operators():
     for function, counts in {
         "mamba2_layer": {"update": 3, "conv_windows": 3, "conv_rows": 2, "conv_layout": 3, "norm": 2, "z": 2, "index": 2},
         "gdn_layer": {"update": 2},
-        "kda_layer": {"update": 3, "conv_windows": 2, "intermediate_indices": 2, "conv_layout": 2, "gate": 2},
+        "kda_layer": {"update": 3, "philox_rounds": 2, "conv_windows": 3, "intermediate_indices": 2, "conv_layout": 2, "gate": 2},
     }.items():
         several = [spec for spec in layers if spec.stem.startswith(f"{function}_t")]
         for holds, kinds in counts.items():

@@ -120,7 +120,7 @@ def selective_state_update(
     _ssu(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=slots, parents=_first(retrieve_parent_token, batch),
         intermediate_states=kept, intermediate_state_indices=rows, update_state=not disable_state_update, pad_slot_id=pad_slot_id,
-        out=out, **_noise.advised(state, noisy),
+        out=out, **noisy,
     )  # fmt: skip
 
 

@@ -132,6 +132,7 @@ class Engine:
                 words = "ssmgen rounds 16-bit states with noise of %d rounds in decode steps (%s), as SSMGEN_ENGINE_NOISE asks"
                 self.log.info(words, count, kind)
         self.strict.watch(True)
+        noise.watch(self.package, self.log)
         self._compare_versions()
         for r in self.replacements:
             if r.asked and not asked:
@@ -152,6 +153,7 @@ class Engine:
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
         self.strict.watch(False)
+        noise.watch(self.package, None)
         for undo in self.undo:
             undo()
         self.undo, self.outcome, self.promised = [], {}, set()

@@ -141,7 +141,7 @@ def selective_state_update(
     _ssu(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=read, dst_state_indices=write,
         num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens, pad_slot_id=_pad(null_block_id), out=out,
-        **_noise.advised(state, _noise_of(state, "mamba", asked=asked, philox_rounds=cache_philox_rounds)),
+        **_noise_of(state, "mamba", asked=asked, philox_rounds=cache_philox_rounds),
     )  # fmt: skip
 
 

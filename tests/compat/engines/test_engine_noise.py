@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,21 +170,30 @@ def test_a_number_of_rounds_that_is_none(value, monkeypatch):
         after("vllm gdn", BF16)
 
 
-@pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
-def test_mamba_states_to_nearest_are_warned_about_once(engine, monkeypatch, caplog):
-    name = f"{engine.__name__.rpartition('.')[2]} ssu"
-    monkeypatch.setattr(engine._noise.advised, "given", False)
-    after(name, F32)
-    assert "rounded to nearest" not in caplog.text
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(("call", "words"), [("ssu", "states of Mamba are bfloat16"), ("gdn packed", "states of delta rules are bfloat16")])
+def test_states_that_lose_accuracy_are_warned_about_once(engine, call, words, monkeypatch, caplog):
+    after(f"{engine} {call}", BF16)  # no plugin is registered
+    noise.watch(engine, logging.getLogger(f"{engine}.ssmgen"))
+    after(f"{engine} {call}", F32)
     monkeypatch.setenv("SSMGEN_ENGINE_NOISE", "10")
-    after(name, BF16)
-    assert "rounded to nearest" not in caplog.text
+    noise.rounds.cache_clear()
+    after(f"{engine} {call}", BF16)
+    assert not caplog.records
     monkeypatch.delenv("SSMGEN_ENGINE_NOISE")
     noise.rounds.cache_clear()
     for _ in range(2):
-        after(name, BF16)
-    told = [r.getMessage() for r in caplog.records if "rounded to nearest" in r.getMessage()]
-    assert len(told) == 1 and "states of Mamba are bfloat16" in told[0] and "Set SSMGEN_ENGINE_NOISE=10" in told[0]
+        after(f"{engine} {call}", BF16)
+    noise.watch(engine, None)
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert words in told and noise.FLAGS[engine] in told
+
+
+def test_float16_states_of_delta_rules_get_no_warning(caplog):
+    noise.watch("vllm", logging.getLogger("vllm.ssmgen"))
+    after("vllm gdn", torch.float16)
+    noise.watch("vllm", None)
+    assert not caplog.records
 
 
 def test_each_call_draws_its_own_seed(monkeypatch):
