@@ -11,7 +11,9 @@ from torch import Tensor
 from ...calls import checks, prompts
 from ...errors import ArgumentError
 from ...spec.arguments import Value
+from ...spec.kernel import Layout
 from ...spec.operands import LEAD, Table
+from ..recurrences.attention.problem import Beta
 from ..tiles import maps
 from .kernels import Counts
 from .problem import chunks_of
@@ -91,6 +93,22 @@ def check_alignment(operator: str, pointers: Mapping[str, int]) -> None:
                 "Pass a whole torch.empty(...)."
             ],
         )
+
+
+def attention_fields(operator: str, table: Table, views: Views, pointers: Mapping[str, int], options: Any) -> dict[str, Any]:
+    """The fields that the problems of all attentions over prompts share. Raises ArgumentError if the workspace is misaligned."""
+    check_alignment(operator, pointers)
+    states = prompts.fields_of(views, pointers, 2)
+    return {
+        "head_k": views["q"].shape[3],
+        "head_v": views["v"].shape[3],
+        "x": checks.DTYPES[views["v"].dtype],
+        "beta_form": Beta(options.beta),
+        "l2norm": options.l2norm,
+        "layout": Layout(options.state_layout) if "state" in states else Layout.VK,
+        "copy": prompts.together(views, pointers, table.alike("v")),
+        **states,
+    }
 
 
 def counts_of(views: Views, chunk: int) -> Counts:

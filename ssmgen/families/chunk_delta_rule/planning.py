@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from ...calls import checks, prompts
-from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.naming import WRITTEN_WORDS
 from ...calls.planning import Family
-from ...calls.prompts import fields_of
 from ...engine.chunks.segments import asked
 from ...engine.chunks.views import (
+    attention_fields,
     attention_values,
-    check_alignment,
     check_workspace,
     for_reference,
     grid_of,
@@ -25,8 +23,6 @@ from ...engine.chunks.views import (
     v_sizes,
     writes,
 )
-from ...engine.recurrences.attention.problem import Beta
-from ...spec.kernel import Layout
 from .operands import FUNCTIONS, OF_GATES, OPERANDS, TURNED
 from .problem import OPERATOR, DeltaProblem, Gate
 from .reference import chunk_delta_rule as reference
@@ -62,21 +58,12 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> DeltaProblem:
     """The problem of checked operands and their addresses. Raises ArgumentError if the workspace is misaligned."""
-    check_alignment(OPERATOR, pointers)
-    states = fields_of(views, pointers, 2)
     _, length, heads, head_v = views["v"].shape
     return DeltaProblem(
-        head_k=views["q"].shape[3],
-        head_v=head_v,
-        x=DTYPES[views["v"].dtype],
+        **attention_fields(OPERATOR, OPERANDS, views, pointers, options),
         **checks.dtypes_of(views, OF_GATES),
         gate=Gate(options.gate),
-        beta_form=Beta(options.beta),
-        l2norm=options.l2norm,
-        layout=Layout(options.state_layout) if "state" in states else Layout.VK,
-        copy=prompts.together(views, pointers, OPERANDS.alike("v")),
         **asked(options.segments, heads, head_v, length),
-        **states,
     )
 
 

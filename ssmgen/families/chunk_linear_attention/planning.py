@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ...calls import checks, prompts
-from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.naming import WRITTEN_WORDS
 from ...calls.planning import Family
-from ...calls.prompts import fields_of
 from ...engine.chunks.views import (
+    attention_fields,
     attention_values,
-    check_alignment,
     check_workspace,
     for_reference,
     grid_of,
@@ -24,8 +22,7 @@ from ...engine.chunks.views import (
     v_sizes,
     writes,
 )
-from ...engine.recurrences.attention.problem import Beta, Gate
-from ...spec.kernel import Layout
+from ...engine.recurrences.attention.problem import Gate
 from .operands import CHANNELS, FUNCTIONS, OF_OWN_TYPE, OPERANDS, TURNED
 from .problem import OPERATOR, LinearPromptProblem, Rule
 from .reference import chunk_linear_attention as reference
@@ -86,26 +83,17 @@ _BETA = (
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearPromptProblem:
     """The problem of checked operands and their addresses. Raises ArgumentError if the workspace is misaligned."""
-    check_alignment(OPERATOR, pointers)
     wide = [n for n in CHANNELS if n in views and views[n].dim() > 1]
-    states, rule = fields_of(views, pointers, 2), Rule(options.rule)
-    _, length, heads, head_v = views["v"].shape
+    rule, (_, length, heads, head_v) = Rule(options.rule), views["v"].shape
     return LinearPromptProblem(
-        head_k=views["q"].shape[3],
-        head_v=head_v,
-        rule=rule,
-        x=DTYPES[views["v"].dtype],
+        **attention_fields(OPERATOR, OPERANDS, views, pointers, options),
         **checks.dtypes_of(views, OF_OWN_TYPE),
+        rule=rule,
         gate=Gate(options.gate),
-        beta_form=Beta(options.beta),
         read="read" in views,
         write="write" in views,
-        l2norm=options.l2norm,
-        layout=Layout(options.state_layout) if "state" in states else Layout.VK,
-        copy=prompts.together(views, pointers, OPERANDS.alike("v")),
         loads=checks.loads_of(views, pointers, wide, 8),
         **cut_by(rule, options.segments, heads, head_v, length),
-        **states,
     )
 
 
