@@ -26,8 +26,8 @@ VARIABLES = {
     "SSMGEN_NATIVE": "allow (default) or deny: with deny, calls do not use ssmgen-native even if it is installed",
     "SSMGEN_ENGINE_KEEP": "functions of vLLM and SGLang that the plugins do not replace, separated by ',', or all (default: none)",
     "SSMGEN_ENGINE_LINEAR": "deny (default) or allow: with allow, the plugins of vLLM and SGLang multiply up to 16 rows in linear layers",
-    "SSMGEN_ENGINE_NOISE": "rounds of the noise, 1 to 32, with which the plugins round 16-bit states of vLLM and SGLang in decode steps "
-    "(default: 0, to nearest; 10 is usual)",
+    "SSMGEN_ENGINE_NOISE": "rounds of the noise, 1 to 32, with which the plugins round 16-bit states of vLLM and SGLang in decode steps; "
+    "mamba:10 and delta:10 ask for noise in one kind of layers (default: 0, to nearest; 10 is usual)",
     "VLLM_BATCH_INVARIANT": "vLLM's own: with 1, bits do not depend on the batch, and the plugin refuses all else (default: 0)",
 }
 
@@ -149,12 +149,19 @@ def linear_layers_are_asked_for() -> bool:
     return _allowed("SSMGEN_ENGINE_LINEAR", "deny")
 
 
-def engine_noise() -> int:
-    """Rounds of the noise for the states of vLLM and SGLang; 0 for none. Raises ConfigError."""
+NOISY = ("mamba", "delta")  # kinds of layers: Mamba; gated delta rules and KDA
+
+
+def engine_noise() -> dict[str, int]:
+    """Rounds of the noise for the states of vLLM and SGLang by kind of layer; 0 for none. Raises ConfigError."""
     value = os.environ.get("SSMGEN_ENGINE_NOISE", "") or "0"
-    if not value.isdecimal() or int(value) > 32:
-        raise ConfigError("SSMGEN_ENGINE_NOISE", value, "is not a number of rounds; expected 0 … 32")
-    return int(value)
+    found = dict.fromkeys(NOISY, 0)
+    for word in value.split(","):
+        kind, colon, count = word.strip().rpartition(":")
+        if not count.isdecimal() or int(count) > 32 or (colon and kind not in NOISY):
+            raise ConfigError("SSMGEN_ENGINE_NOISE", value, "is not a number of rounds; expected 0 … 32, mamba:10 or delta:10")
+        found |= dict.fromkeys([kind] if colon else NOISY, int(count))
+    return found
 
 
 def vllm_is_batch_invariant() -> bool:

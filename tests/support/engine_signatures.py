@@ -31,6 +31,11 @@ SIGNATURES = {
         "null_block_id=0, out=None, num_accepted_tokens=None, cu_seqlens=None, is_blackwell=False, enable_stochastic_rounding=False, "
         "cache_philox_rounds=0"
     ),
+    (f"{_OPS}.ssu_dispatch", "selective_state_update_replayssm_flashinfer"): (
+        "state, x, dt, A, B, C, out, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, prev_query_len, logical_window, "
+        "D=None, dt_bias=None, dt_softplus=False, state_batch_indices=None, null_block_id=0, scratch=None, update_trackers=True, "
+        "enable_stochastic_rounding=False, stochastic_rounding_philox_rounds=0, cu_seqlens=None, max_seqlen=None, enable_pdl=False"
+    ),
     (f"{_OPS}.mamba_ssm", "selective_scan_fn"): (
         "u, ssm_states, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, query_start_loc=None, cache_indices=None, "
         "has_initial_state=None, null_block_id=0, block_size=1024, block_idx_first_scheduled_token=None, "

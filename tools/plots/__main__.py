@@ -1,4 +1,7 @@
-"""`python -m tools.plots`: writes docs/plots/*.svg, and the tables of docs/performance/ between `<!-- plot NAME -->` and `<!-- end -->`."""
+"""`python -m tools.plots`: writes docs/plots/*.svg, and the tables of docs/performance/ between `<!-- plot NAME -->` and `<!-- end -->`.
+
+Tables between `<!-- states MODEL -->` and `<!-- end -->` come from docs/data/state_accuracy.json.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import json
 import re
 from pathlib import Path
 
+from . import states
 from .charts import Panel, chart, table
 from .diagrams import DRAWINGS
 from .speed import halves, speed
 
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PLOTS = DOCS / "data" / "peers.json", DOCS / "plots"
+STATES = re.compile(r"^<!-- states ([\w ,.-]+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"^<!-- plot ([\w-]+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
 
@@ -26,11 +31,14 @@ def files() -> dict[Path, str]:
     made |= {PLOTS / f"{name}.svg": draw() for name, draw in DRAWINGS.items()}
     made[PLOTS / "speed.svg"] = speed(known)
     made |= {PLOTS / f"{name}.svg": text for name, text in halves(known).items()}
+    made[PLOTS / f"{states.NAME}.svg"] = states.chart()
     for page in sorted(DOCS.glob("**/*.md")):
         text = page.read_text()
         if PLACE.search(text):
             up = "../" * (len(page.relative_to(DOCS).parts) - 1)
             made[page] = PLACE.sub(lambda found, up=up: block(known[found[1]], up), text)
+        if STATES.search(text):
+            made[page] = STATES.sub(lambda found: f"<!-- states {found[1]} -->\n\n{states.table(found[1])}\n\n<!-- end -->", text)
     return made
 
 

@@ -115,11 +115,12 @@ def selective_state_update(
         state, x, dt, A, B, C, D, z, dt_bias, out = _mamba.one_head(state, x, dt, A, B, C, D, z, dt_bias, out)
     rows = None if kept is None else slots if intermediate_state_indices is None else _first(intermediate_state_indices, batch)
     writes = not disable_state_update
-    noisy = _noise_of(state, enable_stochastic_rounding and writes, cache_philox_rounds, writes or _alike(kept, state))
+    asked: Any = {"asked": enable_stochastic_rounding and writes, "philox_rounds": cache_philox_rounds}
+    noisy = _noise_of(state, "mamba", **asked, written=writes or _alike(kept, state))
     _ssu(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=slots, parents=_first(retrieve_parent_token, batch),
         intermediate_states=kept, intermediate_state_indices=rows, update_state=not disable_state_update, pad_slot_id=pad_slot_id,
-        out=out, **noisy,
+        out=out, **_noise.advised(state, noisy),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from ..shared.replacing import Engine, Replacement
 
 STEP = "sglang.kernels.ops.mamba.triton_ops.mamba_ssm.selective_state_update"
 refused = noise.refused("SGLang")
+advised = noise.Advice("sglang", "--mamba-ssm-dtype")
 REFUSAL = "requires SM100"
 
 

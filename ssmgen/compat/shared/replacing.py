@@ -27,7 +27,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ...errors import ArgumentError, BatchInvarianceError, CaptureError, NotBuiltError, UnsupportedError
-from ...settings import kept_functions, linear_layers_are_asked_for
+from ...settings import NOISY, kept_functions, linear_layers_are_asked_for
 from . import noise
 from .invariance import Mode
 
@@ -48,7 +48,8 @@ NAMES = (
     "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update",
     "kda_fused_decode", "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
     "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2", "rms_norm_gated",
-    "seg_la_fwd", "selective_scan_fn", "selective_state_update", "Glm5NextLinearAttention._flashkda_prefill", "Lfm2MoeShortConv.forward",
+    "seg_la_fwd", "selective_scan_fn", "selective_state_update",
+    "selective_state_update_replayssm_flashinfer", "Glm5NextLinearAttention._flashkda_prefill", "Lfm2MoeShortConv.forward",
     "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
     "Qwen4ExpPLELayer._short_conv", "QwenGatedDeltaNetAttention._forward_core", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
     "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",
@@ -126,8 +127,10 @@ class Engine:
             return {}
         kept, asked = self._kept(), linear_layers_are_asked_for()
         noise.rounds.cache_clear()
-        if count := noise.rounds():
-            self.log.info("ssmgen rounds 16-bit states with noise of %d rounds in decode steps, as SSMGEN_ENGINE_NOISE asks", count)
+        for kind in NOISY:
+            if count := noise.rounds(kind):
+                words = "ssmgen rounds 16-bit states with noise of %d rounds in decode steps (%s), as SSMGEN_ENGINE_NOISE asks"
+                self.log.info(words, count, kind)
         self.strict.watch(True)
         self._compare_versions()
         for r in self.replacements:

@@ -32,6 +32,7 @@ from . import layers as _layers
 from . import linears as _linears
 from . import noise as _noise
 from . import norms as _norms
+from . import replay as _replay
 from . import steps as _steps
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .delta import chunk_kda as chunk_kda
@@ -56,6 +57,7 @@ from .merging import merge_attn_states as merge_attn_states
 from .norms import layer_norm_fwd as layer_norm_fwd
 from .norms import mixer2_rms_norm_gated as mixer2_rms_norm_gated
 from .norms import rms_norm_gated as rms_norm_gated
+from .replay import selective_state_update_replayssm_flashinfer as selective_state_update_replayssm_flashinfer
 from .steps import bailing_linear_attention_decode_spec as bailing_linear_attention_decode_spec
 from .steps import fused_gdn_decode_post_conv_mtp as fused_gdn_decode_post_conv_mtp
 from .steps import fused_recurrent_kda as fused_recurrent_kda
@@ -139,7 +141,7 @@ def selective_state_update(
     _ssu(
         state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_indices=read, dst_state_indices=write,
         num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens, pad_slot_id=_pad(null_block_id), out=out,
-        **_noise_of(state, asked, cache_philox_rounds),
+        **_noise.advised(state, _noise_of(state, "mamba", asked=asked, philox_rounds=cache_philox_rounds)),
     )  # fmt: skip
 
 
@@ -259,6 +261,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,
         *_norms.REPLACEMENTS,
+        *_replay.REPLACEMENTS,
         replacing.Replacement(_LIGHTNING, "lightning_attention", lightning_attention),
         replacing.Replacement(_LIGHTNING, "linear_decode_forward_triton", linear_decode_forward_triton),
         replacing.Replacement("vllm.v1.attention.ops.merge_attn_states", "merge_attn_states", merge_attn_states),

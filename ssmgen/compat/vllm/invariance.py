@@ -156,7 +156,7 @@ def _objections(self: Any, config: Any, states: Sequence[Any], grid: int) -> lis
     if config.kv_transfer_config is not None:
         found.append("states from another engine end at other places of a prompt: leave --kv-transfer-config out")
     if cache.use_replayssm:
-        found.append("ReplaySSM's kernels are vLLM's own: leave --use-replayssm out")
+        found.append("ReplaySSM's sums depend on when a state was last written: leave --use-replayssm out")
     if (backend := config.mamba_config.backend.value) != "triton":
         found.append(f"Mamba's backend is {backend}, whose kernels are not replaced: --mamba-backend triton")
     for name, ours in _BACKEND_FLAGS.items():

@@ -10,6 +10,7 @@ from ..shared.replacing import Engine, Replacement
 
 STEP = "vllm.model_executor.layers.mamba.ops.mamba_ssm.selective_state_update"
 refused = noise.refused("vLLM")
+advised = noise.Advice("vllm", "--mamba-ssm-cache-dtype")
 REFUSAL = "requires compute capability 10.0"
 
 

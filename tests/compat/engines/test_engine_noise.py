@@ -153,11 +153,37 @@ def test_a_verification_that_stores_no_state_needs_no_noise(asked):
         assert torch.equal(kept[b, 0], stored(exact[slot], BF16, SEED, ROUNDS, slot, 1))
 
 
-@pytest.mark.parametrize("value", ["33", "-1", "ten", "1.5"])
+@pytest.mark.parametrize(("value", "noisy"), [("mamba:7", "vllm ssu"), ("delta:7,mamba:0", "vllm gdn"), ("7, delta:0", "sglang ssu")])
+def test_noise_in_one_kind_of_layers(value, noisy, asked, monkeypatch):
+    monkeypatch.setenv("SSMGEN_ENGINE_NOISE", value)
+    for name in ("vllm ssu", "sglang ssu", "vllm gdn", "vllm kda layer", "sglang gdn update"):
+        exact, state, slot = after(name, F32)[4], after(name, BF16)[4], 4
+        alike = ("ssu" in name and "ssu" in noisy) or ("ssu" not in name and "ssu" not in noisy)
+        assert torch.equal(state, stored(exact, BF16, SEED, ROUNDS, slot) if alike else exact.to(BF16))
+
+
+@pytest.mark.parametrize("value", ["33", "-1", "ten", "1.5", "mamba:33", "kda:10", "10,"])
 def test_a_number_of_rounds_that_is_none(value, monkeypatch):
     monkeypatch.setenv("SSMGEN_ENGINE_NOISE", value)
     with pytest.raises(ConfigError, match="SSMGEN_ENGINE_NOISE"):
         after("vllm gdn", BF16)
+
+
+@pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
+def test_mamba_states_to_nearest_are_warned_about_once(engine, monkeypatch, caplog):
+    name = f"{engine.__name__.rpartition('.')[2]} ssu"
+    monkeypatch.setattr(engine._noise.advised, "given", False)
+    after(name, F32)
+    assert "rounded to nearest" not in caplog.text
+    monkeypatch.setenv("SSMGEN_ENGINE_NOISE", "10")
+    after(name, BF16)
+    assert "rounded to nearest" not in caplog.text
+    monkeypatch.delenv("SSMGEN_ENGINE_NOISE")
+    noise.rounds.cache_clear()
+    for _ in range(2):
+        after(name, BF16)
+    told = [r.getMessage() for r in caplog.records if "rounded to nearest" in r.getMessage()]
+    assert len(told) == 1 and "states of Mamba are bfloat16" in told[0] and "Set SSMGEN_ENGINE_NOISE=10" in told[0]
 
 
 def test_each_call_draws_its_own_seed(monkeypatch):
