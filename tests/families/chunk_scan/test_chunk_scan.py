@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import scan_cases as laws
@@ -11,7 +13,7 @@ from compiled import compiled
 from emulated_calls import needs_emulator
 from kernel_laws import edited, found, waits_before_any_of
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, problem_of, same
-from selection import costly
+from selection import costly, kept
 
 import ssmgen
 from ssmgen.cache.store import shared_cache
@@ -52,66 +54,43 @@ def test_results_are_those_of_float64(sizes, tokens, decay, more):
     laws.is_accurate(emulated, sizes, tokens, decay, **more)
 
 
-@costly(1)
-@by_both
-def test_packing_changes_no_bit(scan):
-    laws.packing_changes_no_bit(scan, SMALL if scan is emulated else replace(SMALL, x=F32), laws.LENGTHS)
-
-
-@costly(1)
-@by_both
-@pytest.mark.parametrize("cut", [64, 128])
-@pytest.mark.parametrize("x", [BF16, F32])
-def test_a_cut_changes_no_bit(scan, cut, x):
-    laws.a_cut_changes_no_bit(scan, replace(SMALL, x=x), 150, cut)
-
-
-@costly(1)
-@by_both
-@pytest.mark.parametrize(("state", "x"), [(F32, BF16), (BF16, BF16), (F32, F32)])
-def test_a_pool_is_touched_where_it_should_be(scan, state, x):
-    laws.a_pool_is_touched_where_it_should_be(scan, replace(SMALL, x=x), state)
-
-
-@costly(1)
-@by_both
-@pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)], ids=["i32", "bf16-i64", "in-order"])
-def test_states_of_a_pool_may_begin_elsewhere(scan, state, index):
-    laws.states_of_a_pool_may_begin_elsewhere(scan, SMALL, state, index)
-
-
-@costly(1)
-@by_both
-@pytest.mark.parametrize(("offset", "x"), [(8, BF16), (4, BF16), (2, BF16), (2, F32), (1, F32)])
-def test_layout_changes_no_bit(scan, offset, x):
-    laws.layout_changes_no_bit(scan, replace(SMALL, x=x), offset)
+CUTS = ((BF16, 64), (BF16, 128), (F32, 128))
+OFFSETS = ((BF16, 8), (BF16, 4), (F32, 2), (F32, 1))  # elements from multiples of 16 bytes
+EXACT = replace(SMALL, x=F32)
+pool, elsewhere = laws.a_pool_is_touched_where_it_should_be, laws.states_of_a_pool_may_begin_elsewhere
+ends = partial(laws.checkpoints_are_final_states, lengths=(5, 0, 64, 130, 7))
+ONE = replace(SMALL, heads=1)
+# A name with a slash is another form of a law, which runs with -m matrix.
+LAWS: dict[str, tuple[Sizes, Callable[[laws.Scan, Sizes], None]]] = {
+    "packing": (SMALL, partial(laws.packing_changes_no_bit, lengths=laws.LENGTHS)),
+    "packing/f32": (EXACT, partial(laws.packing_changes_no_bit, lengths=laws.LENGTHS)),
+    "cut": (EXACT, partial(laws.a_cut_changes_no_bit, tokens=150, at=64)),
+    **{f"cut/{x} at {at}": (replace(SMALL, x=x), partial(laws.a_cut_changes_no_bit, tokens=150, at=at)) for x, at in CUTS},
+    "pool": (SMALL, partial(pool, state=BF16)),
+    "pool/f32": (SMALL, partial(pool, state=F32)),
+    "pool/all f32": (EXACT, partial(pool, state=F32)),
+    "elsewhere": (SMALL, partial(elsewhere, state=BF16, index=torch.int64)),
+    "elsewhere/i32": (SMALL, partial(elsewhere, state=F32, index=torch.int32)),
+    "elsewhere/in order": (SMALL, partial(elsewhere, state=F32, index=None)),
+    "layout": (SMALL, partial(laws.layout_changes_no_bit, offset=2)),
+    **{f"layout/{x}, {n} off": (replace(SMALL, x=x), partial(laws.layout_changes_no_bit, offset=n)) for x, n in OFFSETS},
+    "decoding": (SMALL, partial(laws.decoding_goes_on, tokens=70)),
+    "ids": (SMALL, partial(laws.ids_are_sequences, lengths=(1, 63, 64, 7, 0, 57, 10))),
+    "ids go on": (SMALL, laws.ids_go_on),
+    "checkpoints": (ONE, partial(ends, state=F32, ids=True)),
+    **{f"checkpoints/{state}": (ONE, partial(ends, state=state, ids=False)) for state in (F32, BF16, F16)},
+    "checkpoints of a batch": (SMALL, laws.checkpoints_of_a_batch),
+    "without tokens": (SMALL, partial(laws.sequences_without_tokens_keep_states, state=BF16)),
+    "without tokens/f32": (SMALL, partial(laws.sequences_without_tokens_keep_states, state=F32)),
+    "boundaries": (SMALL, laws.boundaries_that_make_no_sense_are_sequences_without_tokens),
+}
 
 
 @by_both
-def test_decoding_goes_on(scan):
-    laws.decoding_goes_on(scan, SMALL, 70)
-
-
-@by_both
-def test_ids_are_sequences(scan):
-    laws.ids_are_sequences(scan, SMALL, (1, 63, 64, 7, 0, 57, 10))
-
-
-@by_both
-def test_ids_go_on(scan):
-    laws.ids_go_on(scan, SMALL)
-
-
-@costly(1)
-@by_both
-@pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False), (F16, False)], ids=["f32", "ids", "bf16", "f16"])
-def test_checkpoints_are_final_states(scan, state, ids):
-    laws.checkpoints_are_final_states(scan, replace(SMALL, heads=1), state, ids=ids, lengths=(5, 0, 64, 130, 7))
-
-
-@by_both
-def test_checkpoints_of_a_batch(scan):
-    laws.checkpoints_of_a_batch(scan, SMALL)
+@pytest.mark.parametrize("law", kept(LAWS, lambda name: "/" not in name))
+def test_laws(scan, law):
+    sizes, holds = LAWS[law]
+    holds(scan, sizes)
 
 
 @costly(1)
@@ -133,17 +112,6 @@ def test_place_in_the_batch_changes_no_bit():
     whole = emulated(**call)
     per_token = ("x", "dt", "B", "C")
     assert all(same(emulated(**{n: t[i : i + 1] if n in per_token else t for n, t in call.items()})[0], whole[i]) for i in (0, 2))
-
-
-@by_both
-@pytest.mark.parametrize("state", [F32, BF16])
-def test_states_of_sequences_without_tokens(scan, state):
-    laws.sequences_without_tokens_keep_states(scan, SMALL, state)
-
-
-@by_both
-def test_boundaries_that_make_no_sense_are_sequences_without_tokens(scan):
-    laws.boundaries_that_make_no_sense_are_sequences_without_tokens(scan, SMALL)
 
 
 def test_without_sequences_there_is_nothing_to_launch():

@@ -15,7 +15,7 @@ from compiled import compiled
 from emulated_calls import needs_emulator
 from kernel_laws import waits_before_any_of
 from scan_cases import BF16, BOUNDS, F16, F32, SM90, Sizes, emulated, error, exact, make, same
-from selection import costly, few
+from selection import costly, few, kept
 
 import ssmgen
 from ssmgen.emulator.check import check
@@ -75,57 +75,53 @@ def test_results_are_those_of_float64(sizes, parts, stages, tokens, decay, more)
     laws.is_accurate(by(parts, stages), sizes, tokens, decay, **more)
 
 
-@needs_emulator
-@pytest.mark.parametrize(("parts", "lengths"), [(1, (1, 63, 64, 65, 127, 128, 129, 192)), (2, (64, PART, PART + 1, 2 * PART))])
-def test_lengths(parts, lengths):
-    laws.lengths_are_accurate(by(parts, 4), SMALL, lengths)
-
-
-@costly(1)
-@needs_emulator
-@pytest.mark.parametrize(("parts", "stages"), [(1, 2), (1, 4), (2, 2), (3, 4)])
-def test_packing_changes_no_bit(parts, stages):
-    laws.packing_changes_no_bit(by(parts, stages), SMALL, laws.LENGTHS if parts == 1 else (65, 0, PART + 130))
-
-
-@needs_emulator
-@pytest.mark.parametrize("cut", [64, 128])
-@pytest.mark.parametrize("x", [BF16, F16])
-def test_a_cut_changes_no_bit(cut, x):
-    laws.a_cut_changes_no_bit(by(), replace(SMALL, x=x), 150, cut)
-
-
-@costly(1)
-@needs_emulator
-@pytest.mark.parametrize("state", [F32, BF16, F16])
-@in_parts
-def test_a_pool_is_touched_where_it_should_be(state, parts):
-    laws.a_pool_is_touched_where_it_should_be(by(parts), SMALL, state)
-
-
-@costly(1)
-@needs_emulator
-@pytest.mark.parametrize(("state", "index"), [(F32, torch.int32), (BF16, torch.int64), (F32, None)], ids=["i32", "bf16-i64", "in-order"])
-@in_parts
-def test_states_of_a_pool_may_begin_elsewhere(state, index, parts):
-    laws.states_of_a_pool_may_begin_elsewhere(by(parts), SMALL, state, index)
-
-
-@needs_emulator
-@in_parts
-def test_neighbours_do_not_matter(parts):
-    laws.neighbours_do_not_matter(by(parts), SMALL, (65, 0, 64, 3) if parts == 1 else (PART + 1, 70))
+pool, elsewhere = laws.a_pool_is_touched_where_it_should_be, laws.states_of_a_pool_may_begin_elsewhere
+ends = partial(laws.checkpoints_are_final_states, lengths=(5, 0, 64, 130, 7))
+# A name with a slash is another form of a law, which runs with -m matrix.
+LAWS: dict[str, tuple[laws.Scan, Callable[[laws.Scan, Sizes], None]]] = {
+    "lengths": (by(1, 4), partial(laws.lengths_are_accurate, lengths=(1, 63, 64, 65, 127, 128, 129, 192))),
+    "lengths in parts": (by(2, 4), partial(laws.lengths_are_accurate, lengths=(64, PART, PART + 1, 2 * PART))),
+    "packing": (by(1, 2), partial(laws.packing_changes_no_bit, lengths=laws.LENGTHS)),
+    "packing/4 stages": (by(1, 4), partial(laws.packing_changes_no_bit, lengths=laws.LENGTHS)),
+    "packing/2 parts": (by(2, 2), partial(laws.packing_changes_no_bit, lengths=(65, 0, PART + 130))),
+    "packing/3 parts": (by(3, 4), partial(laws.packing_changes_no_bit, lengths=(65, 0, PART + 130))),
+    "cut at 64": (by(), partial(laws.a_cut_changes_no_bit, tokens=150, at=64)),
+    "cut at 128": (by(), partial(laws.a_cut_changes_no_bit, tokens=150, at=128)),
+    "pool": (by(2), partial(pool, state=BF16)),
+    **{f"pool/{x}, {parts} parts": (by(parts), partial(pool, state=x)) for x in (F32, BF16, F16) for parts in (1, 2)},
+    "elsewhere": (by(2), partial(elsewhere, state=F32, index=torch.int32)),
+    "elsewhere/i32": (by(), partial(elsewhere, state=F32, index=torch.int32)),
+    "elsewhere/bf16, i64": (by(), partial(elsewhere, state=BF16, index=torch.int64)),
+    "elsewhere/bf16, i64, 2 parts": (by(2), partial(elsewhere, state=BF16, index=torch.int64)),
+    "elsewhere/in order": (by(), partial(elsewhere, state=F32, index=None)),
+    "elsewhere/in order, 2 parts": (by(2), partial(elsewhere, state=F32, index=None)),
+    "neighbours": (by(), partial(laws.neighbours_do_not_matter, lengths=(65, 0, 64, 3))),
+    "neighbours in parts": (by(2), partial(laws.neighbours_do_not_matter, lengths=(PART + 1, 70))),
+    "layout": (by(), partial(laws.layout_changes_no_bit, offset=8)),
+    "layout in parts": (by(2), partial(laws.layout_changes_no_bit, offset=8)),
+    "decoding": (by(), partial(laws.decoding_goes_on, tokens=70)),
+    "without tokens": (by(), partial(laws.sequences_without_tokens_keep_states, state=F32)),
+    "without tokens in parts": (by(2), partial(laws.sequences_without_tokens_keep_states, state=BF16)),
+    "ids": (by(), partial(laws.ids_are_sequences, lengths=(1, 63, 64, 7, 0, 57, 10))),
+    "ids go on": (by(), laws.ids_go_on),
+    "checkpoints": (by(1, 4), partial(ends, state=F32, ids=True)),
+    "checkpoints/f32": (by(1, 4), partial(ends, state=F32, ids=False)),
+    "checkpoints/bf16": (by(1, 4), partial(ends, state=BF16, ids=False)),
+    "checkpoints of a batch": (by(), laws.checkpoints_of_a_batch),
+}
 
 
 @needs_emulator
-@in_parts
-def test_layout_changes_no_bit(parts):
-    laws.layout_changes_no_bit(by(parts), SMALL, 8)
+@pytest.mark.parametrize("law", kept(LAWS, lambda name: "/" not in name))
+def test_laws(law):
+    scan, holds = LAWS[law]
+    holds(scan, SMALL)
 
 
 @needs_emulator
-def test_decoding_goes_on():
-    laws.decoding_goes_on(by(), SMALL, 70)
+def test_a_cut_of_f16_changes_no_bit():
+    for at in (64, 128):
+        laws.a_cut_changes_no_bit(by(), replace(SMALL, x=F16), 150, at)
 
 
 @needs_emulator
@@ -143,35 +139,6 @@ def test_place_in_the_batch_changes_no_bit(parts):
     whole = scan(**call)
     per_token = ("x", "dt", "B", "C")
     assert all(same(scan(**{n: t[i : i + 1] if n in per_token else t for n, t in call.items()})[0], whole[i]) for i in (0, 2))
-
-
-@needs_emulator
-@pytest.mark.parametrize("state", [F32, BF16])
-@in_parts
-def test_states_of_sequences_without_tokens(state, parts):
-    laws.sequences_without_tokens_keep_states(by(parts), SMALL, state)
-
-
-@needs_emulator
-def test_ids_are_sequences():
-    laws.ids_are_sequences(by(), SMALL, (1, 63, 64, 7, 0, 57, 10))
-
-
-@needs_emulator
-def test_ids_go_on():
-    laws.ids_go_on(by(), SMALL)
-
-
-@costly(1)
-@needs_emulator
-@pytest.mark.parametrize(("state", "ids"), [(F32, False), (F32, True), (BF16, False)], ids=["f32", "ids", "bf16"])
-def test_checkpoints_are_final_states(state, ids):
-    laws.checkpoints_are_final_states(by(1, 4), SMALL, state, ids=ids, lengths=(5, 0, 64, 130, 7))
-
-
-@needs_emulator
-def test_checkpoints_of_a_batch():
-    laws.checkpoints_of_a_batch(by(), SMALL)
 
 
 @needs_emulator
