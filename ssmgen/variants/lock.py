@@ -20,7 +20,7 @@ from ..errors import SsmgenError, bullets
 LOCK = "ssmgen.lock"
 BUILD = re.compile(r"CL-\d+ V(\d+)\.\d+\.\d+")
 PATH = re.compile(r"sm_\d+[af]?/\w+\.cu", re.ASCII)
-RESOURCES = re.compile(r'\{\s*("registers": [^{}]*?)\s*\}')  # a compiler's: one line of a review
+RESOURCES = re.compile(r'"resources": \{[^{}]*(\{[^{}]*\}[^{}]*)*\}')  # of a variant: one line of a review
 SHOWN = 8  # faults in a message
 
 
@@ -75,7 +75,7 @@ class Lock:
     def __str__(self) -> str:
         variants = {name: asdict(row) for name, row in self.variants.items()}
         text = json.dumps({"compilers": self.compilers, "variants": variants}, indent=1, sort_keys=True)
-        return RESOURCES.sub(lambda found: "{" + " ".join(found[1].split()) + "}", text) + "\n"
+        return RESOURCES.sub(lambda found: re.sub(r"(?<=\{) | (?=\})", "", " ".join(found[0].split())), text) + "\n"
 
     def unasked(self) -> dict[str, list[str]]:
         """{compiler: the variants without resources under it}, for compilers without resources for some variants."""
