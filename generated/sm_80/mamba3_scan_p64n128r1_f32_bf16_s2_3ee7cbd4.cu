@@ -24,6 +24,7 @@ struct bf16 { u16 bits; };
 
 using X = bf16;
 constexpr int kHeadDim = 64;
+constexpr int kTile = kHeadDim;  // rows of a block
 constexpr int kState = 128;  // columns of a state
 constexpr int kRank = 1;
 constexpr int kRows = 64;                // of a chunk: row t kRank + r belongs to token t and rank r
@@ -35,11 +36,11 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps, kCopyThreads = kThreads;
 // The state: a warp holds 16 rows and kColumns columns of it.
 constexpr int kRowWarps = 4, kColumnWarps = 2, kColumns = kState / kColumnWarps;
 // Blocks of 16 rows of M and y; blocks of 16 columns of y of one of the two warps that share 16 rows.
-constexpr int kBlocks = kRows / 16, kOwnBlocks = (kHeadDim / 16 + 1) / 2;
+constexpr int kBlocks = kRows / 16, kOwnBlocks = (kTile / 16 + 1) / 2;
 constexpr int kReach = 16 % kRank ? 1 : 0;  // blocks of columns past the diagonal that have rows of the same tokens
 
 // Words of shared memory. The row pitch is 4 words modulo 32, so that eight rows, read as a matrix, cover all banks.
-constexpr int kRowWords = kState / 2 + 4, kXWords = kHeadDim / 2 + 4, kMixWords = kRows / 2 + 4, kYWords = kHeadDim + 4;
+constexpr int kRowWords = kState / 2 + 4, kXWords = kTile / 2 + 4, kMixWords = kRows / 2 + 4, kYWords = kTile + 4;
 constexpr int kAtB = kRows * kRowWords, kAtX = 2 * kAtB;  // after C
 constexpr int kStageWords = 11008;
 constexpr int kAtM = 22016, kAtState = 24320, kAtY = kAtState;  // y takes the place of the rounded state, which no later product reads
@@ -395,7 +396,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
   SHARED(float, additions, 2 * kRows);
   SHARED(float, pending, 1);      // delta of a chunk's first token
   SHARED(float, last_k, kRank * kState);  // of the last token so far
-  SHARED(float, last_v, kHeadDim);
+  SHARED(float, last_v, kTile);
 
   const auto count_of = [&](u32 n) { return n < chunks ? min(length - n * kChunk, u32(kChunk)) : 0; };  // tokens of a chunk
   const auto ask_for = [&](u32 n) {  // a chunk's operands
@@ -407,7 +408,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
         copy_rows<kState / 2, kRank * kRowWords>(tiles, at + r * kRowWords, C + from * C_token + r * C_rank, C_token, count, threadIdx.x);
         copy_rows<kState / 2, kRank * kRowWords>(tiles, at + kAtB + r * kRowWords, B + from * B_token + r * B_rank, B_token, count, threadIdx.x);
       }
-      copy_rows<kHeadDim / 2, kXWords>(tiles, at + kAtX, x + from * x_token, x_token, count, threadIdx.x);
+      copy_rows<kTile / 2, kXWords>(tiles, at + kAtX, x + from * x_token, x_token, count, threadIdx.x);
     }
     commit_copies();
   };
@@ -477,7 +478,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
   // The token before: k, v and its angles. Before a sequence's first token they are zeros.
   for (u32 i = threadIdx.x; i < kRank * kState; i += kThreads)
     last_k[i] = 0.f;
-  for (u32 i = threadIdx.x; i < kHeadDim; i += kThreads)
+  for (u32 i = threadIdx.x; i < kTile; i += kThreads)
     last_v[i] = 0.f;
 
   // 16 rows of the state, a lane rows quad and quad + 8: S[i][2 side + e] is in column 8 i + 2 part + e of the warp's columns.
@@ -551,7 +552,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
           }
         }
       }
-      for (u32 pair = lane; pair < kHeadDim / 2; pair += 32) {
+      for (u32 pair = lane; pair < kTile / 2; pair += 32) {
         if (last) {
           const Pair own = widen_pair(X{}, tiles[at + kAtX + t * kXWords + pair]);
           last_v[2 * pair] = kept_as<bf16>(own.low);
@@ -573,7 +574,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
 #pragma unroll
       for (int j = 0; j < kOwnBlocks; ++j) {
         const u32 block = side_of_pair + 2 * j;
-        if (block >= kHeadDim / 16) continue;
+        if (block >= kTile / 16) continue;
         load_matrices(b, tiles, at_S + block * (16 * kRowWords) + 8 * k);
         mma_bf16(y[j][0], a[0], a[1], a[2], a[3], b[0], b[1]);
         mma_bf16(y[j][1], a[0], a[1], a[2], a[3], b[2], b[3]);
@@ -629,7 +630,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
 #pragma unroll
       for (int j = 0; j < kOwnBlocks; ++j) {
         const u32 block = side_of_pair + 2 * j;
-        if (block >= kHeadDim / 16) continue;
+        if (block >= kTile / 16) continue;
         load_matrices_transposed(b, tiles, at_V + k * (16 * kXWords) + 8 * block);
         mma_bf16(y[j][0], a[0], a[1], a[2], a[3], b[0], b[1]);
         mma_bf16(y[j][1], a[0], a[1], a[2], a[3], b[2], b[3]);
@@ -638,7 +639,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
 #pragma unroll
     for (int j = 0; j < kOwnBlocks; ++j) {
       const u32 block = side_of_pair + 2 * j;
-      if (block >= kHeadDim / 16) continue;
+      if (block >= kTile / 16) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -676,7 +677,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
     }
   };
 
-  constexpr int kOwnPairs = (kHeadDim / 2 + 31) / 32;
+  constexpr int kOwnPairs = (kTile / 2 + 31) / 32;
   const auto store_outputs = [&](u32 n, u32 at, u32 count) {
     for (u32 t = warp; t < count; t += kWarps) {
       float result[kOwnPairs][2] = {};
@@ -686,7 +687,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
 #pragma unroll
         for (int p = 0; p < kOwnPairs; ++p) {
           const u32 pair = lane + 32 * p;
-          if (pair >= kHeadDim / 2) continue;
+          if (pair >= kTile / 2) continue;
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             v[p][e] = __uint_as_float(tiles[kAtY + (t * kRank + r) * kYWords + 2 * pair + e]);
@@ -695,7 +696,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
 #pragma unroll
         for (int p = 0; p < kOwnPairs; ++p) {
           const u32 pair = lane + 32 * p;
-          if (pair >= kHeadDim / 2) continue;
+          if (pair >= kTile / 2) continue;
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float found = v[p][e];
@@ -706,7 +707,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2_3ee7cbd4(
 #pragma unroll
       for (int p = 0; p < kOwnPairs; ++p) {
         const u32 pair = lane + 32 * p;
-        if (pair < kHeadDim / 2) store_u32(out + (u64(n) * kChunk + t) * out_token + 2 * pair, round_pair(X{}, result[p][0], result[p][1]));
+        if (pair < kTile / 2) store_u32(out + (u64(n) * kChunk + t) * out_token + 2 * pair, round_pair(X{}, result[p][0], result[p][1]));
       }
     }
   };

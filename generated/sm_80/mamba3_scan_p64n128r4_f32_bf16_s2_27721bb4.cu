@@ -26,6 +26,7 @@ struct bf16 { u16 bits; };
 using X = bf16;
 using State = f32;
 constexpr int kHeadDim = 64;
+constexpr int kTile = kHeadDim;  // rows of a block
 constexpr int kState = 128;  // columns of a state
 constexpr int kRank = 4;
 constexpr int kAngles = 32;
@@ -38,11 +39,11 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps, kCopyThreads = kThreads;
 // The state: a warp holds 16 rows and kColumns columns of it.
 constexpr int kRowWarps = 4, kColumnWarps = 2, kColumns = kState / kColumnWarps;
 // Blocks of 16 rows of M and y; blocks of 16 columns of y of one of the two warps that share 16 rows.
-constexpr int kBlocks = kRows / 16, kOwnBlocks = (kHeadDim / 16 + 1) / 2;
+constexpr int kBlocks = kRows / 16, kOwnBlocks = (kTile / 16 + 1) / 2;
 constexpr int kReach = 16 % kRank ? 1 : 0;  // blocks of columns past the diagonal that have rows of the same tokens
 
 // Words of shared memory. The row pitch is 4 words modulo 32, so that eight rows, read as a matrix, cover all banks.
-constexpr int kRowWords = kState / 2 + 4, kXWords = kHeadDim / 2 + 4, kMixWords = kRows / 2 + 4, kYWords = kHeadDim + 4;
+constexpr int kRowWords = kState / 2 + 4, kXWords = kTile / 2 + 4, kMixWords = kRows / 2 + 4, kYWords = kTile + 4;
 constexpr int kAtB = kRows * kRowWords, kAtX = 2 * kAtB;  // after C
 constexpr int kAtZ = kAtX + 16 * kXWords;
 constexpr int kStageWords = 9856;
@@ -454,7 +455,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
   out += first * out_token + u64(head) * out_head;
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded sequence: zero output, no state touched
     for (u32 t = warp; t < length; t += kWarps) {
-      for (u32 pair = lane; pair < kHeadDim / 2; pair += 32) store_u32(out + u64(t) * out_token + 2 * pair, 0);
+      for (u32 pair = lane; pair < kTile / 2; pair += 32) store_u32(out + u64(t) * out_token + 2 * pair, 0);
     }
     return;
   }
@@ -471,13 +472,13 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
   SHARED(float, deltas, kChunk);  // dt of a chunk's tokens
   SHARED(float, pending, 1);      // delta of a chunk's first token
   SHARED(float, last_k, kRank * kState);  // of the last token so far
-  SHARED(float, last_v, kHeadDim);
+  SHARED(float, last_v, kTile);
   SHARED(float, starts, 2 * kAngles);  // angles before two chunks
   SHARED(float, totals, kWarps * kAngles);
   SHARED(float, norms, 2 * kState);  // weights of C, then of B
-  SHARED(float, of_mimo_x, kRank * kHeadDim);
-  SHARED(float, of_mimo_z, kRank * kHeadDim);
-  SHARED(float, of_mimo_o, kRank * kHeadDim);
+  SHARED(float, of_mimo_x, kRank * kTile);
+  SHARED(float, of_mimo_z, kRank * kTile);
+  SHARED(float, of_mimo_o, kRank * kTile);
 
   const auto count_of = [&](u32 n) { return n < chunks ? min(length - n * kChunk, u32(kChunk)) : 0; };  // tokens of a chunk
   const auto ask_for = [&](u32 n) {  // a chunk's operands
@@ -489,8 +490,8 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
         copy_rows<kState / 2, kRank * kRowWords>(tiles, at + r * kRowWords, C + from * C_token + r * C_rank, C_token, count, threadIdx.x);
         copy_rows<kState / 2, kRank * kRowWords>(tiles, at + kAtB + r * kRowWords, B + from * B_token + r * B_rank, B_token, count, threadIdx.x);
       }
-      copy_rows<kHeadDim / 2, kXWords>(tiles, at + kAtX, x + from * x_token, x_token, count, threadIdx.x);
-      copy_rows<kHeadDim / 2, kXWords>(tiles, at + kAtZ, z + from * z_token, z_token, count, threadIdx.x);
+      copy_rows<kTile / 2, kXWords>(tiles, at + kAtX, x + from * x_token, x_token, count, threadIdx.x);
+      copy_rows<kTile / 2, kXWords>(tiles, at + kAtZ, z + from * z_token, z_token, count, threadIdx.x);
     }
     commit_copies();
   };
@@ -620,8 +621,8 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
     tiles[kAtBias + i] = __float_as_uint(to_float(load(C_bias + u64(head) * C_bias_head + r * C_bias_rank + column)));
     tiles[kAtBias + kRank * kState + i] = __float_as_uint(to_float(load(B_bias + u64(head) * B_bias_head + r * B_bias_rank + column)));
   }
-  for (u32 i = threadIdx.x; i < kRank * kHeadDim; i += kThreads) {
-    const u32 r = i / kHeadDim, row = i % kHeadDim;
+  for (u32 i = threadIdx.x; i < kRank * kTile; i += kThreads) {
+    const u32 r = i / kTile, row = i % kTile;
     of_mimo_x[i] = to_float(load(mimo_x + u64(head) * mimo_x_head + r * mimo_x_rank + row));
     of_mimo_z[i] = to_float(load(mimo_z + u64(head) * mimo_z_head + r * mimo_z_rank + row));
     of_mimo_o[i] = to_float(load(mimo_o + u64(head) * mimo_o_head + r * mimo_o_rank + row));
@@ -631,7 +632,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
   // The token before: k, v and its angles. Before a sequence's first token they are zeros.
   for (u32 i = threadIdx.x; i < kRank * kState; i += kThreads)
     last_k[i] = has_state ? to_float(load(k_state + slot * k_state_slot + u64(i / kState) * k_state_rank + u64(head) * k_state_head + i % kState)) : 0.f;
-  for (u32 i = threadIdx.x; i < kHeadDim; i += kThreads)
+  for (u32 i = threadIdx.x; i < kTile; i += kThreads)
     last_v[i] = has_state ? to_float(load(v_state + slot * v_state_slot + u64(head) * v_state_head + i)) : 0.f;
   for (u32 i = threadIdx.x; i < kAngles; i += kThreads)
     starts[i] = has_state ? load(angle_state + slot * angle_state_slot + u64(head) * angle_state_head + i) : 0.f;
@@ -662,7 +663,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const u32 row = state_row + 8 * side;
-        v[side] = delta * (last_v[row] * of_mimo_x[r * kHeadDim + row]);
+        v[side] = delta * (last_v[row] * of_mimo_x[r * kTile + row]);
       }
 #pragma unroll
       for (int i = 0; i < kColumns / 8; ++i) {
@@ -747,11 +748,11 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
           }
         }
       }
-      for (u32 pair = lane; pair < kHeadDim / 2; pair += 32) {
+      for (u32 pair = lane; pair < kTile / 2; pair += 32) {
         const Pair own = widen_pair(X{}, tiles[at + kAtX + t * kXWords + pair]);
 #pragma unroll
         for (int r = 0; r < kRank; ++r) {
-          const u32 i = r * kHeadDim + 2 * pair;
+          const u32 i = r * kTile + 2 * pair;
           tiles[kAtV + (t * kRank + r) * kXWords + pair] = round_pair(X{}, own.low * of_mimo_x[i], own.high * of_mimo_x[i + 1]);
         }
         if (last) {
@@ -774,7 +775,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
 #pragma unroll
       for (int j = 0; j < kOwnBlocks; ++j) {
         const u32 block = side_of_pair + 2 * j;
-        if (block >= kHeadDim / 16) continue;
+        if (block >= kTile / 16) continue;
         load_matrices(b, tiles, at_S + block * (16 * kRowWords) + 8 * k);
         mma_bf16(y[j][0], a[0], a[1], a[2], a[3], b[0], b[1]);
         mma_bf16(y[j][1], a[0], a[1], a[2], a[3], b[2], b[3]);
@@ -830,7 +831,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
 #pragma unroll
       for (int j = 0; j < kOwnBlocks; ++j) {
         const u32 block = side_of_pair + 2 * j;
-        if (block >= kHeadDim / 16) continue;
+        if (block >= kTile / 16) continue;
         load_matrices_transposed(b, tiles, at_V + k * (16 * kXWords) + 8 * block);
         mma_bf16(y[j][0], a[0], a[1], a[2], a[3], b[0], b[1]);
         mma_bf16(y[j][1], a[0], a[1], a[2], a[3], b[2], b[3]);
@@ -839,7 +840,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
 #pragma unroll
     for (int j = 0; j < kOwnBlocks; ++j) {
       const u32 block = side_of_pair + 2 * j;
-      if (block >= kHeadDim / 16) continue;
+      if (block >= kTile / 16) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -877,7 +878,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
     }
   };
 
-  constexpr int kOwnPairs = (kHeadDim / 2 + 31) / 32;
+  constexpr int kOwnPairs = (kTile / 2 + 31) / 32;
   const auto store_outputs = [&](u32 n, u32 at, u32 count) {
     for (u32 t = warp; t < count; t += kWarps) {
       float result[kOwnPairs][2] = {};
@@ -887,22 +888,22 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
 #pragma unroll
         for (int p = 0; p < kOwnPairs; ++p) {
           const u32 pair = lane + 32 * p;
-          if (pair >= kHeadDim / 2) continue;
+          if (pair >= kTile / 2) continue;
           const Pair own = widen_pair(X{}, tiles[at + kAtX + t * kXWords + pair]);
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             v[p][e] = __uint_as_float(tiles[kAtY + (t * kRank + r) * kYWords + 2 * pair + e]);
-            v[p][e] = fmaf(skip, (e ? own.high : own.low) * of_mimo_x[r * kHeadDim + 2 * pair + e], v[p][e]);
+            v[p][e] = fmaf(skip, (e ? own.high : own.low) * of_mimo_x[r * kTile + 2 * pair + e], v[p][e]);
           }
         }
 #pragma unroll
         for (int p = 0; p < kOwnPairs; ++p) {
           const u32 pair = lane + 32 * p;
-          if (pair >= kHeadDim / 2) continue;
+          if (pair >= kTile / 2) continue;
           const Pair gate = widen_pair(X{}, tiles[at + kAtZ + t * kXWords + pair]);
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const u32 i = r * kHeadDim + 2 * pair + e;
+            const u32 i = r * kTile + 2 * pair + e;
             float found = v[p][e];
             found = found * silu((e ? gate.high : gate.low) * of_mimo_z[i]);
             result[p][e] = fmaf(found, of_mimo_o[i], result[p][e]);
@@ -912,7 +913,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
 #pragma unroll
       for (int p = 0; p < kOwnPairs; ++p) {
         const u32 pair = lane + 32 * p;
-        if (pair < kHeadDim / 2) store_u32(out + (u64(n) * kChunk + t) * out_token + 2 * pair, round_pair(X{}, result[p][0], result[p][1]));
+        if (pair < kTile / 2) store_u32(out + (u64(n) * kChunk + t) * out_token + 2 * pair, round_pair(X{}, result[p][0], result[p][1]));
       }
     }
   };
@@ -963,8 +964,8 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
       }
     }
   }
+  for (u32 i = threadIdx.x; i < kTile; i += kThreads) store(v_state + slot * v_state_slot + u64(head) * v_state_head + i, last_v[i]);
   for (u32 i = threadIdx.x; i < kRank * kState; i += kThreads)
     store(k_state + slot * k_state_slot + u64(i / kState) * k_state_rank + u64(head) * k_state_head + i % kState, last_k[i]);
-  for (u32 i = threadIdx.x; i < kHeadDim; i += kThreads) store(v_state + slot * v_state_slot + u64(head) * v_state_head + i, last_v[i]);
   for (u32 i = threadIdx.x; i < kAngles; i += kThreads) store(angle_state + slot * angle_state_slot + u64(head) * angle_state_head + i, starts[chunks % 2 * kAngles + i]);
 }

@@ -90,7 +90,7 @@ FAMILY = Family(
     OPERANDS.written,
     problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2],
+    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles,
     values_of=kernel_values,
 )
 

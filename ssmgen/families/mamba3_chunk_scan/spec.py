@@ -18,11 +18,11 @@ Bytes per token and head: 4 P of x and out, 2 P of z, and 4 N R / (heads of a gr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
-from ...spec.kernel import SM90, Arch, Index, KernelSpec, Loads, Needs, Param, Pdl, must
+from ...spec.kernel import LATER, SM90, Arch, Index, KernelSpec, Loads, Needs, Param, Pdl, must
 from .operands import OPERANDS
 from .problem import ROWS, Mamba3PromptProblem
 
@@ -41,6 +41,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     stages: int = 2  # chunks in shared memory: with 2, one is loaded while another one is scanned
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
+    tiles: int = field(default=1, metadata=LATER)  # blocks that share the rows of a head; each makes the rows of B and C ready
 
     @property
     def needs(self) -> Needs:
@@ -58,9 +59,19 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
         return 1
 
     @property
+    def tile(self) -> int:
+        """Rows of a block."""
+        return self.headdim // self.tiles
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Blocks of a head form a cluster if one of them replaces states that the others read."""
+        return self.tiles if self.started else 1
+
+    @property
     def row_warps(self) -> int:
-        """Warps that divide the state's rows, 16 each."""
-        return self.headdim // 16
+        """Warps that divide a block's rows of the state, 16 each."""
+        return self.tile // 16
 
     @property
     def column_warps(self) -> int:
@@ -70,7 +81,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}r{self.rank}_{self.state.value}_{self.x.value}"
-        how = f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how = (f"t{self.tile}" if self.tiles > 1 else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         return f"mamba3_scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight rows use all banks when they are read as matrices.
@@ -81,7 +92,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
 
     @property
     def x_words(self) -> int:
-        return self.headdim // 2 + 4
+        return self.tile // 2 + 4
 
     @property
     def stage_words(self) -> int:
@@ -99,7 +110,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
             "stages": self.stages * self.stage_words,
             "V": ROWS * self.x_words if self.mimo else 0,
             "M": ROWS * (ROWS // 2 + 4),
-            "state": max(self.headdim * self.row_words, ROWS * (self.headdim + 4)),  # rounded; then y
+            "state": max(self.tile * self.row_words, ROWS * (self.tile + 4)),  # rounded; then y
             "theta": self.chunk * self.angles,
             "weights": 2 * self.rank * self.d_state if self.row_bias else 0,
         }
@@ -111,16 +122,25 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def shared_bytes(self) -> int:
         """Also the arrays that the text declares: numbers of rows and tokens, angles, weights of rows, and the pending token."""
-        factors = (1 + bool(self.z) + (not self.by_rank)) * self.rank * self.headdim if self.mimo else 0
-        own = 11 * ROWS + (WARPS + 2) * self.angles + (self.rank + 2) * self.d_state + 2 * self.headdim + factors + 8
+        factors = (1 + bool(self.z) + (not self.by_rank)) * self.rank * self.tile if self.mimo else 0
+        own = 11 * ROWS + (WARPS + 2) * self.angles + (self.rank + 2) * self.d_state + 2 * self.tile + factors + 8
         return self.dynamic_bytes + 4 * own
 
     def violations(self, arch: Arch) -> list[str]:
-        if problems := self.faults():
+        if problems := [*self.faults(), *must(self.tiles in (1, 2, 4, 8), f"tiles is {self.tiles}; expected 1, 2, 4 or 8")]:
             return problems
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
             *must(self.stages in (1, 2), f"stages is {self.stages}; expected 1 or 2"),
+            *must(
+                self.headdim % (16 * self.tiles) == 0,
+                f"tiles is {self.tiles} of headdim {self.headdim}; expected a divisor that leaves multiples of 16",
+            ),
+            *must(self.tiles == 1 or self.norm_weight is None, f"tiles is {self.tiles} with norm_weight; expected 1, to sum over a head"),
+            *must(
+                arch >= SM90 or self.cluster_blocks == 1,
+                f"tiles is {self.tiles} on {arch}; expected 1 before sm_90: one block replaces states that the others read",
+            ),
             *must(self.min_blocks >= 1, f"min_blocks is {self.min_blocks}; expected 1 or more"),
             *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
             *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for asynchronous copies and bf16"),
@@ -172,11 +192,16 @@ def _spec(problem: Mamba3PromptProblem, **how: Any) -> Mamba3ScanSpec:
     return Mamba3ScanSpec(**{f.name: getattr(problem, f.name) for f in fields(Mamba3PromptProblem)}, **how)
 
 
+def tiled(problem: Mamba3PromptProblem, tiles: int) -> Mamba3ScanSpec:
+    """The variant in which `tiles` blocks share a head."""
+    return _spec(problem, tiles=tiles, stages=1, pdl=Pdl.TRIGGER_LOADED)
+
+
 def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
-    for stages, min_blocks in ((1, 1), (2, 1), (1, 2)):
+    for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4)):
         for pdl in Pdl:
-            spec = _spec(problem, stages=stages, min_blocks=min_blocks, pdl=pdl)
+            spec = _spec(problem, stages=stages, min_blocks=min_blocks, tiles=tiles, pdl=pdl)
             if not spec.violations(arch):
                 yield spec
 

@@ -76,10 +76,22 @@ def test_within_rounding_of_float64(name):
 @needs_emulator
 @pytest.mark.parametrize("R", [1, 4, 3])
 def test_variants_are_bit_equal(R):
-    call = make(2, 70, R=R, x=torch.bfloat16)
+    call = make(2, 70, R=R, P=32, x=torch.bfloat16)
     first = dict(zip(INITIAL, states(call, 2), strict=True))
-    results = [emulated(**call, **first, return_final_states=True, spec=variant(stages=n)) for n in (1, 2)]
-    assert all_same(*results)
+    kinds = ({"stages": 1}, {"stages": 2}, {"tiles": 2})
+    results = [emulated(**call, **first, return_final_states=True, spec=variant(**how)) for how in kinds]
+    assert all(all_same(result, results[0]) for result in results)
+
+
+@costly(2)
+@needs_emulator
+@pytest.mark.parametrize("name", ["published-siso", "published-mimo", "initial-not-aligned", "rank-3", "bare"])
+def test_blocks_may_share_a_head(name):
+    """With flags they form a cluster, because one block replaces k and the angles that all read."""
+    spec = replace(chosen(CASES[name]), tiles=2)
+    assert spec.cluster_blocks == (2 if CASES[name].started else 1)
+    outcome = check(spec, SM90, batch=4)
+    assert outcome.passed, outcome.wrong
 
 
 @costly(2)
@@ -264,6 +276,25 @@ def test_mistakes_are_found(name):
             assert error(t, wanted[n]) < bound, n
 
 
+@needs_emulator
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("  if (tile) return;", "", "also writes"),
+        ("(tile * kTile + state_row)", "state_row", "also writes"),
+        ("  cluster_arrive();", "  if (tile == 0) cluster_arrive();", "cluster"),
+    ],
+)
+def test_mistakes_of_blocks_that_share_a_head_are_found(old, new, words):
+    call = make(2, 70, P=32, x=torch.bfloat16)
+    pools = dict(zip(POOLS, states(call, 2, k=torch.bfloat16), strict=True)) | {"has_initial_state": torch.tensor([True, True])}
+    wanted = exact(call | pools)
+    with found(words):
+        out = emulated(**call, **pools, change=edited(old, new), spec=variant(tiles=2))
+        assert error(out, wanted["out"]) < BOUND and all(error(pools[n], wanted[n]) < STATE for n in POOLS[:3])
+        assert error(pools["angle_state"], wanted["angle_state"]) < 1e-5
+
+
 # Specs.
 
 
@@ -311,6 +342,16 @@ def test_what_no_kernel_serves_in_words(change, words):
     with pytest.raises(UnsupportedError) as e:
         select(OPERATOR, replace(HALVES, **change), 1, SM90, True)
     assert words in str(e.value)
+
+
+def test_spec_violations_in_words():
+    spec = chosen(CASES["siso"])
+    assert "tiles is 3; expected 1, 2, 4 or 8" in replace(spec, tiles=3).violations(SM90)
+    assert "tiles is 4 of headdim 32; expected a divisor that leaves multiples of 16" in replace(spec, tiles=4).violations(SM90)
+    assert any("expected 1, to sum over a head" in v for v in replace(chosen(CASES["batch"]), tiles=2).violations(SM90))
+    shared = replace(spec, tiles=2, pdl=Pdl.OFF)
+    assert any("one block replaces states that the others read" in v for v in shared.violations(Arch(80)))
+    assert "stages is 3; expected 1 or 2" in replace(spec, stages=3).violations(SM90)
 
 
 def test_the_space_is_legal_and_has_the_rules_choices():
