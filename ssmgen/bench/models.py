@@ -111,7 +111,7 @@ def cells(names: Sequence[str] = (), columns: Sequence[str] = ()) -> list[Cell]:
         if case is None:
             continue
         op, options = case
-        alike = str(replace(model, name="", source="", verified=True))
+        alike = str(replace(model, name="", hidden=None, source="", verified=True))
         cell = found.setdefault(f"{column.name} {alike}", Cell(column, op, bench_of(op).points(**options)[0]))
         cell.names.append(name)
     return list(found.values())
