@@ -8,7 +8,7 @@ and names every function that has drifted. pip downloads a wheel without depende
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import subprocess
 import sys
 import tempfile
@@ -30,11 +30,10 @@ class DownloadError(Exception):
 
 def recorded() -> Any:
     """tests/support/engine_signatures.py, as a module: VERSIONS and SIGNATURES."""
-    spec = importlib.util.spec_from_file_location("engine_signatures", ROOT / "tests" / "support" / "engine_signatures.py")
-    assert spec is not None and spec.loader is not None  # a file's name always gives both
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    support = str(ROOT / "tests" / "support")
+    if support not in sys.path:
+        sys.path.append(support)  # it imports another module of that folder
+    return importlib.import_module("engine_signatures")
 
 
 def function_of(parameters: str) -> Callable[..., Any]:
