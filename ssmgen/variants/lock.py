@@ -74,8 +74,7 @@ class Lock:
 
     def __str__(self) -> str:
         variants = {name: asdict(row) for name, row in self.variants.items()}
-        text = json.dumps({"compilers": self.compilers, "variants": variants}, indent=1, sort_keys=True)
-        return RESOURCES.sub(lambda found: re.sub(r"(?<=\{) | (?=\})", "", " ".join(found[0].split())), text) + "\n"
+        return text_of({"compilers": self.compilers, "variants": variants})
 
     def unasked(self) -> dict[str, list[str]]:
         """{compiler: the variants without resources under it}, for compilers without resources for some variants."""
@@ -84,6 +83,12 @@ class Lock:
             for major, build in self.compilers.items()
             if (names := [name for name, row in self.variants.items() if major not in row.resources])
         }
+
+
+def text_of(lock: Mapping[str, Any]) -> str:
+    """The file of a lock, given as JSON values."""
+    text = json.dumps(lock, indent=1, sort_keys=True)
+    return RESOURCES.sub(lambda found: re.sub(r"(?<=\{) | (?=\})", "", " ".join(found[0].split())), text) + "\n"
 
 
 def major_of(build: str) -> str:

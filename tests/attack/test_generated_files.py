@@ -18,7 +18,7 @@ from ssmgen.compile.nvrtc import Resources
 from ssmgen.errors import DriftError, SsmgenError
 from ssmgen.variants import generate
 from ssmgen.variants.generate import ForeignFilesError
-from ssmgen.variants.lock import LOCK, Lock, LockError
+from ssmgen.variants.lock import LOCK, Lock, LockError, text_of
 
 OTHER = "CL-1 V99.9.9"  # a compiler that is not at hand
 
@@ -164,7 +164,7 @@ def altered(lock: dict, path: tuple[str, ...], how: str) -> str:
         place[last + "x"] = place[last]
     else:
         place[last] = ALTERED[how](place[last])
-    return json.dumps(copy, indent=1, sort_keys=True) + "\n"
+    return text_of(copy)
 
 
 def unnoticed(root: Path) -> tuple[int, list[str]]:
