@@ -237,8 +237,7 @@ def grid_of(spec: Any, views: Mapping[str, Tensor]) -> int:
 def kernel_values(spec: Any, views: Mapping[str, Tensor], options: Options) -> dict[str, int | float]:
     """Every kernel argument that is not a pointer."""
     values: dict[str, int | float] = {name.replace("weight", "n"): views[name].shape[0] for name in WEIGHTS if name in views}
-    values |= {"rows": views["x"].shape[0], "eps": options.eps} | OPERANDS.stride_values(spec, views)
-    return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
+    return values | {"rows": views["x"].shape[0], "eps": options.eps} | OPERANDS.stride_values(spec, views)
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
