@@ -56,7 +56,8 @@ def test_cases_pose_what_the_operator_tunes(operator, monkeypatch):
     shapes = {"causal_conv1d": (1, 64, 32), "combine_splits": (16, 2), "chunk_scan": (2, 1, 1, 64), "chunk_delta_rule": (1, 2, 1, 64)}
     for family, shape in (shapes | {"selective_scan": (16, 1, 64), "skinny_linear": (64, 512)}).items():
         monkeypatch.setattr(f"ssmgen.families.{family}.bench.SHAPES", [shape])
-    for family in ("causal_conv1d", "chunk_scan", "chunk_delta_rule", "chunk_linear_attention", "selective_scan"):
+    prompts = ("causal_conv1d", "chunk_scan", "chunk_delta_rule", "chunk_linear_attention", "mamba3_chunk_scan", "selective_scan")
+    for family in prompts:
         monkeypatch.setattr(f"ssmgen.families.{family}.bench.PROMPT", 64)  # of 2048 tokens, two models' prompts hold 230 MiB
     names = [m for m in ("mamba-130m", "rwkv7-1.5b") if cases.used(operator, [m])][:1]
     found = []
