@@ -10,11 +10,13 @@ import fuzz_mutations as mutations
 import pytest
 import torch
 from fuzz import forms
+from selection import costly
 
 import ssmgen
 from ssmgen.calls.api import FUNCTIONS
 
 
+@costly(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_bad_call_works_or_says_why_not(seed):
     report = fuzz.campaign(1000, seed)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mamba3_stand_ins import SIGNATURES, Cache, Layer, OfFla, OfMambaSsm, OfRelease, module_of, twins
+from selection import costly
 from torch import Tensor, nn
 
 from ssmgen.compat import fla, mamba_ssm
@@ -91,6 +92,7 @@ def test_a_step_is_the_layer_s(ssm, layer):
     assert near(patched.step(u, *ours)[0], exact.step(u[:, 0].double(), *theirs)[0].unsqueeze(1)) and alike(ours, theirs)
 
 
+@costly(8)
 @every
 @pytest.mark.parametrize("cuts", [(7,), (1, 6), (4, 1, 1, 3), (3, 4, 1)], ids=str)
 def test_a_prompt_may_be_cut(ssm, layer, cuts):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from mamba3_models import MODELS, exactly, generated, made, prompts
 from mamba3_stand_ins import OfFla, OfMambaSsm, module_of
+from selection import costly
 
 from ssmgen.compat import fla, mamba_ssm
 from ssmgen.engine.accuracy import norm_error
@@ -27,6 +28,7 @@ def patched(name: str, A_form: str | None = None) -> Iterator[Any]:
         yield module.Mamba3
 
 
+@costly(4)
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("name", PATCHES)
 def test_tokens_are_those_of_float64(name, options):

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from selection import costly
 
 pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
@@ -33,6 +34,7 @@ def plain_norms(name: str) -> list[type]:
     return [c for c in found if hf_between.style_of(c) is not None]
 
 
+@costly(6)
 @every_kind
 def test_every_norm_is_recognised(name):
     """But for one that rounds its root."""

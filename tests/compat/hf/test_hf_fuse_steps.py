@@ -154,6 +154,7 @@ def test_counts_that_a_capture_makes_are_not_kept(monkeypatch):
     assert hf_layers.arrivals(layer, 2, state[:1]).shape == (1, 2) and layer._ssmgen_arrivals is kept
 
 
+@pytest.mark.matrix
 def test_long_generations_keep_no_objects():
     model = built("mamba2")
     with hf.patch(model, fuse=True), torch.no_grad():

@@ -29,7 +29,7 @@ from hf_cases import (
     takes_cache,
 )
 from hf_cases import nothing_stays_patched as nothing_stays_patched
-from selection import kept
+from selection import costly, kept
 
 from ssmgen.compat import hf
 from ssmgen.compat.hf import prompts as hf_prompts
@@ -139,6 +139,7 @@ def test_prompts_of_mixed_lengths_generate_what_each_does(name):
 # Its calls.
 
 
+@costly(5)
 @every_kind
 def test_a_layer_is_one_convolution_one_scan_and_one_gated_norm(name):
     model = prompted(name)

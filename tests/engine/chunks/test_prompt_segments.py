@@ -153,6 +153,7 @@ def test_states_at_positions_are_those_on_the_way(case, form):
     laws.states_at_positions_are_those_on_the_way(served(form, 3), case)
 
 
+@costly(1)
 @needs_emulator
 @both
 def test_choices_change_no_bit(case):

@@ -108,7 +108,7 @@ def test_a_scale_is_a_factor_of_the_output(case):
 # Laws of both kernels together.
 
 
-@costly(12, 40)
+@costly(9, 40)
 @needs_emulator
 @each
 @pytest.mark.parametrize("kind", ["random", *ADVERSARIAL])

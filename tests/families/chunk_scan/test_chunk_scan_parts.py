@@ -150,6 +150,7 @@ SPECS = [
 ]
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_check_of_variants(spec):

@@ -16,7 +16,7 @@ from compiled import compiled
 from emulated_calls import needs_emulator
 from kernel_laws import edited, found
 from scan_cases import BF16, F16, F32, SM90, Sizes, emulated, make, same
-from selection import few
+from selection import costly, few
 from test_chunk_scan_warpgroups import PART, variant
 
 import ssmgen
@@ -170,6 +170,7 @@ SPECS = [
 ]  # fmt: skip
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_check_of_variants(spec):
