@@ -30,8 +30,8 @@ constexpr int kTile = kHeadDim;  // rows of a block
 constexpr int kState = 128;  // columns of a state
 constexpr int kRank = 4;
 constexpr int kAngles = 32;
-constexpr int kRows = 64;                // of a chunk: row t kRank + r belongs to token t and rank r
-constexpr int kChunk = kRows / kRank;    // tokens
+constexpr int kChunkRows = 64;                // of a chunk: row t kRank + r belongs to token t and rank r
+constexpr int kChunk = kChunkRows / kRank;    // tokens
 constexpr int kStages = 2;  // chunks in shared memory
 constexpr int kCopy = 16;      // bytes copied at once
 constexpr int kWarps = 8, kThreads = 32 * kWarps, kCopyThreads = kThreads;
@@ -39,12 +39,12 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps, kCopyThreads = kThreads;
 // The state: a warp holds 16 rows and kColumns columns of it.
 constexpr int kRowWarps = 4, kColumnWarps = 2, kColumns = kState / kColumnWarps;
 // Blocks of 16 rows of M and y; blocks of 16 columns of y of one of the two warps that share 16 rows.
-constexpr int kBlocks = kRows / 16, kOwnBlocks = (kTile / 16 + 1) / 2;
+constexpr int kBlocks = kChunkRows / 16, kOwnBlocks = (kTile / 16 + 1) / 2;
 constexpr int kReach = 16 % kRank ? 1 : 0;  // blocks of columns past the diagonal that have rows of the same tokens
 
 // Words of shared memory. The row pitch is 4 words modulo 32, so that eight rows, read as a matrix, cover all banks.
-constexpr int kRowWords = kState / 2 + 4, kXWords = kTile / 2 + 4, kMixWords = kRows / 2 + 4, kYWords = kTile + 4;
-constexpr int kAtB = kRows * kRowWords, kAtX = 2 * kAtB;  // after C
+constexpr int kRowWords = kState / 2 + 4, kXWords = kTile / 2 + 4, kMixWords = kChunkRows / 2 + 4, kYWords = kTile + 4;
+constexpr int kAtB = kChunkRows * kRowWords, kAtX = 2 * kAtB;  // after C
 constexpr int kAtZ = kAtX + 16 * kXWords;
 constexpr int kStageWords = 9856;
 constexpr int kAtV = 19712;
@@ -464,11 +464,11 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
 
   DYNAMIC_SHARED(u32, tiles);  // C, B, x, z of chunks, kStages of them; V; M; the state or y; angles; biases
   // Numbers of the rows of two chunks: s, the weights of M, 2^s, and 2^(s_last - s) weight.
-  SHARED(float, sums, 2 * kRows);
-  SHARED(float, weights, 2 * kRows);
-  SHARED(float, owns, 2 * kRows);
-  SHARED(float, readings, 2 * kRows);
-  SHARED(float, additions, 2 * kRows);
+  SHARED(float, sums, 2 * kChunkRows);
+  SHARED(float, weights, 2 * kChunkRows);
+  SHARED(float, owns, 2 * kChunkRows);
+  SHARED(float, readings, 2 * kChunkRows);
+  SHARED(float, additions, 2 * kChunkRows);
   SHARED(float, deltas, kChunk);  // dt of a chunk's tokens
   SHARED(float, pending, 1);      // delta of a chunk's first token
   SHARED(float, last_k, kRank * kState);  // of the last token so far
@@ -551,7 +551,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
       if (own >= kChunk) continue;
 #pragma unroll
       for (int r = 0; r < kRank; ++r) {
-        const u32 row = n % 2 * kRows + own * kRank + r;
+        const u32 row = n % 2 * kChunkRows + own * kRank + r;
         sums[row] = sum[e];
         weights[row] = weight[e];
         owns[row] = gamma[e];
@@ -731,12 +731,12 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              float& first = v[p][first_of(i)];
-              float& second = v[p][second_of(i)];
-              const float one = first, other = second;
+              float& left = v[p][first_of(i)];
+              float& right = v[p][second_of(i)];
+              const float one = left, other = right;
               const bool turns = 2 * unit + i < kAngles;
-              first = turns ? fmaf(one, cosine[p][i], -(other * sine[p][i])) : one;
-              second = turns ? fmaf(one, sine[p][i], other * cosine[p][i]) : other;
+              left = turns ? fmaf(one, cosine[p][i], -(other * sine[p][i])) : one;
+              right = turns ? fmaf(one, sine[p][i], other * cosine[p][i]) : other;
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -789,7 +789,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
         mma_bf16(product[j][1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
-    const u32 row[2] = {16 * own_rows + quad, 16 * own_rows + quad + 8}, numbers = n % 2 * kRows;
+    const u32 row[2] = {16 * own_rows + quad, 16 * own_rows + quad + 8}, numbers = n % 2 * kChunkRows;
 #pragma unroll
     for (int j = 0; j < kOwnBlocks; ++j) {
 #pragma unroll
@@ -849,7 +849,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
       }
     }
     if (!holds) return;
-    const u32 numbers = n % 2 * kRows;
+    const u32 numbers = n % 2 * kChunkRows;
     const float decay = readings[numbers + kChunk * kRank - 1];
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {

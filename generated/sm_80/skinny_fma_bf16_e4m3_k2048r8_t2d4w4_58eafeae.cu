@@ -17,7 +17,7 @@ struct e4m3 { unsigned char bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-using W = e4m3;
+using Weight = e4m3;
 using Out = bf16;
 constexpr u32 kK = 2048;       // elements of a row
 constexpr u32 kRows = 8;   // of x, at most
@@ -192,16 +192,16 @@ skinny_fma_bf16_e4m3_k2048r8_t2d4w4_58eafeae(
   // A warp's rows of a weight: units count kTile rows over all weights.
   const u32 lane = threadIdx.x % 32, column = lane * kVec;
   const u32 unit = blockIdx.x * kWarps + threadIdx.x / 32;
-  const W* const own = weight;
+  const Weight* const own = weight;
   const u32 first = unit * kTile, all = n, apart = weight_n;
   if (first >= all) return;
 
-  Pack<W, kVec> w[kDepth][kTile];
-  const auto load_weight = [&](Pack<W, kVec> (&into)[kTile], u32 step) {
+  Pack<Weight, kVec> w[kDepth][kTile];
+  const auto load_weight = [&](Pack<Weight, kVec> (&into)[kTile], u32 step) {
     const u32 k = step * kStep + column;
 #pragma unroll
     for (u32 r = 0; r < kTile; ++r) {  // rows that the weight lacks: its last row, once more
-      into[r] = load_vector<W, kVec>(own + u64(min(first + r, all - 1)) * apart + k);
+      into[r] = load_vector<Weight, kVec>(own + u64(min(first + r, all - 1)) * apart + k);
     }
   };
 #pragma unroll

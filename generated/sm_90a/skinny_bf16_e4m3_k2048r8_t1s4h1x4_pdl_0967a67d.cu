@@ -17,7 +17,7 @@ struct e4m3 { unsigned char bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-using W = e4m3;
+using Weight = e4m3;
 using Out = bf16;
 constexpr u32 kK = 2048;          // elements of a row
 constexpr int kColumns = 1;    // eights of rows of x

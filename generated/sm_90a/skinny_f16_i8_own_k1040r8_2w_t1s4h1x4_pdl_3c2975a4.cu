@@ -17,7 +17,7 @@ struct i8 { unsigned char bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = f16;
-using W = i8;
+using Weight = i8;
 using Out = f16;
 constexpr u32 kK = 1040;          // elements of a row
 constexpr int kColumns = 1;    // eights of rows of x
@@ -321,7 +321,7 @@ skinny_f16_i8_own_k1040r8_2w_t1s4h1x4_pdl_3c2975a4(
           if (lane == 0) barrier_arrive_expecting(full, stage, 16 * bytes);
           __syncwarp();
           if (lane < 16) {  // rows that a weight lacks in its last tile: its last row, once more
-            const W* from = weight;
+            const Weight* from = weight;
             u32 row = 16 * tile + lane, last = n - 1, apart = weight_n;
             if (tile >= first_1) from = weight_1, row = 16 * (tile - first_1) + lane, last = n_1 - 1, apart = weight_1_n;
             copy_bulk(stages, stage * kStageWords + lane * kRowWords, from + u64(min(row, last)) * apart + piece * kPiece, bytes, full, stage);

@@ -286,7 +286,8 @@ def cases(device: str) -> dict[str, Callable[[Any], None]]:
     for name, (function, call) in calls(device).items():
         for placed in ("sharded", "replicated"):
             found[f"{name}-over-heads-{placed}"] = lambda mesh, f=function, c=call, p=placed: agrees(mesh, f, c, "head", p)
-        found[f"{name}-local"] = lambda mesh, f=function, c=call: local_shards_agree(mesh, f, c)
+        if function != "mamba3_layer":  # every rank has whole rows of its in-projection, and a part of the heads
+            found[f"{name}-local"] = lambda mesh, f=function, c=call: local_shards_agree(mesh, f, c)
         if not any("indices" in n or "positions" in n for n in call) and function not in ("causal_conv1d", "skinny_linear"):
             found[f"{name}-over-sequences"] = lambda mesh, f=function, c=call: agrees(mesh, f, c, "batch", "replicated")
     return found | {
