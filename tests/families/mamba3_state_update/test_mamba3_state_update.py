@@ -196,9 +196,10 @@ def test_noise_is_selective_state_update_s(dtype):
             assert torch.equal(rounded["state"][slot], stored(precise["state"][slot], rounded["state"].dtype, seed, 7, slot))
 
 
-def angles_stay_accurate(run: Callable[[Mamba3Problem, dict[str, Tensor]], Tensor], bound: float) -> None:
-    """131072 tokens whose angles all grow, to 30000 rad; stored angles are wrapped. run: the angles after a call. bound: of their sines."""
-    T, n = 131072, 4
+def angles_stay_accurate(run: Callable[[Mamba3Problem, dict[str, Tensor]], Tensor], bound: float, T: int = 131072) -> None:
+    """Tokens whose angles all grow, 131072 of them to 30000 rad; stored angles are wrapped. run: the angles after a call. bound: of their
+    sines."""
+    n = 4
     none: dict[str, Any] = {"z": None, "row_norm": None}
     problem = Mamba3Problem(d_state=8, headdim=1, nheads=1, angles=n, several=True, dt_softplus=False, **ALL_F32 | none)
     g = torch.Generator().manual_seed(0)
@@ -209,10 +210,11 @@ def angles_stay_accurate(run: Callable[[Mamba3Problem, dict[str, Tensor]], Tenso
     named["angle"] = torch.randn(1, T, n, generator=g) + 3
     after = run(problem, named).double().cpu().squeeze(1)
     grown = (math.pi * named["dt"].double() * named["angle"].double().tanh()).sum(1)
-    assert grown.min() > 29000 and after.abs().max() <= math.pi * (1 + 1e-7)
+    assert grown.min() > 0.22 * T and after.abs().max() <= math.pi * (1 + 1e-7)
     assert (after.sin() - grown.sin()).abs().max() < bound and (after.cos() - grown.cos()).abs().max() < bound
 
 
 @emulated
-def test_angles_of_many_tokens():
-    angles_stay_accurate(lambda problem, named: run(chosen(problem), named, options_of(problem))["angle_state"], 1e-4)
+@pytest.mark.parametrize("T", [16384, pytest.param(131072, marks=pytest.mark.matrix)])  # the larger one takes 230 MiB of the emulator
+def test_angles_of_many_tokens(T):
+    angles_stay_accurate(lambda problem, named: run(chosen(problem), named, options_of(problem))["angle_state"], 1e-4, T)
