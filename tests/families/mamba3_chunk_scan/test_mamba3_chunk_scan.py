@@ -250,7 +250,11 @@ EDITS = {
     "a barrier too few": ("__syncthreads();  // rows and", "//", "shared memory"),
     "a barrier too few before y": ("__syncthreads();  // y is", "//", "shared memory"),
     "a barrier too few before M": ("__syncthreads();  // M is there", "", "shared memory"),
-    "one set of numbers": ("const u32 row = n % 2 * kRows + own * kRank + r;", "const u32 row = own * kRank + r;", "off|shared memory"),
+    "one set of numbers": (
+        "const u32 row = n % 2 * kChunkRows + own * kRank + r;",
+        "const u32 row = own * kRank + r;",
+        "off|shared memory",
+    ),
     "a pending pair after the last token": (
         "if (n + 1 < chunks) add_pending();",
         "pending[0] = 1.f;\n    add_pending();",
