@@ -85,20 +85,20 @@ def bound_is_eager(function: Callable[..., Any], kwargs: dict[str, Any]) -> None
     assert all(a is b for a, b in zip(pytree.tree_leaves(bound()), pytree.tree_leaves(bound()), strict=True))
 
 
-@costly(8, 40)
+@costly(8, 20)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @each
 def test_opcheck(name):
     passes_opcheck(*call_of(name))
 
 
-@costly(8, 40)
+@costly(8, 20)
 @each
 def test_a_compiled_call_is_the_eager_one(name):
     compiled_is_eager(*call_of(name))
 
 
-@costly(10)
+@costly(10, 20)
 @each
 def test_a_bound_call_is_the_eager_one(name):
     bound_is_eager(*call_of(name))

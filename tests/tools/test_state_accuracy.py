@@ -91,7 +91,7 @@ def test_mamba2_is_ssmgen_s():
     assert torch.allclose(y.flatten(2), found.float(), rtol=1e-5, atol=1e-5)
 
 
-@costly(1)
+@costly(1, 1)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", LAYERS_OF)
 def test_a_short_study(kind):
