@@ -122,7 +122,8 @@ def test_variants_are_bit_equal(name):
     variants = variants[:: max(1, len(variants) // 5)] + [spec for _, spec, _ in candidates(problem, 1, SM90, False) if spec]
     named = trial_of(variants[0], 3, 0).named
     results = [run(spec, named, options_of(problem)) for spec in variants]
-    assert len({(spec.lanes, spec.vec, spec.ilp, spec.threads) for spec in variants}) > 1
+    least = 2 if problem.products and problem.several else 3  # lane maps: tensor cores and several tokens leave two
+    assert len({(spec.lanes, spec.vec, spec.ilp, spec.threads) for spec in variants}) >= least
     assert all(alike(one, results[0]) for one in results)
 
 
@@ -210,7 +211,7 @@ def angles_stay_accurate(run: Callable[[Mamba3Problem, dict[str, Tensor]], Tenso
     named["angle"] = torch.randn(1, T, n, generator=g) + 3
     after = run(problem, named).double().cpu().squeeze(1)
     grown = (math.pi * named["dt"].double() * named["angle"].double().tanh()).sum(1)
-    assert grown.min() > 0.22 * T and after.abs().max() <= math.pi * (1 + 1e-7)
+    assert grown.min() > 29000 * T / 131072 and after.abs().max() <= math.pi * (1 + 1e-7)
     assert (after.sin() - grown.sin()).abs().max() < bound and (after.cos() - grown.cos()).abs().max() < bound
 
 
