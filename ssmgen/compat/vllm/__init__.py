@@ -248,7 +248,7 @@ _LIGHTNING = "vllm.model_executor.layers.lightning_attn"
 _ENGINE: replacing.Engine = replacing.Engine(
     "vllm", "0.33.0",
     [
-        replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update, behind=_noise.refused),
+        replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update, impossible=_noise.impossible),
         replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_scan_fn", selective_scan_fn),
         replacing.Replacement(f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen", mamba_chunk_scan_combined_varlen),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
