@@ -79,7 +79,7 @@ def lightning_drafts(s_offsets: Tensor, **call: Any) -> Tensor:
 
 
 def of_drafts() -> dict[str, Any]:
-    rows = {n: randn(12, HV, K, seed=s) for s, n in enumerate("qkv")}
+    rows = {n: randn(12, HV, width, seed=s) for s, (n, width) in enumerate((("q", K), ("k", K), ("v", V)))}
     rows |= {"s": states(9, layout="kv"), "s_offsets": SLOTS[:3].clone(), "caches": torch.zeros(4, 5, HV, K, V)}
     return rows | {"decay_scales": torch.linspace(0.01, 0.5, HV), "cache_indices": torch.tensor([3, 1, 0], dtype=torch.int32)}
 
