@@ -117,13 +117,12 @@ def alike(a: dict[str, Tensor], b: dict[str, Tensor], names: Any = (*POOLS, "out
 @emulated
 @pytest.mark.parametrize("name", ["siso", "mimo", "siso-f32", "p80", "norm", "noise", "tokens", "drafts"])
 def test_variants_are_bit_equal(name):
-    problem = CASES[name] if CASES[name].rank == 1 else replace(CASES[name], headdim=64)
+    problem = CASES[name]
     variants = [spec for spec in space(problem, SM90) if spec.pdl is Pdl.TRIGGER_LOADED]
     variants = variants[:: max(1, len(variants) // 5)] + [spec for _, spec, _ in candidates(problem, 1, SM90, False) if spec]
     named = trial_of(variants[0], 3, 0).named
     results = [run(spec, named, options_of(problem)) for spec in variants]
-    least = 2 if problem.products and problem.several else 3  # lane maps: tensor cores and several tokens leave two
-    assert len({(spec.lanes, spec.vec, spec.ilp, spec.threads) for spec in variants}) >= least
+    assert len({(spec.lanes, spec.vec, spec.ilp, spec.threads) for spec in variants}) > 2
     assert all(alike(one, results[0]) for one in results)
 
 
