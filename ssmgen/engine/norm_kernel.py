@@ -11,7 +11,7 @@ group. A missing neighbour adds nothing. The sum for the mean, which is subtract
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..spec.kernel import LATER, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .norm import Activation
@@ -94,6 +94,8 @@ class NormKernel(KernelSpec, NormProblem):
     A family's spec adds its name and its template, which may extend the template of the separate norm. `roles` are the operands by their
     names in the template, `operands` by their names in the call.
     """
+
+    triggers_first: ClassVar[bool] = True
 
     vec: int  # elements per thread and pass
     team: int  # threads that own a group

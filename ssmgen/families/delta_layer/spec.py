@@ -39,6 +39,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
     norm_inside: bool = False  # this kernel does the norm
     clustered: bool = field(default=False, metadata=LATER)  # the blocks of a head form a thread-block cluster, and norm it together
     norm_threads: int = 32  # threads per block of a separate norm kernel, about
+    norm_pdl: Pdl = field(default=Pdl.TRIGGER_LOADED, metadata=LATER)  # where a separate norm lets dependents start, unless pdl is off
 
     @property
     def template(self) -> str:
@@ -46,7 +47,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
 
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        return (self,) if self.norm_inside else (self, *self.norm_kernels(self.norm_threads))
+        return (self,) if self.norm_inside else (self, *self.norm_kernels(self.norm_threads, self.norm_pdl))
 
     @property
     def norm_vec(self) -> int:
@@ -70,6 +71,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
                 not self.several or self.chunk == self.conv.tokens,
                 f"chunk is {self.chunk}; expected conv_tokens {self.conv.tokens}, all staged at once",
             ),
+            *self.norm_pdl_violations(self.norm_pdl, self.norm.weight is not None and not self.norm_inside),
             *must(self.norm_inside or not self.clustered, "clustered is yes and norm_inside is no; expected both or neither"),
             *must(
                 not (self.norm_inside and self.several),

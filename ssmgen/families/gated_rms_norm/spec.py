@@ -43,7 +43,7 @@ def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
     for vec in (4, 8):
         for held in (4, 8, 16, 32):
             for threads in (32, 64, 128, 256):
-                for pdl in (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED):
+                for pdl in (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_FIRST, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED):
                     found.setdefault(_shape(problem, held, threads, vec, pdl=pdl))
     yield from (spec for spec in found if not spec.violations(arch))
 

@@ -79,6 +79,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
     family: ClassVar[str] = OPERATOR
 
     norm_threads: int = 32  # threads per block of the norm, about
+    norm_pdl: Pdl = field(default=Pdl.TRIGGER_LOADED, metadata=LATER)  # where the norm lets dependents start, unless pdl is off
     windows_ahead: bool = field(default=False, metadata=LATER)  # with a block's tile, also prefetches its windows into L2
 
     @property
@@ -97,7 +98,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
 
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        return (self, *self.norm_kernels(self.norm_threads))
+        return (self, *self.norm_kernels(self.norm_threads, self.norm_pdl))
 
     def violations(self, arch: Arch) -> list[str]:
         if found := RowSpec.violations(self, arch) or self.conv_violations(self.tile):
@@ -106,7 +107,12 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
             not self.windows_ahead or (self.prefetch > 0 and not self.several and self.conv.layout is StateLayout.RUNS),
             "windows_ahead is yes; expected prefetch, one token and conv_layout=runs with it",
         )
-        return [*ahead, *staged_violations(self), *(problem for kernel in self.kernels[1:] for problem in kernel.violations(arch))]
+        return [
+            *ahead,
+            *self.norm_pdl_violations(self.norm_pdl, self.norm.weight is not None),
+            *staged_violations(self),
+            *(problem for kernel in self.kernels[1:] for problem in kernel.violations(arch)),
+        ]
 
     @property
     def shared_bytes(self) -> int:
