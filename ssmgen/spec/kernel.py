@@ -289,7 +289,7 @@ class KernelSpec:
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
             *must(
                 self.triggers_first or self.pdl is not Pdl.TRIGGER_FIRST,
-                "pdl is trigger_first; expected a trigger after the wait: the next kernel may read results of earlier ones before its own wait",
+                "pdl is trigger_first; expected a trigger after the wait: the next kernel may read older results before its own",
             ),
         ]
 

@@ -8,8 +8,8 @@ WAIT = "wait_for_upstream();"
 
 
 def exits_without_wait(text: str) -> list[str]:
-    """The conditions of each such path, joined by " and "; "always" for a path without any. Loops may have no passes. Lambdas and local types
-    are not followed."""
+    """The conditions of each such path, joined by " and "; "always" for a path without any. Loops may have no passes. Lambdas and local
+    types are not followed."""
     body = re.sub(r"//[^\n]*|^\s*#[^\n]*", "", text[text.index('extern "C"') :], flags=re.M)
     found: list[str] = []
     body = body[body.index(") {") + 2 :]
