@@ -46,15 +46,20 @@ class Form:
     cublas: bool = False  # products by torch
     fused: bool = False  # the norm and the residual are in the products
 
-    def changed(self, spec: Any) -> KernelSpec:
+    def changed(self, spec: KernelSpec) -> KernelSpec:
         """The variant with this form's triggers."""
         if not self.pdl:
             return spec
         if spec.family == "gated_rms_norm":
-            return replace(spec, pdl=self.norm or spec.pdl)
+            return replaced(spec, pdl=self.norm or spec.pdl)
         if spec.family == "mamba2_layer":
-            return replace(spec, pdl=self.layer or spec.pdl, norm_pdl=self.layer_norm)
+            return replaced(spec, pdl=self.layer or spec.pdl, norm_pdl=self.layer_norm)
         return spec
+
+
+def replaced(spec: Any, **change: Any) -> KernelSpec:
+    found: KernelSpec = replace(spec, **change)
+    return found
 
 
 FIRST = Pdl.TRIGGER_FIRST
@@ -87,8 +92,10 @@ class Chain:
     @property
     def bytes(self) -> int:
         """Weights are read; states are read and written."""
-        weights = sum(t.numel() * t.element_size() for layer in self.layers for t in (layer.into, layer.out))
-        return weights + sum(2 * t.numel() * t.element_size() for states in self.states for t in (states["state"], states["conv_state"]))
+        weights = [t for layer in self.layers for t in (layer.into, layer.out)]
+        states = [states[name] for states in self.states for name in ("state", "conv_state")]
+        total: int = sum(t.nbytes for t in weights) + 2 * sum(t.nbytes for t in states)
+        return total
 
     def restart(self) -> None:
         for states in self.states:
