@@ -151,6 +151,9 @@ class NormKernel(KernelSpec, NormProblem):
             *self.arch_violations(arch),
         ]
 
+    def with_early_triggers(self) -> KernelSpec:
+        return self if self.pdl is Pdl.OFF else replace(self, pdl=Pdl.TRIGGER_FIRST)
+
     @property
     def needs(self) -> Needs:
         return replace(super().needs, guarded=self.partial)

@@ -278,6 +278,10 @@ class KernelSpec:
         """(bytes of state that a block reads, the bytes of them in flight at once); None if this says little about the time."""
         return None
 
+    def with_early_triggers(self) -> KernelSpec:
+        """The same variant for small calls: the next kernel starts as early as the contracts of the call's kernels allow."""
+        return self
+
     def violations(self, arch: Arch) -> list[str]:
         """Every broken constraint in words; the only place that knows what is legal."""
         raise NotImplementedError
@@ -287,10 +291,7 @@ class KernelSpec:
         return [
             *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for {needs}"),
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
-            *must(
-                self.triggers_first or self.pdl is not Pdl.TRIGGER_FIRST,
-                "pdl is trigger_first; expected a trigger after the wait: the next kernel may read older results before its own",
-            ),
+            *must(self.triggers_first or self.pdl is not Pdl.TRIGGER_FIRST, "pdl is trigger_first; expected a trigger after the wait"),
         ]
 
     def check(self, arch: Arch) -> None:

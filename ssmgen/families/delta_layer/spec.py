@@ -9,7 +9,7 @@ into the shared memory that linear_attention stages them in, and a second kernel
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
@@ -24,6 +24,7 @@ from .operands import FUNCTIONS
 from .problem import DeltaLayerProblem
 
 OPERATOR = "delta_layer"
+EARLY = 16  # sequences up to which the layer triggers early: the out-projection of as many rows loads its weights meanwhile
 # Most elements per lane of a warp that norms a block's rows.
 NORM_VEC = 8
 # Blocks of a cluster that every device with clusters can launch.
@@ -45,9 +46,15 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
     def template(self) -> str:
         return f"delta_layer/{'several_tokens' if self.several else 'one_token'}.cu.j2"
 
+    def with_early_triggers(self) -> KernelSpec:
+        """Of a separate norm; the first kernel keeps its trigger: the norm loads its gate before the first kernel has ended."""
+        alone = self.norm_inside or self.norm.weight is None
+        return self if self.pdl is Pdl.OFF or alone else replace(self, norm_pdl=Pdl.TRIGGER_FIRST)
+
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        return (self,) if self.norm_inside else (self, *self.norm_kernels(self.norm_threads, self.norm_pdl))
+        first = replace(self, norm_pdl=Pdl.TRIGGER_LOADED)  # it does not depend on the norm's trigger
+        return (first,) if self.norm_inside else (first, *self.norm_kernels(self.norm_threads, self.norm_pdl))
 
     @property
     def norm_vec(self) -> int:

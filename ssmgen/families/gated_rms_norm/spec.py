@@ -20,6 +20,7 @@ from ...engine.norm_kernel import FEW, NormKernel, NormProblem, shape
 from ...spec.kernel import Arch, Pdl
 
 OPERATOR = "gated_rms_norm"
+EARLY = 128  # groups up to which it triggers early, for a product that loads its weights meanwhile: 16 rows of a Mamba-2 layer's 8
 SIZE, MAX_SIZE = "groups", 2**17  # the rules compare this size; beyond the maximum, nothing changes
 
 

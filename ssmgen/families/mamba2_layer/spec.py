@@ -22,6 +22,7 @@ from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, N
 from .operands import OPERANDS
 
 OPERATOR = "mamba2_layer"
+EARLY = 16  # sequences up to which the layer triggers early: the out-projection of as many rows loads its weights meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +97,14 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         needs = super().needs
         return replace(needs, streaming=self.intermediates, lines=needs.lines or self.windows_ahead)
 
+    def with_early_triggers(self) -> KernelSpec:
+        """The first kernel keeps its trigger: the norm loads its gate before the first kernel has ended."""
+        return self if self.pdl is Pdl.OFF or self.norm.weight is None else replace(self, norm_pdl=Pdl.TRIGGER_FIRST)
+
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        return (self, *self.norm_kernels(self.norm_threads, self.norm_pdl))
+        first = replace(self, norm_pdl=Pdl.TRIGGER_LOADED)  # it does not depend on the norm's trigger
+        return (first, *self.norm_kernels(self.norm_threads, self.norm_pdl))
 
     def violations(self, arch: Arch) -> list[str]:
         if found := RowSpec.violations(self, arch) or self.conv_violations(self.tile):
