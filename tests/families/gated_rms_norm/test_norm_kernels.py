@@ -105,6 +105,7 @@ CHECKED = {
     "lane": "size=8,vec=8,team=1,threads=32,activation=sigmoid",
     "warp": "size=200,vec=4,team=32,norm_first=yes,weight=f32",
     "block": "size=1280,vec=8,team=160,threads=160,x=f16,gate=f16,out=f16,pdl=trigger_top",
+    "first": "size=1024,vec=8,team=128,threads=128,gate=none,residual=bf16,sum=f32,pdl=trigger_first",
     "passes": "size=1280,vec=4,team=64,threads=64,grouped=yes",
     "part": "size=3000,vec=4,team=256,threads=256,out=f32",
     "odd": "size=100,vec=4,team=8,gate=none,weight=none,x=f32,loads=element",
