@@ -13,10 +13,14 @@ from mamba3_cases import POOLS
 from selection import costly
 from torch import Tensor
 
+import ssmgen
 from ssmgen import emulator
+from ssmgen.calls.checks import DTYPES
 from ssmgen.emulator.check import check, trial_of
+from ssmgen.engine.accuracy import norm_error
 from ssmgen.engine.recurrences.mamba3.problem import Mamba3Problem, Rate, Rotary
 from ssmgen.engine.stochastic_reference import stored
+from ssmgen.engine.trial import TOLERANCE
 from ssmgen.families.mamba3_state_update import planning
 from ssmgen.families.mamba3_state_update.spec import candidates, space
 from ssmgen.families.selective_state_update import planning as ssu
@@ -105,12 +109,33 @@ def options_of(problem: Mamba3Problem, **changes: Any) -> Any:
     return planning.Options(problem.rate.value, problem.rotary.value, **given | changes)
 
 
+def arguments(problem: Mamba3Problem, named: dict[str, Tensor]) -> dict[str, Any]:
+    """The public function's arguments for a trial's operands."""
+    options = options_of(problem)._asdict() | {"zero_padding": problem.zero_padding}
+    return (
+        {"angle_state": None, "angle": None} | named | {name: value for name, value in options.items() if name != "philox_rounds" or value}
+    )
+
+
 def bits(t: Tensor) -> Tensor:
     return t.contiguous().view({4: torch.int32, 2: torch.int16}[t.element_size()])
 
 
 def alike(a: dict[str, Tensor], b: dict[str, Tensor], names: Any = (*POOLS, "out")) -> bool:
     return all(torch.equal(bits(a[name]), bits(b[name])) for name in names if name in a)
+
+
+@pytest.mark.parametrize("name", ["siso", "bare", "by-rank", "drafts"])
+def test_the_public_function_takes_a_trial_s_operands(name):
+    problem = CASES[name]
+    trial = trial_of(chosen(problem), 3, 5)
+    exact = {n: trial.views[n].double() for n in (*POOLS, "out") if n in trial.views}
+    trial.reference(trial.views | exact)
+    named = {n: t.clone() if n in (*POOLS, "out") else t for n, t in trial.named.items()}
+    assert ssmgen.mamba3_state_update(**arguments(problem, named)) is named["out"]
+    views = planning.CALLER.checked(named, options_of(problem), None)
+    for n, want in exact.items():
+        assert norm_error(views[n].double(), want) < TOLERANCE[DTYPES[views[n].dtype]], n
 
 
 @costly(3)
