@@ -1,7 +1,7 @@
 """A decode step of Mamba-2 layers as a chain of dependent launches: python -m tools.chain [--rows N …] [--layers N] [--json]
 
 A layer is Mamba-Codestral-7B's: norm with residual, in-projection 18560 x 4096, mamba2_layer with bf16 states, out-projection 4096 x 8192.
-Forms differ in the place of the triggers, in the products and in the place of the norm. All but cublas must give the same bits, which is
+Forms differ in triggers, in products, and in whether the norm is fused. All but cublas must give the same bits, which is
 checked first. A form's time is one captured step; its weights exceed any cache, so they come from memory. The floor is the bytes of weights
 and states, each read once and states also written, over the rate of a copy in the same run.
 """
@@ -76,14 +76,14 @@ FORMS = {
 
 
 class Chain:
-    """Layers, and what a step of `rows` sequences reads and writes."""
+    """Layers, and the tensors of a step of `rows` sequences."""
 
     def __init__(self, device: str, rows: int, layers: int = LAYERS, **sizes: int):
         self.layers = [Layer(device, **sizes) for _ in range(layers)]
         hidden, into = self.layers[0].out.shape[0], self.layers[0].into.shape[0]
         self.states = [layer.states(rows) | {"state": layer.states(rows)["state"].to(BF16)} for layer in self.layers]
         self.norms = [torch.rand(hidden, device=device, dtype=BF16) + 0.5 for _ in self.layers]
-        self.token = torch.randn(rows, hidden, device=device, dtype=BF16)  # and what a layer adds
+        self.token = torch.randn(rows, hidden, device=device, dtype=BF16)
         self.added, self.normed, self.residual = (torch.zeros_like(self.token) for _ in range(3))
         self.zeros = torch.zeros_like(self.token)
         self.projected = torch.zeros(rows, into, device=device, dtype=BF16)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Collection, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter

@@ -99,7 +99,7 @@ LAYERS = [named_of(NEMOTRON, batch=2), named_of(MAMBA2, batch=8, state=F32), nam
 @named(LAYERS)
 @pytest.mark.parametrize("first", [{"norm_pdl": FIRST}, {"pdl": FIRST}, {"pdl": FIRST, "norm_pdl": FIRST}], ids=["norm", "layer", "both"])
 def test_a_layer_waits_for_a_late_producer(case, first):
-    """A norm behind a first kernel that triggers before its wait must not read the gate early: the same chain with such a norm fails."""
+    """A norm after a first kernel that triggers before its wait must not read the gate early: the same chain with such a norm fails."""
     assert_waits_for_its_producer(case, **first)
 
 

@@ -36,7 +36,7 @@ class _Paths:
             self.at += 1
 
     def _closed(self, opening: str, closing: str) -> str:
-        """What a pair of brackets holds that opens here."""
+        """The text between the brackets that open here."""
         first, depth = self.at, 1
         while depth:
             self.at += 1

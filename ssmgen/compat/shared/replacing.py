@@ -54,6 +54,7 @@ NAMES = (
     "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
     "Qwen4ExpPLELayer._short_conv", "QwenGatedDeltaNetAttention._forward_core", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
     "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",
+    "FusedRMSNormGated.forward_native", "Mixer2RMSNormGated.forward_native", "RMSNormGated.forward_native",
     "LogitsProcessor._compute_lm_head", "UnquantizedEmbeddingMethod.apply", "UnquantizedLinearMethod.apply",
 )  # fmt: skip
 

@@ -56,6 +56,9 @@ from .mamba import selective_scan_fn as selective_scan_fn
 from .merging import merge_attn_states as merge_attn_states
 from .norms import layer_norm_fwd as layer_norm_fwd
 from .norms import mixer2_rms_norm_gated as mixer2_rms_norm_gated
+from .norms import native_fused_rms_norm as native_fused_rms_norm
+from .norms import native_mixer2_norm as native_mixer2_norm
+from .norms import native_rms_norm as native_rms_norm
 from .norms import rms_norm_gated as rms_norm_gated
 from .replay import selective_state_update_replayssm_flashinfer as selective_state_update_replayssm_flashinfer
 from .replay import selective_state_update_replayssm_output_only as selective_state_update_replayssm_output_only

@@ -47,7 +47,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
         return f"delta_layer/{'several_tokens' if self.several else 'one_token'}.cu.j2"
 
     def with_early_triggers(self) -> KernelSpec:
-        """Of a separate norm; the first kernel keeps its trigger: the norm loads its gate before the first kernel has ended."""
+        """A separate norm triggers early. The first kernel keeps its trigger: the norm loads its gate before that kernel has ended."""
         alone = self.norm_inside or self.norm.weight is None
         return self if self.pdl is Pdl.OFF or alone else replace(self, norm_pdl=Pdl.TRIGGER_FIRST)
 

@@ -98,7 +98,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         return replace(needs, streaming=self.intermediates, lines=needs.lines or self.windows_ahead)
 
     def with_early_triggers(self) -> KernelSpec:
-        """The first kernel keeps its trigger: the norm loads its gate before the first kernel has ended."""
+        """The norm triggers early. The first kernel keeps its trigger: the norm loads its gate before that kernel has ended."""
         return self if self.pdl is Pdl.OFF or self.norm.weight is None else replace(self, norm_pdl=Pdl.TRIGGER_FIRST)
 
     @property

@@ -185,7 +185,7 @@ def test_the_rules_are_legal_and_agree_about_thresholds():
     for spec, arch in every_rule():
         assert not spec.violations(arch)
     problem = NormProblem(size=128, grouped=True)
-    assert len(registry.variants(kernels.OPERATOR, problem, SM90, True, MAX_SIZE)) == 3
+    assert len(registry.variants(kernels.OPERATOR, problem, SM90, True, MAX_SIZE)) == 4
     assert len(list(kernels.space(problem, SM90))) >= 60
 
 
