@@ -250,6 +250,7 @@ template <class T>
 }
 
 inline void load_shared_2xu32(const emulator::Shared<unsigned>& from, unsigned i, unsigned* r) { emulator::load_pair(r, from.array(), i); }
+inline void store_shared_2xu32(emulator::Shared<unsigned>& to, unsigned i, const unsigned* v) { emulator::store_pair(to.array(), i, v); }
 
 template <unsigned Size = 16, class T>
 inline void copy_async(const emulator::Shared<T>& to, unsigned i, const void* from, unsigned bytes = Size) {

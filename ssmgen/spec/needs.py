@@ -23,6 +23,7 @@ class Needs:
     lines: bool = False  # prefetches of single lines into L2
     matrices: bool = False  # loads of tensor core operands from shared memory
     shared_pairs: bool = False  # loads of two words at once from shared memory
+    shared_pair_stores: bool = False  # stores of two words at once to shared memory
     shared_quads: bool = False  # loads and stores of four words at once; warpgroups have them
     matrix_turns: bool = False  # matrices that are transposed in registers
     matrix_stores: bool = False  # stores of matrices to shared memory, from sm_90 on; warpgroups have them
