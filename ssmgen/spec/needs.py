@@ -11,6 +11,7 @@ class Needs:
     aligned vectors are always included, and so are the conversions of the types in the spec's fields."""
 
     math: bool = False  # exponentials and reciprocals
+    circle: bool = False  # approximate sines and cosines, in addition
     logs: bool = False  # logarithms, in addition
     elements: bool = False  # vectors gathered from elements that are unaligned or not contiguous
     guarded: bool = False  # gathered vectors with only some of their elements
@@ -23,12 +24,12 @@ class Needs:
     lines: bool = False  # prefetches of single lines into L2
     matrices: bool = False  # loads of tensor core operands from shared memory
     shared_pairs: bool = False  # loads of two words at once from shared memory
-    shared_pair_stores: bool = False  # stores of two words at once to shared memory
     shared_quads: bool = False  # loads and stores of four words at once; warpgroups have them
     matrix_turns: bool = False  # matrices that are transposed in registers
     matrix_stores: bool = False  # stores of matrices to shared memory, from sm_90 on; warpgroups have them
     places: bool = False  # loads and stores of one or four words, at constant offsets from a lane's address in shared memory
     placed_pairs: bool = False  # loads of two words at such offsets
+    placed_pair_stores: bool = False  # stores of one or two words at such offsets
     placed_stores: bool = False  # stores of matrices at such offsets
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # barriers in shared memory, and bulk copies that signal them; from sm_90 on

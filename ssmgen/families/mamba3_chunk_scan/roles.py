@@ -42,7 +42,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     @property
     def needs(self) -> Needs:
         return Needs(
-            math=True, matrices=True, copies=True, barriers=True, meetings=True, shared_pairs=True, shared_pair_stores=True,
+            math=True, circle=self.rotates, matrices=True, places=True, copies=True, barriers=True, meetings=True, shared_pairs=True, placed_pairs=True, placed_pair_stores=True,
             shared_quads=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
         )  # fmt: skip
 
@@ -66,7 +66,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
             "stages": self.stages * self.stage_words,
             "state": 2 * self.tile * self.row_words,  # rounded, of two chunks
             "y": ROWS * (self.tile + 8),
-            "turns": 2 * self.chunk * self.turn_words,
+            "turns": 2 * self.chunk * self.turn_words + (8 if self.rotates else 0),
             "weights": 2 * self.rank * self.d_state if self.row_bias else 0,
         }
 

@@ -47,8 +47,9 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def needs(self) -> Needs:
         return Needs(
-            math=True, matrices=True, copies=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value
-        )
+            math=True, circle=self.rotates, matrices=True, copies=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
+            mma=self.x.value,
+        )  # fmt: skip
 
     @property
     def threads_per_block(self) -> int:
