@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
-from ...spec.kernel import LATER, SM90, Arch, Loads, Needs, must
+from ...spec.kernel import LATER, Arch, Loads, Needs, must
 from .problem import ROWS
 from .spec import Mamba3ScanSpec
 
@@ -35,6 +35,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     HOLDERS: ClassVar[int] = 4
     WRITERS: ClassVar[int] = ROWS // 16
     MAKERS: ClassVar[int] = 8
+    REGISTERS: ClassVar[tuple[int, int, int]] = (112, 112, 144)  # of their threads, which begin with 128
     state_warps: ClassVar[int] = HOLDERS
 
     stages: int = field(default=2, metadata=LATER)
@@ -43,7 +44,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     def needs(self) -> Needs:
         return Needs(
             math=True, circle=self.rotates, matrices=True, places=True, copies=True, barriers=True, meetings=True, shared_pairs=True, placed_pairs=True, placed_pair_stores=True,
-            shared_quads=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
+            shared_quads=True, registers=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
         )  # fmt: skip
 
     @property
@@ -82,7 +83,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
             return problems
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
-            *must(arch >= SM90, f"arch is {arch}; expected sm_90 or later, for barriers in shared memory"),
+            *must(arch.suffix == "a", f"arch is {arch}; expected sm_90a or sm_100a, on which warps change their numbers of registers"),
             *must(self.stages == 2, f"stages is {self.stages}; expected 2, with warps of several roles"),
             *must(self.min_blocks == 1, f"min_blocks is {self.min_blocks}; expected 1: a block has all registers of an SM"),
             *must(self.d_state <= MOST_COLUMNS, f"d_state is {self.d_state}; expected at most {MOST_COLUMNS}, with warps of several roles"),

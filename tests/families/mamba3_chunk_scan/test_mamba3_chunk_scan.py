@@ -22,7 +22,7 @@ from ssmgen.errors import UnsupportedError
 from ssmgen.families.mamba3_chunk_scan.problem import Mamba3PromptProblem
 from ssmgen.families.mamba3_chunk_scan.roles import Mamba3RolesSpec
 from ssmgen.families.mamba3_chunk_scan.rules import candidates, space
-from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR, Mamba3ScanSpec
+from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR
 from ssmgen.select.registry import select
 from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl
 
