@@ -8,7 +8,8 @@ from ...spec.kernel import DType, Index, Loads, changed
 from ...variants.defaults import Default, FixedSpec
 from .models import ASKS
 from .problem import Mamba3PromptProblem
-from .spec import OPERATOR, tiled
+from .rules import tiled
+from .spec import OPERATOR
 
 HEADS = 64  # of both models
 

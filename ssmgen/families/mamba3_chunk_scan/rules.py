@@ -1,0 +1,43 @@
+"""The variants of mamba3_chunk_scan for a problem, and the choice for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from ...spec.kernel import Arch, Pdl
+from .problem import Mamba3PromptProblem
+from .roles import Mamba3RolesSpec
+from .spec import Mamba3ScanSpec
+
+SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
+
+
+def _spec(kind: type[Mamba3ScanSpec], problem: Mamba3PromptProblem, **how: Any) -> Mamba3ScanSpec:
+    return kind(**{f.name: getattr(problem, f.name) for f in fields(Mamba3PromptProblem)}, **how)
+
+
+def tiled(problem: Mamba3PromptProblem, tiles: int) -> Mamba3ScanSpec:
+    """The variant in which `tiles` blocks share a head."""
+    return _spec(Mamba3ScanSpec, problem, tiles=tiles, stages=1, pdl=Pdl.TRIGGER_LOADED)
+
+
+def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
+    """Every legal variant of a problem, within the axes that are worth a trial."""
+    tried: list[Mamba3ScanSpec] = []
+    for pdl in Pdl:
+        tried += [_spec(Mamba3RolesSpec, problem, tiles=tiles, pdl=pdl) for tiles in (1, 2, 4)]
+        tried += [
+            _spec(Mamba3ScanSpec, problem, stages=stages, min_blocks=min_blocks, tiles=tiles, pdl=pdl)
+            for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4))
+        ]
+    yield from (spec for spec in tried if not spec.violations(arch))
+
+
+def candidates(problem: Mamba3PromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba3ScanSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    yield "warps with roles", _spec(Mamba3RolesSpec, problem, pdl=wait), ""
+    for stages in (2, 1):
+        yield "1 stage" if stages == 1 else f"{stages} stages", _spec(Mamba3ScanSpec, problem, stages=stages, pdl=wait), ""
