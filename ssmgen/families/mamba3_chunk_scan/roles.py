@@ -43,9 +43,9 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     @property
     def needs(self) -> Needs:
         return Needs(
-            math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True, places=True,
-            placed_pairs=True, placed_pair_stores=True, shared_quads=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
-            mma=self.x.value,
+            math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True,
+            places=True, placed_pairs=True, placed_pair_stores=True, shared_quads=True,
+            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
         )  # fmt: skip
 
     @property
