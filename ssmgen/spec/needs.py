@@ -35,6 +35,7 @@ class Needs:
     box_prefetches: bool = False  # prefetches of boxes into L2
     uneven: bool = False  # copies of boxes from tensors whose rows are not a multiple of 64 columns
     warpgroups: tuple[int, ...] = ()  # columns of the warpgroups' products, of `mma`'s type; sm_90a
+    peers: bool = False  # loads and stores of four words of another block of the cluster; warpgroups have them
     panels: bool = False  # operands of warpgroups whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block reach from several places in the text
     differences: bool = False  # of two 16-bit numbers at once, from sm_90 on
