@@ -458,8 +458,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
     u32 angle_angle, u32 D_head, u32 z_token, u32 z_head, u32 dt_bias_head, u32 B_norm_n, u32 C_norm_n, u32 B_bias_head,
     u32 B_bias_rank, u32 C_bias_head, u32 C_bias_rank, u32 state_head, u32 k_state_rank, u32 k_state_head,
     u32 v_state_head, u32 angle_state_head, u32 out_token, u32 out_head, float eps, float A_floor) {
-  // Blocks iterate over the heads, which share B and C, then the sequences.
-  // The blocks of a cluster have one part each of a head's sequence.
+  // Blocks iterate over the parts of a sequence, then the heads, which share B and C, then the sequences.
   const u32 place = blockIdx.x % kParts, item = blockIdx.x / kParts;
   const u32 sequence = item / heads, head = item % heads, group = head / group_heads;
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
@@ -1076,7 +1075,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
       }
     }
   };
-  // Four numbers of the state lie together, those of a warp's lanes one after the other, and blocks of 8 columns kRowWarps warps apart.
+  // Where a lane's four numbers of 8 columns are: a warp's lanes follow each other, then the warps of other rows, then other columns.
   const auto place_of = [&](u32 block) { return ((block * kRowWarps + warp % kRowWarps) * 32 + lane) * 4; };
   const u32 first_block = warp / kRowWarps * (kColumns / 8);
 

@@ -43,8 +43,5 @@ DEFAULTS = {
     "SISO, two blocks for a head": FixedSpec(tiled(SISO, 2)),
     "SISO, a long prompt of few heads": Default(changed(SISO, segments=by_rule(FEW), segment_chunks=LEAST), FEW),
     "MIMO, packed, with pools, long prompts of few heads": Default(changed(MIMO_POOL, segments=by_rule(FEW), segment_chunks=LEAST), FEW),
-    "rank 3, initial states, two parts without rotation": Default(
-        changed(MIMO, rank=3, angles=0, angle=None, row_bias=None, initial=True, segments=2), FEW
-    ),
     "rank 3, A by softplus": Default(changed(MIMO_POOL, rank=3, rate=Rate.SOFTPLUS), HEADS),
 }  # fmt: skip
