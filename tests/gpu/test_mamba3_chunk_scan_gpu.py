@@ -21,7 +21,8 @@ from ssmgen.emulator.check import trial_of
 from ssmgen.engine.accuracy import norm_error
 from ssmgen.engine.trial import TOLERANCE
 from ssmgen.families.mamba3_chunk_scan import planning
-from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR, space
+from ssmgen.families.mamba3_chunk_scan.rules import space
+from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR
 from ssmgen.select.registry import select
 from ssmgen.spec.kernel import Arch, Pdl
 

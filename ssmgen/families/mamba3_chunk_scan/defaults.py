@@ -8,7 +8,8 @@ from ...spec.kernel import DType, Index, Loads, changed
 from ...variants.defaults import Default, FixedSpec
 from .models import ASKS
 from .problem import LEAST, Mamba3PromptProblem, by_rule
-from .spec import OPERATOR, tiled
+from .rules import tiled
+from .spec import OPERATOR
 
 HEADS, FEW = 64, 24  # of both models, and of a smaller one
 

@@ -17,17 +17,15 @@ Bytes per token and head: 4 P of x and out, 2 P of z, and 4 N R / (heads of a gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
 from ...spec.kernel import LATER, SM90, Arch, Index, KernelSpec, Loads, Needs, Param, Pdl, must
 from .operands import OPERANDS
-from .problem import ROWS, Mamba3PromptProblem, why_whole
+from .problem import ROWS, Mamba3PromptProblem
 
 OPERATOR = "mamba3_chunk_scan"
-SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
 WARPS = 8
 
 
@@ -37,6 +35,9 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "mamba3_chunk_scan/mamba3_chunk_scan.cu.j2"
+    word: ClassVar[str] = "mamba3_scan"  # in names of kernels
+    by_roles: ClassVar[bool] = False  # whether a warp does one part of every chunk (roles.py)
+    state_warps: ClassVar[int] = WARPS  # that hold the state
 
     stages: int = 2  # chunks in shared memory: with 2, one is loaded while another one is scanned
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
@@ -47,8 +48,8 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def needs(self) -> Needs:
         return Needs(
-            math=True, matrices=True, copies=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
-            peers=self.parts > 1,
+            math=True, circle=self.rotates, matrices=True, copies=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
+            mma=self.x.value, peers=self.parts > 1,
         )  # fmt: skip
 
     @property
@@ -82,14 +83,15 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def column_warps(self) -> int:
         """Warps that divide the state's columns."""
-        return max(n for n in range(1, WARPS // self.row_warps + 1) if self.d_state // 16 % n == 0)
+        found = (n for n in range(1, self.state_warps // self.row_warps + 1) if self.d_state // 16 % n == 0)
+        return max(found, default=1)
 
     @property
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}r{self.rank}_{self.state.value}_{self.x.value}"
         how = (f"t{self.tile}" if self.tiles > 1 else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         how += f"k{self.parts}" if self.parts > 1 else ""
-        return f"mamba3_scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        return f"{self.word}_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight rows use all banks when they are read as matrices.
     @property
@@ -201,40 +203,3 @@ def _sums(sizes: Any) -> list[int]:
         found.append(total)
         total += size
     return found
-
-
-def _spec(problem: Mamba3PromptProblem, **how: Any) -> Mamba3ScanSpec:
-    return Mamba3ScanSpec(**{f.name: getattr(problem, f.name) for f in fields(Mamba3PromptProblem)}, **how)
-
-
-def tiled(problem: Mamba3PromptProblem, tiles: int) -> Mamba3ScanSpec:
-    """The variant in which `tiles` blocks share a head."""
-    return _spec(problem, tiles=tiles, stages=1, pdl=Pdl.TRIGGER_LOADED)
-
-
-def parts_of(problem: Mamba3PromptProblem, arch: Arch) -> int:
-    """Parts of a sequence, at most, each by a block of a cluster."""
-    return problem.segments if arch >= SM90 else 1
-
-
-def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
-    """Every legal variant of a problem, within the axes that are worth a trial."""
-    parts = parts_of(problem, arch)
-    for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4)):
-        for pdl in Pdl:
-            spec = _spec(problem, stages=stages, min_blocks=min_blocks, tiles=tiles, parts=parts, pdl=pdl)
-            if not spec.violations(arch):
-                yield spec
-
-
-def candidates(problem: Mamba3PromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba3ScanSpec | None, str]]:
-    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
-    if (parts := parts_of(problem, arch)) > 1:
-        for stages in (2, 1):
-            said = f"up to {parts} parts, {'1 stage' if stages == 1 else f'{stages} stages'}"
-            yield said, _spec(problem, stages=stages, parts=parts, pdl=wait), ""
-    else:
-        yield "parts", None, why_whole(problem, size, arch)
-    for stages in (2, 1):
-        yield "1 stage" if stages == 1 else f"{stages} stages", _spec(problem, stages=stages, pdl=wait), ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor
@@ -13,6 +14,7 @@ from ...engine.trial import Trial, boundaries, ordered, slot_indices, trial, wid
 from ...spec.kernel import DType, Index, Loads
 from .planning import CALLER
 from .problem import Mamba3PromptProblem
+from .roles import Mamba3RolesSpec
 from .spec import Mamba3ScanSpec
 from .views import Options
 
@@ -83,4 +85,4 @@ def mamba3_chunk_scan(spec: Mamba3ScanSpec, batch: int, seed: int, tokens: int =
     return trial(CALLER, named, options, slack=slack)
 
 
-TRIALS = {Mamba3ScanSpec: mamba3_chunk_scan}
+TRIALS: dict[type[Mamba3ScanSpec], Callable[..., Trial]] = {Mamba3ScanSpec: mamba3_chunk_scan, Mamba3RolesSpec: mamba3_chunk_scan}
