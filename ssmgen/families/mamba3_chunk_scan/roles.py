@@ -35,7 +35,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     HOLDERS: ClassVar[int] = 4
     WRITERS: ClassVar[int] = ROWS // 16
     MAKERS: ClassVar[int] = 8
-    REGISTERS: ClassVar[tuple[int, int, int]] = (112, 112, 144)  # of their threads, which begin with 128
+    REGISTERS: ClassVar[tuple[int, int, int]] = (112, 96, 152)  # of their threads, which begin with 128
     state_warps: ClassVar[int] = HOLDERS
 
     stages: int = field(default=2, metadata=LATER)
@@ -43,8 +43,8 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     @property
     def needs(self) -> Needs:
         return Needs(
-            math=True, circle=self.rotates, matrices=True, places=True, copies=True, barriers=True, meetings=True, shared_pairs=True, placed_pairs=True, placed_pair_stores=True,
-            shared_quads=True, registers=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
+            math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True,
+            places=True, placed_pairs=True, placed_pair_stores=True, shared_quads=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
         )  # fmt: skip
 
     @property
