@@ -53,7 +53,9 @@ def test_results_are_those_of_float64(rotary, R, T, segments):
     call = remembering(2, T, R=R, rotary=rotary)
     first = initial(call, 2)
     spec = variant(stages=2, parts=segments)
-    is_exact(emulated(**call, **first, return_final_states=True, segments=segments, spec=spec), exact(call | first, return_final_states=True))
+    is_exact(
+        emulated(**call, **first, return_final_states=True, segments=segments, spec=spec), exact(call | first, return_final_states=True)
+    )
 
 
 @costly(8)
