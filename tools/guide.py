@@ -7,9 +7,11 @@ Each block of code of docs/guides/new_family.md with a file's name as its title 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from pathlib import Path
 
+import ssmgen
 from ssmgen.spec.operands import Table
 from tools.new_family.scaffold import FILES
 
@@ -31,17 +33,30 @@ def table_of(family: str, function: str | None) -> Table:
     return found
 
 
+def given(function: str) -> list[str]:
+    """The arguments of a public function that have no default; none if there is no function of this name, but several of its family."""
+    if function not in ssmgen.__all__:
+        return []
+    parameters = inspect.signature(getattr(ssmgen, function)).parameters.values()
+    return [each.name for each in parameters if each.default is inspect.Parameter.empty]
+
+
 def with_operands(text: str) -> str:
     """A page with its tables of operands as families have them."""
-    return OPERANDS.sub(lambda m: f"{m[1]}\n{in_parts(table_of(m['family'], m['function']).page())}\n\n<!-- end -->", text)
+
+    def filled_in(m: re.Match[str]) -> str:
+        table = table_of(m["family"], m["function"]).page(given(m["function"] or m["family"]))
+        return f"{m[1]}\n{in_parts(table)}\n\n<!-- end -->"
+
+    return OPERANDS.sub(filled_in, text)
 
 
 def in_parts(table: str, most: int = 24) -> str:
-    """A long table as two, the second with the operands that may be left out."""
+    """A long table as two, the second with the optional operands."""
     head, ruler, *rows = table.splitlines()
     if len(rows) <= most:
         return table
-    optional = [row for row in rows if "may be left out" in row]
+    optional = [row for row in rows if "may be left out" in row or "may be None" in row]
     needed = [row for row in rows if row not in optional]
     parts = [needed, *(optional[i : i + most] for i in range(0, len(optional), most))]
     return "\n\nOptional:\n\n".join("\n".join([head, ruler, *part]) for part in parts)

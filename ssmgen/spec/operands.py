@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
@@ -343,13 +343,13 @@ class Table:
 
     # Pages.
 
-    def page(self) -> str:
-        """The table of an operator's page."""
+    def page(self, given: Collection[str] = ()) -> str:
+        """The table of an operator's page. given: arguments without a default, of which optional ones are given as None."""
         lines = ["| operand | shape | type | |", "|---|---|---|---|"]
         for row in self:
             shapes = " or ".join([f"`{self.label(words, '…')}`" for words in row.forms])
             about = [
-                *(["may be left out"] if row.optional else []),
+                *(["may be None" if row.name in given else "may be left out"] if row.optional else []),
                 *(["written"] if row.written else []),
                 *([row.note] if row.note else []),
             ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mamba3_cases import POOLS
 from ssu_cases import Memory
-from test_mamba3_state_update import CASES, HALVES, PAIRS, angles_stay_accurate, bits, chosen, options_of
+from test_mamba3_state_update import CASES, HALVES, PAIRS, angles_stay_accurate, arguments, bits, chosen, options_of
 from torch import Tensor
 
 import ssmgen
@@ -49,12 +49,6 @@ def on_card(named: dict[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
             found[name] = room
     memory.seal()
     return found, memory
-
-
-def arguments(problem: Mamba3Problem, named: dict[str, Tensor]) -> dict[str, Any]:
-    """The public function's arguments for a trial's operands."""
-    options = options_of(problem)._asdict() | {"zero_padding": problem.zero_padding}
-    return {"angle_state": None} | named | {name: value for name, value in options.items() if name != "philox_rounds" or value}
 
 
 @pytest.mark.parametrize("name", [*CASES, *MORE])

@@ -247,3 +247,4 @@ def test_a_page_s_table_says_shapes_types_and_what_is_written():
         "| `x` | `[…, heads, row]` or `[…, heads]` | float32, float16 or bfloat16 |  |",
         "| `A` | `[heads, row, d_state]` or `[heads]` | float32, float16 or bfloat16 | may be left out |",
     ]
+    assert TWO_STATES.page(["A"]).splitlines()[5].endswith("| may be None |")  # of an argument without a default

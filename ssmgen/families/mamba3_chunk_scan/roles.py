@@ -35,7 +35,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     HOLDERS: ClassVar[int] = 4
     WRITERS: ClassVar[int] = ROWS // 16
     MAKERS: ClassVar[int] = 8
-    REGISTERS: ClassVar[tuple[int, int, int]] = (112, 96, 152)  # of their threads, which begin with 128
+    REGISTERS: ClassVar[tuple[int, int, int]] = (120, 88, 152)  # of their threads, which begin with 128
     state_warps: ClassVar[int] = HOLDERS
 
     stages: int = field(default=2, metadata=LATER)

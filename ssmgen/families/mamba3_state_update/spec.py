@@ -2,7 +2,7 @@
 
 A row of the engine is one of the headdim rows, with d_state elements. A block owns a head of a sequence: it makes the rows of B and C
 ready (norm, bias, rotation) once, in shared memory, while its state arrives. No other block reads k, v or the angles of that head, so they
-are updated in place without a race. For several ranks, tensor cores multiply.
+are updated in place without a race.
 """
 
 from __future__ import annotations
@@ -46,26 +46,17 @@ class Mamba3Spec(RowSpec, Mamba3Problem):
                 not self.prefetch or self.accepted is Index.NONE,
                 f"prefetch is {self.prefetch} with accepted tokens; expected 0: the column that a call starts from is in memory",
             ),
-            *must(
-                not self.products or ((self.lanes, self.vec, self.headdim % self.tile) == (4, self.vec_of_products, 0) and self.ilp > 1),
-                f"lanes, vec, ilp and tile are {(self.lanes, self.vec, self.ilp, self.tile)}; expected 4, {self.vec_of_products}, 2 or 4 "
-                f"and {self.headdim}: tensor cores take 16 rows",
-            ),
             *must(bytes_ <= SHARED_BYTES, f"a block takes {bytes_} bytes of shared memory; expected at most {SHARED_BYTES}"),
         ]
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, shared_quads=True, lines=self.prefetch > 0, tf32=self.products)
+        return replace(super().needs, shared_quads=True, lines=self.prefetch > 0)
 
     @property
     def shared_bytes(self) -> int:
-        """Rows of k before, k now and q; two factors and the output of each row and rank; sines and cosines; the ranks' norms. For tensor
-        cores, rows and factors are in two parts, k and the factors have a multiple of four ranks, and there are gaps between rows."""
-        n, ranks, eight = self.d_state, -(-self.rank // 4) * 4, self.vec == 8
-        parts = 2 * (ranks * (n + 8) + (4 if eight else 8)) + self.rank * (n + (4 if eight else 16)) + 2 * ranks * self.headdim
-        numbers = 2 * parts if self.products else self.rank * (3 * n + 2 * self.headdim)
-        return 4 * (numbers + self.rank * (self.headdim + 1) + 2 * self.angles)
+        """Rows of k before, k now and q; two factors and the output of each row and rank; sines and cosines; the ranks' norms."""
+        return 4 * (self.rank * (3 * self.d_state + 3 * self.headdim + 1) + 2 * self.angles)
 
     @property
     def stem(self) -> str:
@@ -125,13 +116,7 @@ TOKENS = [Rule("tokens", float("inf"), tile_kib=32)]
 
 def _whole(problem: Mamba3Problem, how: dict[str, Any]) -> dict[str, Any]:
     """The same lane map with a block for all rows of a head: in several steps, or for several tokens in one."""
-    if problem.products:
-        how = how | {"vec": problem.vec_of_products, "ilp": 2, "threads": 2 * problem.headdim}
-        # Left alone, ptxas spills where it needs a few registers more than 128.
-        plain = problem.rank <= 4 and problem.state.size == 2 and not (problem.philox_rounds or problem.norm_weight)
-        aligned = problem.state_loads is problem.operand_loads is Loads.VECTOR
-        how |= {"min_blocks": 0 if plain and aligned else 1 if problem.several else max(1, 128 // problem.headdim)}
-    elif problem.several:
+    if problem.several:
         how = how | {"ilp": row_engine.layout(problem)["ilp"]}
     of_warp = 32 // how["lanes"] * how["ilp"]
     if problem.several:

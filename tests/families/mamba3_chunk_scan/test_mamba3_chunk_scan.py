@@ -313,6 +313,7 @@ def test_the_wait_precedes_every_access(spec):
     waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_LOADED), "load(", "load_u8(", "ask_for(", "copy_rows<", "store_")
 
 
+@costly(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_published_shapes_fit_in_registers(arch):
     where = Arch.parse(arch)

@@ -9,7 +9,6 @@ from ....spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
 from ..problem import StepProblem
 
 MOST_RANK = 8
-MOST_ROWS = MOST_ELEMENTS = 128  # of a head, for products: four lanes hold two rows, and a block's operands fit in 48 KiB
 
 
 class Rate(Enum):
@@ -86,23 +85,6 @@ class Mamba3Problem(StepProblem):
     @property
     def row_dtype(self) -> DType:
         return self.state
-
-    @property
-    def products(self) -> bool:
-        """Whether tensor cores multiply: for several ranks, 16 rows at a time. Eight ranks and f32 states together need too many
-        registers."""
-        rows, elements = self.headdim, self.d_state
-        fits = rows % 16 == 0 and rows <= MOST_ROWS and elements % 16 == 0 and elements <= MOST_ELEMENTS
-        return fits and 1 < self.rank <= (4 if self.state is DType.F32 else MOST_RANK)
-
-    @property
-    def vec_of_products(self) -> int:
-        """Neighbouring elements of a lane: 16 bytes, or fewer if those do not divide a row among four lanes."""
-        return 8 if self.state.size == 2 and self.d_state % 32 == 0 else 4
-
-    @property
-    def lanes_per_row(self) -> int | None:
-        return 4 if self.products else None  # as the tensor cores' sums lie
 
     @property
     def rotates(self) -> bool:

@@ -2,8 +2,8 @@
 //   d_state=128  headdim=64  nheads=64  ngroups=1  rank=4  angles=32  rotary=halves  rate=heavy  dt_softplus=yes
 //   trap_sigmoid=yes  state=f16  k_state=bf16  v_state=bf16  x=bf16  B=bf16  dt=bf16  A=bf16  trap=bf16  angle=bf16
 //   D=f32  z=bf16  dt_bias=f32  row_norm=bf16  row_bias=f32  mimo=f32  norm_weight=f32  out=bf16  by_rank=no
-//   index=i32  pool=single  state_loads=element  operand_loads=element  philox_rounds=10  lanes=4  vec=8  ilp=2
-//   tile=64  threads=128  min_blocks=2  prefetch=0  pdl=off
+//   index=i32  pool=single  state_loads=element  operand_loads=element  philox_rounds=10  lanes=16  vec=8  ilp=4
+//   tile=64  threads=256  min_blocks=0  prefetch=0  pdl=off
 // A row of the state, S:
 //     S = exp(dt A) S + sum over ranks of (1 - trap) dt exp(dt A) v mimo_x k_before + trap dt x mimo_x k
 //     o = <S, q> + D x mimo_x, normed over a head's rows, times silu(z mimo_z); sum over ranks of o mimo_o
@@ -29,11 +29,11 @@ constexpr int kHeads = 64, kHeadsPerGroup = 64, kHeadDim = 64, kDState = 128, kR
 constexpr int kPairs = kDState / 2;  // that a row of B or C consists of
 constexpr int kAngles = 32;
 constexpr int kPhiloxRounds = 10;
-constexpr int kLanes = 4;   // lanes per row: a team
+constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 8;     // neighbouring elements of a row per lane and pass
-constexpr int kIlp = 2;     // rows in flight per team
+constexpr int kIlp = 4;     // rows in flight per team
 constexpr int kTile = 64;   // rows per block
-constexpr int kThreads = 128;
+constexpr int kThreads = 256;
 
 constexpr int kPasses = kDState / (kLanes * kVec);
 constexpr int kTeams = 32 / kLanes;  // teams per warp
@@ -126,16 +126,6 @@ DEVICE float rcp_approx(float v) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
-}
-
-// d += a b: a of 16 rows and 8 columns, b of 8 rows and 8 columns. tf32 keeps the leading 10 bits of each number's fraction and cuts off
-// the rest. Exact products, f32 sums. In lane 4 g + t, a0 and a2 are of row g, a1 and a3 of row g + 8; a0 and a1 of column t, a2 and a3 of
-// column t + 4; b0 and b1 of rows t and t + 4, column g; d is as above.
-DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, { %0, %1, %2, %3 };"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)), "r"(__float_as_uint(b0)),
-        "r"(__float_as_uint(b1)));
 }
 
 // Four words of shared memory, aligned.
@@ -499,46 +489,26 @@ DEVICE void store_pairs(T* rows, u32 at, u32 pair, const Pack<T, 4>& v) {
 DEVICE int first_of(int i) { return i; }
 DEVICE int second_of(int i) { return 2 + i; }
 
-// Tensor cores multiply for several ranks. Each operand is the sum of two numbers of tf32, its leading part and the rest; of their products
-// the least, of the rests, is left out: 2^-21 of the whole. In lane 4 g + t, rows g and g + 8 of a product are two rows of the state;
-// columns 2 t and 2 t + 1 are two neighbours of the lane's own kVec, in each of kVec / 2 products. Terms 2 r and 2 r + 1 of a sum are the
-// outer products of rank r before and now, of four ranks.
-constexpr int kSets = (kRank + 3) / 4;  // of four ranks
-constexpr int kTwos = kVec / 2;
-// In shared memory, the two numbers that a lane gives to a product are neighbours, and no bank is read twice at a time.
-constexpr int kRowOfK = 2 * kDState + 16;                               // two ranks
-constexpr int kTokenOfK = 2 * kSets * kRowOfK + (kVec == 8 ? 4 : 8);  // the token before, or this one
-constexpr int kRowOfQ = kDState + (kVec == 8 ? 4 : 16);
-constexpr int kRestOfK = 2 * kTokenOfK, kRestOfQ = kRank * kRowOfQ, kRestOfFactors = 8 * kSets * kHeadDim;  // from leading parts to rests
-DEVICE float leading(float v) { return __uint_as_float((__float_as_uint(v) + 0x1000u) & 0xffffe000u); }  // rounded
-DEVICE float behind(float v) { return v - __uint_as_float(__float_as_uint(v) & 0xffffe000u); }  // the part that a product cuts off
+// Rows in shared memory lie as the lanes of a team take them: the first four elements of each lane's vector, then the next four.
+DEVICE u32 place_of(u32 n) { return ((n / (kLanes * kVec) * (kVec / 4) + n % kVec / 4) * kLanes + n / kVec % kLanes) * 4 + n % 4; }
 template <class Rows>
-DEVICE void put_parts(Rows& rows, u32 at, u32 rest, float v) {
-  const float first = leading(v);
-  rows[at] = first;
-  rows[at + rest] = leading(v - first);
-}
-DEVICE u32 place_of_k(u32 rank, u32 n) {
-  return (rank / 4 * 2 + rank % 2) * kRowOfK + ((n / (4 * kVec) * 8 + n / kVec % 4 * 2 + n % 2) * kTwos + n % kVec / 2) * 2 + rank % 4 / 2;
-}
-DEVICE u32 place_of_factor(u32 row, u32 rank, u32 of_now) {
-  return (((row / 16 * kSets + rank / 4) * 8 + row % 8) * 4 + rank % 2 * 2 + of_now) * 4 + rank % 4 / 2 * 2 + row / 8 % 2;
-}
-template <int Count, class Rows>
-DEVICE void take_words(Rows& rows, u32 at, float (&v)[Count]) {
+DEVICE void take_row(Rows& rows, u32 row, u32 lane, float (&v)[kPasses][kVec]) {
 #pragma unroll
-  for (int i = 0; i < Count; i += 4) {
-    u32 word[4];
-    load_4_shared(rows, at + i, word);
+  for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[i + j] = __uint_as_float(word[j]);
+    for (int j = 0; j < kVec / 4; ++j) {
+      u32 word[4];
+      load_4_shared(rows, row * kDState + ((p * (kVec / 4) + j) * kLanes + lane % kLanes) * 4, word);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[p][4 * j + i] = __uint_as_float(word[i]);
+    }
   }
 }
 
 // ---- The kernel. ----
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-mamba3_h64p64n128g1r4_f16_l4v8i2t64x128_2055d1a5(
+extern "C" __global__ void __launch_bounds__(kThreads)
+mamba3_h64p64n128g1r4_f16_l16v8i4t64x256_278371bc(
     f16* state, bf16* k_state, bf16* v_state, f32* angle_state, const bf16* x, const bf16* B, const bf16* C,
     const bf16* dt, const bf16* A, const bf16* trap, const bf16* angle, const f32* D, const bf16* z, const f32* dt_bias,
     const bf16* B_norm, const bf16* C_norm, const f32* B_bias, const f32* C_bias, const f32* mimo_x, const f32* mimo_z,
@@ -707,23 +677,21 @@ mamba3_h64p64n128g1r4_f16_l4v8i2t64x128_2055d1a5(
     if (is_item(m)) raw_v[m] = load(v_state + slot * v_state_slot + (head * v_state_head + item_of(m) % kHeadDim));
   load_state(next, 0);
 
-  ALIGNED_SHARED(float, shared_k, 2 * kRestOfK);  // twice, of each rank; their rests
-  ALIGNED_SHARED(float, shared_q, 2 * kRestOfQ);
-  ALIGNED_SHARED(float, factors, 2 * kRestOfFactors);  // of the outer products, by row and rank: before and now; their rests
+  ALIGNED_SHARED(float, shared_rows, 3 * kRank * kDState);  // k, twice, and q, of each rank
+  ALIGNED_SHARED(float, factors, 2 * kRank * kHeadDim);     // of the outer products, by row and rank: before and now
   SHARED(float, outputs, kRank * kHeadDim);
   SHARED(float, turns, 2 * kAngles);  // cosines and sines
   SHARED(float, norms, kRank);
   const u64 seed = load(rand_seed + slot * rand_seed_slot);
   const u64 first_element = (head * kHeadDim + first_row) * kDState + offset;  // in its slot
-  const auto element_of_lane = [&](int p, int i) { return pair_of_lane(p) + i % 2 + i / 2 * kPairs; };
+  u32 first_place[kOwnPairs], second_place[kOwnPairs];  // of the lane's elements in a row; the other two are next to them
+#pragma unroll
+  for (int p = 0; p < kOwnPairs; ++p) first_place[p] = place_of(pair_of_lane(p)), second_place[p] = place_of(kPairs + pair_of_lane(p));
   const auto put_pairs = [&](u32 row, int p, const float (&v)[4]) {
-    if (row < 2 * kRank) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) put_parts(shared_k, row / kRank * kTokenOfK + place_of_k(row % kRank, element_of_lane(p, i)), kRestOfK, v[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) put_parts(shared_q, (row - 2 * kRank) * kRowOfQ + element_of_lane(p, i), kRestOfQ, v[i]);
-    }
+    shared_rows[row * kDState + first_place[p]] = v[0];
+    shared_rows[row * kDState + first_place[p] + 1] = v[1];
+    shared_rows[row * kDState + second_place[p]] = v[2];
+    shared_rows[row * kDState + second_place[p] + 1] = v[3];
   };
   const Token& token = next_token;
   constexpr u32 before_at = 0, now_at = kRank;
@@ -814,9 +782,9 @@ mamba3_h64p64n128g1r4_f16_l4v8i2t64x128_2055d1a5(
 #pragma unroll
   for (int m = 0; m < kOwnItems; ++m) {
     if (!is_item(m)) continue;
-    const u32 row = item_of(m) % kHeadDim, rank = item_of(m) / kHeadDim;
-    put_parts(factors, place_of_factor(row, rank, 0), kRestOfFactors, before * (v[m] * to_float(raw_mimo_x[m])));
-    put_parts(factors, place_of_factor(row, rank, 1), kRestOfFactors, now * own_x[m]);
+    const u32 to = 2 * (item_of(m) % kHeadDim * kRank + item_of(m) / kHeadDim);
+    factors[to] = before * (v[m] * to_float(raw_mimo_x[m]));
+    factors[to + 1] = now * own_x[m];
     v[m] = to_float(token.x[m]);
   }
   __syncthreads();
@@ -837,64 +805,62 @@ mamba3_h64p64n128g1r4_f16_l4v8i2t64x128_2055d1a5(
         unpack(rows.state[i][p], h[i][p]);
       }
     }
-    float of[kIlp / 2][kSets][2][4], y[kIlp / 2][3][4] = {};  // factors: leading parts and rests; outputs: three sums, each of 16 rows and all ranks
 #pragma unroll
-    for (int i = 0; i < kIlp; i += 2) {
+    for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
-      for (int set = 0; set < kSets; ++set) {
+      for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
-        for (int part = 0; part < 2; ++part) take_words(factors, (row_of(step, i) / 16 * kSets + set) * 128 + lane * 4 + part * kRestOfFactors, of[i / 2][set][part]);
+        for (int j = 0; j < kVec; ++j) h[i][p][j] = h[i][p][j] * decay;
       }
     }
-    const u32 at_k = (lane % 2 ? now_at : before_at) / kRank * kTokenOfK + lane % 4 / 2 * kRowOfK + lane / 4 * kVec;
-    const u32 at_q = min(lane / 4, u32(kRank - 1)) * kRowOfQ + lane % 4 * kVec;  // ranks past the last one are not stored
 #pragma unroll
-    for (int p = 0; p < kPasses; ++p) {
-      float k[kSets][2][kVec], q[2][kVec];
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-#pragma unroll
-        for (int set = 0; set < kSets; ++set) take_words(shared_k, at_k + 2 * set * kRowOfK + part * kRestOfK + p * 8 * kVec, k[set][part]);
-        take_words(shared_q, at_q + part * kRestOfQ + p * 4 * kVec, q[part]);
-      }
-#pragma unroll
-      for (int i = 0; i < kIlp; i += 2) {
-#pragma unroll
-        for (int j = 0; j < kVec; j += 2) {
-          float sum[4] = {};
-#pragma unroll
-          for (int parts = 2; parts >= 0; --parts) {  // the small products first
-            const int of_part = parts == 1, k_part = parts == 2;
-#pragma unroll
-            for (int set = 0; set < kSets; ++set) {
-              const float(&a)[4] = of[i / 2][set][of_part];
-              mma_tf32(sum, a[0], a[1], a[2], a[3], k[set][k_part][j], k[set][k_part][j + 1]);
-            }
-          }
-          float new_state[4];  // tensor cores cut their sums off. In a sum with the state, this error would add up from token to token.
-#pragma unroll
-          for (int e = 0; e < 4; ++e) new_state[e] = h[i + e % 2][p][j + e / 2] = fmaf(h[i + e % 2][p][j + e / 2], decay, sum[e % 2 * 2 + e / 2]);
-          const float(&a)[4] = new_state;
-          mma_tf32(y[i / 2][0], a[0], a[1], a[2], a[3], q[0][j], q[0][j + 1]);
-          mma_tf32(y[i / 2][1], a[0], a[1], a[2], a[3], q[1][j], q[1][j + 1]);
-          mma_tf32(y[i / 2][2], behind(a[0]), behind(a[1]), behind(a[2]), behind(a[3]), q[0][j], q[0][j + 1]);
-        }
-      }
+    for (int r = 0; r < kRank; r += 2) {
+      float of[kIlp][4];  // before and now, of two ranks
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
+        const u32 from = 2 * (existing(row_of(step, i)) * kRank + r);
+        u32 word[4];
+        load_4_shared(factors, from, word);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) of[i][j] = __uint_as_float(word[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float k_before[kPasses][kVec], k_now[kPasses][kVec];
+        take_row(shared_rows, before_at + r + j, lane, k_before);
+        take_row(shared_rows, now_at + r + j, lane, k_now);
+#pragma unroll
+        for (int i = 0; i < kIlp; ++i) {
+          const float of_before = of[i][2 * j], of_now = of[i][2 * j + 1];
+#pragma unroll
+          for (int p = 0; p < kPasses; ++p) {
+#pragma unroll
+            for (int e = 0; e < kVec; ++e) h[i][p][e] = fmaf(of_now, k_now[p][e], fmaf(of_before, k_before[p][e], h[i][p][e]));
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kIlp; ++i) {
+#pragma unroll
+      for (int p = 0; p < kPasses; ++p) {
         Pack<State, kVec> packed;
         pack_stochastic(h[i][p], packed, seed, u64(slot) * (kHeads * kHeadDim * kDState) + first_element + element_of(step, i) + p * (kLanes * kVec), 0);
         store_elements(dst + element_of(step, i) + p * (kLanes * kVec), packed);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kIlp; ++i) {
+    for (int r = 0; r < kRank; ++r) {
+      float q[kPasses][kVec], y[kIlp][kPasses];
+      take_row(shared_rows, 2 * kRank + r, lane, q);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const u32 r = 2 * (lane % 4) + e;
-        const int at = i % 2 * 2 + e;
-        if (r < kRank) outputs[r * kHeadDim + row_of(step, i)] = y[i / 2][0][at] + (y[i / 2][1][at] + y[i / 2][2][at]);
+      for (int i = 0; i < kIlp; ++i) {
+#pragma unroll
+        for (int p = 0; p < kPasses; ++p) y[i][p] = dot(h[i][p], q[p]);  // of the new state before it is rounded
       }
+      const float sum = sum_over_team<kLanes>(y, lane);
+      const u32 row = owned_row + step * kStepRows;
+      if (lane % kLanes < kIlp) outputs[r * kHeadDim + row] = sum;
     }
   }
   __syncthreads();
