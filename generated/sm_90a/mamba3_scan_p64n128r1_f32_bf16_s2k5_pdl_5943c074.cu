@@ -118,6 +118,17 @@ DEVICE float rcp_approx(float v) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
+// Sine and cosine, within 2^-20, for angles from -pi to pi.
+DEVICE float sin_approx(float v) {
+  float r;
+  asm("sin.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+DEVICE float cos_approx(float v) {
+  float r;
+  asm("cos.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 
 // d += a b: a of 16 rows and 16 columns, b of 16 rows and 8 columns, 16-bit; exact products, f32 sums. In lane 4 g + t, a0 and a2 are of
 // row g, a1 and a3 of row g + 8; b0 and b1 of column g; d0 and d1 of row g, d2 and d3 of row g + 8, columns 2 t and 2 t + 1.
@@ -351,20 +362,6 @@ DEVICE float tanh_precise(float v) { return fmaf(-2.f, rcp_approx(1.f + exp2_app
 DEVICE float turned(float angle, float by) {
   const float turns = rintf((angle + by) * 0.15915494309189535f);
   return fmaf(-turns, 6.2831855f, angle) + fmaf(turns, 1.7484555e-7f, by);
-}
-
-// Sine and cosine within 2^-23, for angles from -pi to pi: polynomials of the distance to the nearest multiple of pi / 2.
-DEVICE void sine_and_cosine(float angle, float& sine, float& cosine) {
-  const float quarters = rintf(angle * 0.63661977236758134f);
-  const float rest = fmaf(-quarters, -4.3711388e-8f, fmaf(-quarters, 1.5707964f, angle));
-  const float square = rest * rest;
-  const float odd = fmaf(rest * square, fmaf(square, fmaf(square, -1.9515295891e-4f, 8.3321608736e-3f), -1.6666654611e-1f), rest);
-  const float even = fmaf(square * square, fmaf(square, fmaf(square, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f),
-                          fmaf(square, -0.5f, 1.f));
-  const int quadrant = int(quarters);
-  const float s = quadrant & 1 ? even : odd, c = quadrant & 1 ? odd : even;
-  sine = quadrant & 2 ? -s : s;
-  cosine = (quadrant + 1) & 2 ? -c : c;
 }
 
 // Half turns, from -1 to 1. The result is exact.
@@ -646,13 +643,13 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
   float S[kColumns / 8][4];
   const bool holds = warp < kRowWarps * kColumnWarps;
   const u32 state_row = warp % kRowWarps * 16 + quad, state_column = warp / kRowWarps * kColumns + 2 * part;
-  const auto begin_part = [&]() {
+  const auto begin_part = [&](u32 threads) {  // the first ones of the block
     // The token before: k, v and its angles. Before a sequence's first token they are zeros, and so they are at the start of a later part.
-    for (u32 i = threadIdx.x; i < kRank * kState; i += kThreads)
+    for (u32 i = threadIdx.x; i < kRank * kState; i += threads)
       last_k[i] = 0.f;
-    for (u32 i = threadIdx.x; i < kTile; i += kThreads)
+    for (u32 i = threadIdx.x; i < kTile; i += threads)
       last_v[i] = 0.f;
-    for (u32 i = threadIdx.x; i < kAngles; i += kThreads)
+    for (u32 i = threadIdx.x; i < kAngles; i += threads)
       starts[i] = 0.f;
 
 #pragma unroll
@@ -705,7 +702,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
         for (int i = 0; i < 2; ++i) {
           const u32 a = 2 * (lane + 32 * p) + i;
           const float theta = there && a < kAngles ? __uint_as_float(tiles[kAtTheta + t * kAngles + a]) : 0.f;
-          sine_and_cosine(theta, sine[p][i], cosine[p][i]);
+          sine[p][i] = sin_approx(theta), cosine[p][i] = cos_approx(theta);
         }
       }
 #pragma unroll
@@ -933,7 +930,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
         for (int i = 0; i < 2; ++i) {
           const u32 a = 2 * (lane + 32 * p) + i;
           const float theta = there && a < kAngles ? __uint_as_float(tiles[kAtTheta + t * kAngles + a]) : 0.f;
-          sine_and_cosine(theta, sine[p][i], cosine[p][i]);
+          sine[p][i] = sin_approx(theta), cosine[p][i] = cos_approx(theta);
         }
       }
 #pragma unroll
@@ -1036,9 +1033,9 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
   };
   // k and v of the token before a later part, from its rows of B and x, in the order of sums of make_keys. Its angles are the ones at
   // which the part starts.
-  const auto make_token_before = [&]() {
-    for (u32 i = threadIdx.x; i < kTile; i += kThreads) last_v[i] = kept_as<bf16>(to_float(load(x - x_token + i)));
-    for (u32 r = warp; r < kRank; r += kWarps) {
+  const auto make_token_before = [&](u32 warps) {  // the first ones of the block
+    for (u32 i = threadIdx.x; i < kTile; i += 32 * warps) last_v[i] = kept_as<bf16>(to_float(load(x - x_token + i)));
+    for (u32 r = warp; r < kRank; r += warps) {
       const auto* const row = B - B_token + u64(r) * B_rank;
       float k[kOwnUnits][4];
 #pragma unroll
@@ -1066,8 +1063,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
           float& left = k[p][first_of(i)];
           float& right = k[p][second_of(i)];
           const float one = left, other = right;
-          float sine, cosine;
-          sine_and_cosine(starts[2 * unit + i], sine, cosine);
+          const float start = starts[2 * unit + i], sine = sin_approx(start), cosine = cos_approx(start);
           left = fmaf(one, cosine, -(other * sine)), right = fmaf(one, sine, other * cosine);
         }
 #pragma unroll
@@ -1079,12 +1075,12 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
   const auto place_of = [&](u32 block) { return ((block * kRowWarps + warp % kRowWarps) * 32 + lane) * 4; };
   const u32 first_block = warp / kRowWarps * (kColumns / 8);
 
-  begin_part();
+  begin_part(kThreads);
   if (parts > 1) {
     if (place + 1 < parts) {
       ask_for_keys(0);
       __syncthreads();  // weights of rows are there, and a later part's zeros
-      if (place) make_token_before();
+      if (place) make_token_before(kWarps);
       sum_steps(0);
       load_steps(1);
       __syncthreads();  // the first numbers are there, and the token before
@@ -1124,7 +1120,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
     }
     cluster_arrive();
     cluster_wait();  // the ends of all parts are there, and stay until their readers have arrived again
-    begin_part();
+    begin_part(kThreads);
     __syncthreads();
     for (u32 from = 0; from < place; ++from) {
       // totals has sines and cosines of the angles at which part `from` starts; then these become the angles at which it ends.
@@ -1135,9 +1131,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
         for (int e = 0; e < 4; ++e) {
           if (a + e >= kAngles) continue;
           const float start = starts[a + e];
-          float sine, cosine;
-          sine_and_cosine(start, sine, cosine);
-          totals[a + e] = sine, totals[kAngles + a + e] = cosine;
+          totals[a + e] = from ? sin_approx(start) : 0.f, totals[kAngles + a + e] = from ? cos_approx(start) : 1.f;
           starts[a + e] = from ? turned(start, __uint_as_float(by[e])) : __uint_as_float(by[e]);
         }
       }
@@ -1164,7 +1158,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
       }
       __syncthreads();  // before sines of the next part
     }
-    if (place) make_token_before();
+    if (place) make_token_before(kWarps);
     load_steps(0);
     load_angles(0);
     cluster_arrive();

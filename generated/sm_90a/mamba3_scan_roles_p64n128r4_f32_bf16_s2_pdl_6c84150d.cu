@@ -723,12 +723,13 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
     last_v[i] = has_state ? to_float(load(v_state + slot * v_state_slot + u64(head) * v_state_head + i)) : 0.f;
   for (u32 i = threadIdx.x; i < kAngles; i += kThreads)
     starts[i] = has_state ? load(angle_state + slot * angle_state_slot + u64(head) * angle_state_head + i) : 0.f;
+
   if (threadIdx.x < 4) tiles[kAtSine + kChunk * kTurnWords + threadIdx.x] = 0, tiles[kAtCosine + kChunk * kTurnWords + threadIdx.x] = __float_as_uint(1.f);
 
   __syncthreads();  // weights are there, and the token before
   if (warp < kHolders) {
     give_registers<120>();
-    constexpr u32 kSumming = 0;  // this warp sums: those that hold the state have the least to do
+    constexpr u32 kSumming = 0;  // this warp sums: warps that hold the state have the least to do
     struct Steps {
       bf16 dt[2] = {};
       bf16 A[2] = {};
@@ -913,7 +914,7 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
     give_registers<88>();
     const u32 writer = warp - kHolders;
     constexpr int kOwnPairs = (kTile / 2 + 31) / 32;
-    // Tokens of a warp, and those whose outputs are computed together.
+    // Tokens of a warp, and tokens whose outputs are computed together.
     constexpr int kOwnTokens = 16 / kRank, kTogether = kOwnTokens % 4 == 0 ? 4 : kOwnTokens % 2 == 0 ? 2 : 1;
     for (u32 n = 0; n < chunks; ++n) {
       const u32 at = n % kStages * kStageWords, numbers = n % kNumbers * kChunkRows, count = count_of(n);
@@ -1165,7 +1166,7 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
           widen_units(raw[is_k][i], v);
           squared[i][0] = squares(v);
         }
-        // Of the row whose number is the lane's, modulo kSlots.
+        // The row's number is the lane's, modulo kSlots.
         const float scale_of = rsqrt_approx(fmaf(sum_over_team<kRowLanes, kSlots>(squared, lane), 1.f / kState, eps));
         u32 norm[8] = {};
         load_weights(norms, is_k * kState, place, norm);
