@@ -195,7 +195,7 @@ def test_parts_are_within_rounding_and_do_not_race(name, segments):
 @needs_pdl
 @pytest.mark.parametrize("name", MODELS)
 def test_two_parts_change_no_bit(name):
-    """Of 64 heads: their clusters fill the card."""
+    """64 heads have 128 blocks, which run at once."""
     call = model(1, 1100, H=64, **MODELS[name])
     results = [ssmgen.mamba3_chunk_scan(**call, return_final_states=True, segments=n) for n in (1, 2, 2, 2)]
     assert all(all_same(result, results[0]) for result in results)
