@@ -195,14 +195,14 @@ def test_parts_are_within_rounding_and_do_not_race(name, segments):
 @needs_pdl
 @pytest.mark.parametrize("name", MODELS)
 def test_two_parts_change_no_bit(name):
-    """Also of 64 heads, which the rule splits in two: their clusters fill the card."""
+    """64 heads have 128 blocks, which run at once."""
     call = model(1, 1100, H=64, **MODELS[name])
-    results = [ssmgen.mamba3_chunk_scan(**call, return_final_states=True, segments=n) for n in (1, 2, None, None)]
+    results = [ssmgen.mamba3_chunk_scan(**call, return_final_states=True, segments=n) for n in (1, 2, 2, 2)]
     assert all(all_same(result, results[0]) for result in results)
 
 
 @needs_pdl
-@pytest.mark.parametrize("H", [8, 24, 32, 40])
+@pytest.mark.parametrize("H", [8, 24, 32])
 def test_parts_of_packed_sequences_have_the_bits_of_each_alone(H):
     lengths = (1500, 64, 2100)
     call = model(sum(lengths), H=H)

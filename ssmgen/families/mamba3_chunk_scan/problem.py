@@ -15,20 +15,19 @@ ROWS = 64  # of a chunk's products: one for each token and rank
 # neither C nor M. In a batch that fills the card, parts only add the first half.
 MOST = 8  # parts: the blocks of a cluster
 # (heads at most, parts) by the rule: all clusters of one sequence run at once, if each of 8 groups of SMs has 16 of them for its clusters.
-PARTS = ((16, 8), (24, 5), (32, 4), (40, 3))
-# Two parts have the bits of the whole, so they may depend on the number of sequences: on their heads in all, of which each takes two SMs.
-HALVES = 64
+# With three parts or fewer, the added half leaves less gain than warps with roles have, which scan whole sequences only.
+PARTS = ((16, 8), (24, 5), (32, 4))
 LEAST = 4  # chunks of a part by the rule: a join, which has no product and two barriers, takes less than they do
 
 
-def by_rule(heads: int, sequences: int = 1) -> int:
+def by_rule(heads: int) -> int:
     """Most parts of a sequence, by its heads."""
-    return next((parts for most, parts in PARTS if 0 < heads <= most), 2 if 0 < heads * sequences <= HALVES else 1)
+    return next((parts for most, parts in PARTS if 0 < heads <= most), 1)
 
 
-def asked(segments: int | None, heads: int, chunks: int, sequences: int = 1) -> dict[str, Any]:
+def asked(segments: int | None, heads: int, chunks: int) -> dict[str, Any]:
     """The fields of a problem that say how sequences of at most `chunks` chunks are cut: by the call, or by the rule if it gives None."""
-    most, least = (by_rule(heads, sequences), LEAST) if segments is None else (min(segments, MOST), 1)
+    most, least = (by_rule(heads), LEAST) if segments is None else (min(segments, MOST), 1)
     return {"segments": most, "segment_chunks": least} if most > 1 and chunks >= 2 * least else {}
 
 
@@ -37,7 +36,7 @@ def why_whole(problem: Mamba3PromptProblem, heads: int, arch: Arch) -> str:
     if arch < SM90:
         return f"arch is {arch}; parts need sm_90, which has the first clusters"
     if heads > PARTS[-1][0]:
-        return f"{heads} heads; sequences of at most {PARTS[-1][0]} are cut, and others in two if they are at most {HALVES} heads in all"
+        return f"{heads} heads; the rule cuts sequences of at most {PARTS[-1][0]}"
     return f"the call asks for one segment, or no sequence has {2 * LEAST} chunks of {problem.chunk} tokens"
 
 

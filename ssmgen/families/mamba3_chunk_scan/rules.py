@@ -33,7 +33,7 @@ def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
     tried: list[Mamba3ScanSpec] = []
     parts = parts_of(problem, arch)
     for pdl in Pdl:
-        tried += [_spec(Mamba3RolesSpec, problem, tiles=tiles, parts=parts, pdl=pdl) for tiles in (1, 2, 4)]
+        tried += [_spec(Mamba3RolesSpec, problem, tiles=tiles, pdl=pdl) for tiles in (1, 2, 4) if parts == 1]
         tried += [
             _spec(Mamba3ScanSpec, problem, stages=stages, min_blocks=min_blocks, tiles=tiles, parts=parts, pdl=pdl)
             for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4))
@@ -44,14 +44,15 @@ def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
 def candidates(problem: Mamba3PromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba3ScanSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
-    most = parts_of(problem, arch)
-    if most == 1:
-        yield "parts", None, why_whole(problem, size, arch)
-    if most == 2:  # takes longer than warps with roles
-        yield "warps with roles", _spec(Mamba3RolesSpec, problem, pdl=wait), ""
-    for parts in (most, 1) if most > 1 else (1,):
-        said = f"up to {parts} parts, " if parts > 1 else ""
-        yield f"{said}warps with roles", _spec(Mamba3RolesSpec, problem, parts=parts, pdl=wait), ""
+    if (parts := parts_of(problem, arch)) > 1:
         for stages in (2, 1):
-            how = "1 stage" if stages == 1 else f"{stages} stages"
-            yield f"{said}{how}", _spec(Mamba3ScanSpec, problem, stages=stages, parts=parts, pdl=wait), ""
+            yield f"up to {parts} parts, {_said(stages)}", _spec(Mamba3ScanSpec, problem, stages=stages, parts=parts, pdl=wait), ""
+    else:
+        yield "parts", None, why_whole(problem, size, arch)
+    yield "warps with roles", _spec(Mamba3RolesSpec, problem, pdl=wait), ""
+    for stages in (2, 1):
+        yield _said(stages), _spec(Mamba3ScanSpec, problem, stages=stages, pdl=wait), ""
+
+
+def _said(stages: int) -> str:
+    return "1 stage" if stages == 1 else f"{stages} stages"

@@ -19,7 +19,7 @@ import ssmgen
 from ssmgen.compile.render import code_digest
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, SpecError
-from ssmgen.families.mamba3_chunk_scan.problem import HALVES, LEAST, MOST, PARTS, Mamba3PromptProblem
+from ssmgen.families.mamba3_chunk_scan.problem import LEAST, MOST, PARTS, Mamba3PromptProblem
 from ssmgen.families.mamba3_chunk_scan.rules import space
 from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR
 from ssmgen.select.registry import select
@@ -102,6 +102,7 @@ def test_packing_changes_no_bit(R):
             assert not any(t[i].any() for t in last)
 
 
+@costly(3)
 @needs_emulator
 @pytest.mark.parametrize(("R", "rotary"), [(1, "pairs"), (1, "halves"), (4, "pairs"), (4, "halves"), (7, "halves")])
 @pytest.mark.parametrize("k", [torch.bfloat16, torch.float32])
@@ -214,8 +215,7 @@ def test_few_heads_and_many_tokens_are_cut():
     long = 2 * LEAST * 64
     for most, parts in PARTS:
         assert posed(most, long).segments == parts
-    assert [posed(H, long).segments for H in (PARTS[-1][0] + 1, HALVES, HALVES + 1)] == [2, 2, 1]
-    assert posed(HALVES // 2 + 16, long, batch=2).segments == 1 and posed(PARTS[-1][0], long, batch=9).segments == PARTS[-1][1]
+    assert posed(PARTS[-1][0] + 1, long).segments == 1 and posed(PARTS[-1][0], long, batch=9).segments == PARTS[-1][1]
     assert posed(8, long - 64).segments == 1 and posed(8, long - 63).segments == MOST
     assert posed(8, 2 * LEAST * 16 - 16, R=4).segments == 1 and posed(8, 2 * LEAST * 16, R=4).segments == MOST
     assert posed(64, 65, 3).segments == 3 and posed(64, 64, 3).segments == 1
