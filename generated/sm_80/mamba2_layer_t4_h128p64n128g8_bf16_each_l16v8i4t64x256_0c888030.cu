@@ -24,7 +24,6 @@ struct bf16 { u16 bits; };
 using State = bf16;
 constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kChunk = 4;  // tokens staged in shared memory at a time
-
 using TypeX = bf16;
 using TypeDt = bf16;
 using TypeB = bf16;

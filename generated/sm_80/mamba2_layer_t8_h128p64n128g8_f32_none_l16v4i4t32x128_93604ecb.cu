@@ -25,7 +25,6 @@ struct bf16 { u16 bits; };
 using State = f32;
 constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kChunk = 8;  // tokens staged in shared memory at a time
-
 using TypeX = bf16;
 using TypeDt = bf16;
 using TypeB = bf16;

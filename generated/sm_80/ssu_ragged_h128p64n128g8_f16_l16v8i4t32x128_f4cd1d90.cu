@@ -22,9 +22,8 @@ struct f16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using State = f16;
-constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
+constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128, kPhiloxRounds = 10;
 constexpr int kChunk = 8;  // tokens staged in shared memory at a time
-constexpr int kPhiloxRounds = 10;
 using TypeX = bf16;
 using TypeDt = bf16;
 using TypeB = bf16;

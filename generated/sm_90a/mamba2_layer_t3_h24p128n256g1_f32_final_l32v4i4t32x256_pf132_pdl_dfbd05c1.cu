@@ -24,7 +24,6 @@ struct bf16 { u16 bits; };
 using State = f32;
 constexpr int kHeads = 24, kHeadsPerGroup = 24, kHeadDim = 128, kDState = 256;
 constexpr int kChunk = 3;  // tokens staged in shared memory at a time
-
 using TypeX = bf16;
 using TypeDt = bf16;
 using TypeB = bf16;

@@ -43,9 +43,9 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     @property
     def needs(self) -> Needs:
         return Needs(
-            math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True, places=True,
-            placed_pairs=True, placed_pair_stores=True, shared_quads=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
-            mma=self.x.value,
+            math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True,
+            places=True, placed_pairs=True, placed_pair_stores=True, shared_quads=True,
+            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
         )  # fmt: skip
 
     @property
@@ -85,6 +85,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
             *must(arch.suffix == "a", f"arch is {arch}; expected sm_90a or sm_100a, on which warps change their numbers of registers"),
+            *must(self.parts == 1, f"parts is {self.parts}; expected 1 with warps of several roles"),
             *must(self.stages == 2, f"stages is {self.stages}; expected 2, with warps of several roles"),
             *must(self.min_blocks == 1, f"min_blocks is {self.min_blocks}; expected 1: a block has all registers of an SM"),
             *must(self.d_state <= MOST_COLUMNS, f"d_state is {self.d_state}; expected at most {MOST_COLUMNS}, with warps of several roles"),

@@ -31,7 +31,7 @@ WARPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
-    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+    """A problem, and how one variant computes it. Only `parts` changes bits of the result."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "mamba3_chunk_scan/mamba3_chunk_scan.cu.j2"
@@ -43,13 +43,18 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
     tiles: int = field(default=1, metadata=LATER)  # blocks that share the rows of a head; each makes the rows of B and C ready
+    parts: int = field(default=1, metadata=LATER)  # of a sequence, at most, each by a block of a cluster: the problem's segments, or 1
 
     @property
     def needs(self) -> Needs:
         return Needs(
             math=True, circle=self.rotates, matrices=True, copies=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
-            mma=self.x.value,
+            mma=self.x.value, peers=self.parts > 1,
         )  # fmt: skip
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        return (self.parts,)
 
     @property
     def threads_per_block(self) -> int:
@@ -67,8 +72,8 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
 
     @property
     def cluster_blocks(self) -> int:
-        """Blocks of a head form a cluster if one of them replaces states that the others read."""
-        return self.tiles if self.started else 1
+        """The parts of a sequence; or blocks of a head, if one of them replaces states that the others read."""
+        return max(self.parts, self.tiles if self.started else 1)
 
     @property
     def row_warps(self) -> int:
@@ -85,6 +90,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}r{self.rank}_{self.state.value}_{self.x.value}"
         how = (f"t{self.tile}" if self.tiles > 1 else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how += f"k{self.parts}" if self.parts > 1 else ""
         return f"{self.word}_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight rows use all banks when they are read as matrices.
@@ -143,6 +149,14 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
             *must(
                 arch >= SM90 or self.cluster_blocks == 1,
                 f"tiles is {self.tiles} on {arch}; expected 1 before sm_90: one block replaces states that the others read",
+            ),
+            *must(self.parts in (1, self.segments), f"parts is {self.parts}; expected 1 or the problem's segments {self.segments}"),
+            *must(
+                self.parts == 1 or self.tiles == 1,
+                f"parts is {self.parts} with tiles {self.tiles}; expected 1 of either, as each forms clusters",
+            ),
+            *must(
+                arch >= SM90 or self.parts == 1, f"parts is {self.parts} on {arch}; expected 1 before sm_90, which has the first clusters"
             ),
             *must(self.min_blocks >= 1, f"min_blocks is {self.min_blocks}; expected 1 or more"),
             *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),

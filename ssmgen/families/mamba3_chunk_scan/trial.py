@@ -27,8 +27,9 @@ ANGLES = 1e-5  # of f32 sums of tens of tokens, in radians; angles are up to pi
 def operands(spec: Mamba3PromptProblem, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
     """Sequences longer than two chunks; packed ones also shorter, of one token and without tokens."""
     g = torch.Generator().manual_seed(seed)
+    longest = spec.segments * spec.segment_chunks * spec.chunk + 5 if spec.segments > 1 else 0  # of all its parts
     H, P, N, G, R, n = HEADS, spec.headdim, spec.d_state, GROUPS, spec.rank, spec.angles
-    lead, counts = tokens_of(spec, batch, max(2 * spec.chunk + 5, tokens), spec.chunk)
+    lead, counts = tokens_of(spec, batch, max(2 * spec.chunk + 5, longest, tokens), spec.chunk)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g)
@@ -79,7 +80,7 @@ def mamba3_chunk_scan(spec: Mamba3ScanSpec, batch: int, seed: int, tokens: int =
     named = operands(spec, batch, seed, tokens)
     if not spec.by_rank and spec.rank == 1 and not spec.mimo:
         named |= {name: named[name].squeeze(2) for name in ("B", "C")}
-    options = Options(spec.rate.value, spec.rotary.value, spec.dt_softplus, spec.trap_sigmoid, final=spec.final)
+    options = Options(spec.rate.value, spec.rotary.value, spec.dt_softplus, spec.trap_sigmoid, final=spec.final, segments=spec.segments)
     slack = dict.fromkeys(CALLER.family.written, SLACK[spec.x]) | {"angle_state": ANGLES}
     return trial(CALLER, named, options, slack=slack)
 
