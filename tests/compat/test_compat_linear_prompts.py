@@ -346,7 +346,7 @@ def test_nothing_of_a_tensor_is_read_by_the_host(way):
             sglang.seg_la_fwd,
             SEGMENTS | {"meta": META, "track_lens": SLOTS[:3], "track_state_indices": SLOTS}, ArgumentError, r"track_lens is \[3\]",
         ),
-        (sglang.seg_la_fwd, SEGMENTS | {"meta": META, "caches": POOL}, UnsupportedError, "caches is given"),
+        (sglang.seg_la_fwd, SEGMENTS | {"meta": META, "caches": POOL}, ArgumentError, "cache_indices is None; expected a tensor"),
         (
             sglang.seg_la_fwd,
             SEGMENTS | {"meta": SimpleNamespace(**vars(META) | {"q_offsets": SLOTS})}, ArgumentError, r"meta.q_offsets is \[4\]",

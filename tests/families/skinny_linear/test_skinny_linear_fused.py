@@ -8,6 +8,7 @@ import pytest
 import torch
 from emulated_calls import SM80, SM90, emulate
 from kernel_laws import operations_before, spilled
+from selection import costly
 from skinny_cases import NAN, WITH_GXX, served, variants, wide
 
 import ssmgen
@@ -62,6 +63,7 @@ FORMS = [{"norm": True}, {"residual": True, "weights": 3}, {"activation": GATED,
 FORM_IDS = ["norm", "residual-three", "gated", "all"]
 
 
+@costly(4)
 @WITH_GXX
 @pytest.mark.parametrize("arch", [SM90, SM80], ids=str)
 @pytest.mark.parametrize("types", TYPES, ids=IDS)
@@ -97,6 +99,7 @@ def test_the_gate_multiplies_f32_sums_that_have_the_bits_of_products_alone(types
     assert not halved.any()
 
 
+@costly(4)
 @WITH_GXX
 @pytest.mark.parametrize("types", TYPES, ids=IDS)
 @pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
@@ -121,6 +124,7 @@ def test_other_rows_do_not_matter_even_if_they_are_nan(arch):
     assert torch.equal(a[kept], b[kept]) and torch.isnan(b[[3, 8]]).all()
 
 
+@costly(4)
 @WITH_GXX
 @pytest.mark.parametrize("types", TYPES, ids=IDS)
 @pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
