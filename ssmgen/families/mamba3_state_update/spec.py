@@ -80,7 +80,7 @@ class Mamba3Spec(RowSpec, Mamba3Problem):
     @property
     def stem(self) -> str:
         kind = f"mamba3{'_tokens' if self.several else ''}_h{self.nheads}p{self.headdim}n{self.d_state}g{self.ngroups}r{self.rank}"
-        return f"{kind}_{self.state.value}_{self.how()}"
+        return f"{kind}_{self.state.value}_{self.how()}{'_staged' if self.staged else ''}"
 
     def parameters(self) -> list[Param]:
         norms = self.row_norm is not None or self.norm_weight is not None
