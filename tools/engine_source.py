@@ -16,7 +16,15 @@ _BLOCKS = ("body", "orelse", "handlers", "finalbody")
 
 
 class Elsewhere(Exception):  # noqa: N818
-    """A name comes from another package."""
+    """A name comes from another package: `name` of its module `whence`, which `module` imports."""
+
+    def __init__(self, module: str, whence: str, name: str):
+        super().__init__(f"{module} imports it from {whence}")
+        self.whence, self.name = whence, name
+
+    @property
+    def package(self) -> str:
+        return self.whence.partition(".")[0]
 
 
 class Missing(Exception):  # noqa: N818
@@ -86,7 +94,7 @@ class Source:
             (alias,) = [a for a in node.names if (a.asname or a.name) == name]
             whence = _absolute(module, package, node)
             if whence.partition(".")[0] != module.partition(".")[0]:
-                raise Elsewhere(f"{module} imports it from {whence}")
+                raise Elsewhere(module, whence, alias.name)
             yield from self._named(whence, alias.name)
 
     def _signature(self, module: str, node: _MAKES) -> inspect.Signature:
@@ -112,6 +120,27 @@ class Source:
         if any(isinstance(part, ast.Name | ast.Attribute) and ast.unparse(part) != "float" for part in ast.walk(node)):
             return Opaque(ast.unparse(node))
         return eval(compile(ast.Expression(node), "<default>", "eval"), {"__builtins__": {"float": float}})
+
+
+def required(path: Path, distribution: str) -> str | None:
+    """The version of another distribution that a package requires exactly, as "name==version"; None if its metadata names none."""
+    for line in _metadata(path).splitlines():
+        said = line.removeprefix("Requires-Dist:").partition(";")[0].replace(" ", "").replace("(", "").replace(")", "")
+        if line.startswith("Requires-Dist:") and said.lower().replace("_", "-").startswith(f"{distribution}=="):
+            return said
+    return None
+
+
+def _metadata(path: Path) -> str:
+    """Of a wheel or a source distribution; empty for a folder, whose packages may be of several distributions."""
+    if path.is_dir():
+        return ""
+    if zipfile.is_zipfile(path):
+        wheel = zipfile.ZipFile(path)
+        return "".join(wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    archive = tarfile.open(path)  # noqa: SIM115
+    files = [archive.extractfile(m) for m in archive.getmembers() if m.isfile() and m.name.count("/") == 1 and m.name.endswith("/PKG-INFO")]
+    return "".join(file.read().decode() for file in files if file is not None)
 
 
 def _stand_in(signature: inspect.Signature) -> Callable[..., Any]:

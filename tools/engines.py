@@ -2,7 +2,8 @@
 
 Without arguments, it compares the releases that the plugins name. `python -m tools.engines --newest` compares the newest ones, and
 `python -m tools.engines vllm==0.34.0` a given one; a wheel, a source distribution or a folder with the package can also be named. It fails
-and names every function that has drifted. pip downloads a wheel without dependencies; only its Python files are read.
+and names every function that has drifted. pip downloads a wheel without dependencies; only its Python files are read. A function that an
+engine imports from a package of DISTRIBUTIONS is compared in the version of it that the engine requires, which pip downloads, too.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ssmgen.compat.shared.replacing import differences
 
-from .engine_source import Elsewhere, Missing, Source
+from .engine_source import Elsewhere, Missing, Source, required
 
 ROOT = Path(__file__).parents[1]
+DISTRIBUTIONS = {"sgl_kernel": "sglang-kernel"}  # packages that engines import replaced functions from -> who publishes them
 PYTHONS = ("", "3.12", "3.13", "3.11", "3.10")  # wheels that hold compiled code fit some of them only; "": this one
 
 
@@ -58,13 +61,17 @@ def downloaded(requirement: str, folder: Path) -> Path:
     raise DownloadError(f"pip has no wheel of {requirement}:\n{said}")
 
 
-def compared(source: Source, signatures: Mapping[tuple[str, str], str]) -> tuple[dict[str, str], dict[str, str]]:
-    """({place: how it has drifted}, {place: why it cannot be compared}) of the places of one engine."""
+def compared(
+    source: Source, signatures: Mapping[tuple[str, str], str], other: Callable[[str], Source | None] = lambda package: None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """({place: how it has drifted}, {place: why it cannot be compared}) of the places of one engine. other: of a package's name, its files
+    in the version that the engine requires, if they are known."""
     drifted, elsewhere = {}, {}
     for (module, name), parameters in signatures.items():
         place = f"{module}.{name}"
         try:
-            said = [differences(function_of(parameters), found) for found in source.signatures(module, name)]
+            found = signatures_of(source, module, name, other)
+            said = [differences(function_of(parameters), each) for each in found]
         except Elsewhere as e:
             elsewhere[place] = str(e)
         except Missing as e:
@@ -75,10 +82,39 @@ def compared(source: Source, signatures: Mapping[tuple[str, str], str]) -> tuple
     return drifted, elsewhere
 
 
+def signatures_of(source: Source, module: str, name: str, other: Callable[[str], Source | None]) -> list[Callable[..., Any]]:
+    """Stand-ins with the function's parameters. Raises Missing, or Elsewhere if another package's files are not known."""
+    try:
+        return source.signatures(module, name)
+    except Elsewhere as e:
+        files = other(e.package)
+        if files is None:
+            raise
+        return files.signatures(e.whence, e.name)
+
+
+def others(path: Path, folder: Path) -> Callable[[str], Source | None]:
+    """The packages beside an engine: of the same folder, or in the versions that a wheel requires, downloaded to folder."""
+
+    @cache
+    def files(package: str) -> Source | None:
+        if path.is_dir():
+            return Source(path) if (path / package).is_dir() else None
+        distribution = DISTRIBUTIONS.get(package)
+        needed = None if distribution is None else required(path, distribution)
+        if needed is None:
+            return None
+        (folder / package).mkdir()
+        return Source(downloaded(needed, folder / package))
+
+    return files
+
+
 def report(package: str, path: Path, signatures: Mapping[tuple[str, str], str]) -> bool:
     """Prints how one release compares. Returns whether nothing has drifted."""
     own = {place: text for place, text in signatures.items() if place[0].partition(".")[0] == package}
-    drifted, elsewhere = compared(Source(path), own)
+    with tempfile.TemporaryDirectory() as folder:
+        drifted, elsewhere = compared(Source(path), own, others(path, Path(folder)))
     equal = len(own) - len(drifted) - len(elsewhere)
     print(f"{path.name}: {equal} of {len(own)} signatures are the recorded ones", flush=True)
     for place, why in elsewhere.items():

@@ -35,8 +35,9 @@ def table_of(family: str, function: str | None) -> Table:
 
 def given(function: str) -> list[str]:
     """The arguments of a public function that have no default; none if there is no function of this name, but several of its family."""
-    found = getattr(ssmgen, function, None)
-    parameters = inspect.signature(found).parameters.values() if found else ()
+    if function not in ssmgen.__all__:
+        return []
+    parameters = inspect.signature(getattr(ssmgen, function)).parameters.values()
     return [each.name for each in parameters if each.default is inspect.Parameter.empty]
 
 

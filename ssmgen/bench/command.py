@@ -79,18 +79,23 @@ def _command(name: str) -> click.Command:
     def command(rounds: int, no_peers: bool, as_json: bool, as_csv: bool, page: Path | None, **chosen: Any) -> None:
         from .formats import check, show
         from .progress import watching
+        from .report import Interrupted
         from .suite import Suite
 
         form = _form(as_json, as_csv, page)
         if wrong := benchmark.mistakes(**chosen):
             raise click.UsageError("; ".join(wrong))
         with watching() as watch:
-            suite = Suite([benchmark.run(**chosen, rounds=rounds, peers=not no_peers, watch=watch)])
+            try:
+                found = benchmark.run(**chosen, rounds=rounds, peers=not no_peers, watch=watch)
+            except Interrupted as e:
+                found = e.report
+        suite = Suite([found])
         show(suite, form, alone=True, page=page)
         check(suite)
 
     rounds = click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of measurements.")
-    return click.command(name, help=f"Time {name}.")(
+    return click.command(name, help=f"Time {name}.\n\nCtrl-C ends the run and shows the results so far.")(
         with_options(command, *(axis.option for axis in benchmark.axes), rounds, NO_PEERS, *OUTPUTS)
     )
 

@@ -122,7 +122,7 @@ class Bench:
     ) -> dict[str, Any]:  # fmt: skip
         """The whole report, as JSON would hold it. chosen: by the axes' arguments; None, or nothing, for the default.
 
-        Raises SsmgenError without a GPU, and for options that do not go together.
+        Raises SsmgenError without a GPU, and for options that do not go together; Interrupted, with the report so far, after Ctrl-C.
         """
         report = reports.begin(self.method) | {"op": self.op}
         points = self.points(**chosen)
@@ -130,9 +130,13 @@ class Bench:
             if axis.head:
                 report[axis.name] = _plain(getattr(points[0], axis.name))
         watch.begins(self.op, len(points))
-        for at in points:
-            with reports.case(report, self.named(at), watch) as row:
-                row |= self.measured(at, Device(device), report["ceilings_tbs"], rounds, peers, watch)
+        for i, at in enumerate(points):
+            try:
+                with reports.case(report, self.named(at), watch) as row:
+                    row |= self.measured(at, Device(device), report["ceilings_tbs"], rounds, peers, watch)
+            except KeyboardInterrupt as e:
+                report["failed"] += [{**self.named(left), "error": reports.NOT_REACHED} for left in points[i:]]
+                raise reports.Interrupted(report) from e
         return report
 
     def measured(

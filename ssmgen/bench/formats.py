@@ -51,6 +51,8 @@ def _read(path: Path) -> Suite:
         value = plain_values(read_json(path, regular=False))  # a pipe is as good
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
+    if isinstance(value, dict) and value.get("rows") and all(isinstance(row, dict) and "column" in row for row in value["rows"]):
+        raise ValueError("it holds results of `ssmgen bench models`; show it with `ssmgen bench models --saved`")
     if faults := list(itertools.islice(faults_of(value), FAULTS + 1)):
         shown = [fault if len(fault) <= LONGEST else f"{fault[:LONGEST]}…" for fault in faults[:FAULTS]]
         raise ValueError("; ".join(shown + (["and more"] if len(faults) > FAULTS else [])))

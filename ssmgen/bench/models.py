@@ -142,7 +142,7 @@ def run(
             report["failed"].append({**_named(cell), "error": str(e)})
             watch.ends(f"{cell.words}: FAILED: {e}")
         except KeyboardInterrupt:
-            report["failed"] += [{**_named(rest), "error": "not reached: the run was interrupted"} for rest in work[i:]]
+            report["failed"] += [{**_named(rest), "error": reports.NOT_REACHED} for rest in work[i:]]
             break
         else:
             report["rows"].append(row)

@@ -47,6 +47,17 @@ def begin(method: str = "") -> dict[str, Any]:
     }
 
 
+NOT_REACHED = "not reached: the run was interrupted"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a benchmark. report: its results so far; `failed` has the cases that were not reached."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        super().__init__(f"{len(report['rows'])} cases were timed, {len(report['failed'])} were not")
+        self.report = report
+
+
 @contextlib.contextmanager
 def case(report: dict[str, Any], named: Mapping[str, Any], watch: Watch) -> Iterator[dict[str, Any]]:
     """Yields a row with the case's fields, to which measurements are added, and adds it to the report.

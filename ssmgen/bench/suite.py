@@ -49,6 +49,10 @@ def run(work: Mapping[str, Mapping[str, Any]], rounds: int = 7, peers: bool = Tr
     for i, op in enumerate(ops):
         try:
             suite.reports.append(bench_of(op).run(**work[op], rounds=rounds, peers=peers, watch=watch))
+        except reports.Interrupted as e:
+            suite.reports.append(e.report)
+            suite.failed += [{"op": left, "error": "interrupted"} for left in ops[i + 1 :]]
+            break
         except KeyboardInterrupt:
             suite.failed += [{"op": left, "error": "interrupted"} for left in ops[i:]]
             break

@@ -196,7 +196,7 @@ void cluster_wait() {
   t.state = State::kAtCluster;
   machine->yield();
 }
-void wait_for_upstream() { machine->me().waited = true; }
+void wait_for_upstream() { machine->me().waited = machine->waited = true; }
 
 }  // namespace emulator
 
@@ -212,6 +212,8 @@ extern "C" int launch(void (*kernel)(void**), unsigned grid, unsigned block, uns
     one.first_block = b;
     one.run_cluster();
   }
+  if (one.failure.empty() && pdl && !one.waited)
+    one.failure = "no thread waits for the upstream kernel; the kernel after this one could start before the upstream kernel has ended";
   std::snprintf(message, room, "%s", one.failure.c_str());
   return one.failure.empty() ? 0 : 1;
 } catch (const std::bad_alloc&) {

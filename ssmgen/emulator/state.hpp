@@ -204,6 +204,7 @@ class Machine {
   u32 cluster;          // blocks that run together
   u32 dynamic_bytes;    // of shared memory
   bool pdl;
+  bool waited = false;  // any thread of the launch, for the upstream kernel
   Numbers numbers;      // that warpgroups multiply
   u32 first_block = 0;  // of the cluster
   u32 current = 0;      // thread

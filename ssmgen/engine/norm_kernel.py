@@ -11,7 +11,7 @@ group. A missing neighbour adds nothing. The sum for the mean, which is subtract
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..spec.kernel import LATER, Arch, DType, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from .norm import Activation
@@ -95,6 +95,8 @@ class NormKernel(KernelSpec, NormProblem):
     names in the template, `operands` by their names in the call.
     """
 
+    triggers_first: ClassVar[bool] = True
+
     vec: int  # elements per thread and pass
     team: int  # threads that own a group
     threads: int = 128
@@ -148,6 +150,9 @@ class NormKernel(KernelSpec, NormProblem):
             *must(held <= most, f"a thread holds {held} elements of its group; expected at most {most} with {self.threads} threads"),
             *self.arch_violations(arch),
         ]
+
+    def with_early_triggers(self) -> KernelSpec:
+        return self if self.pdl is Pdl.OFF else replace(self, pdl=Pdl.TRIGGER_FIRST)
 
     @property
     def needs(self) -> Needs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..spec.kernel import LATER, SM90, Arch, DType, KernelSpec, Loads, Narrow, Needs, Pdl, Problem, is_pow2, must
 
@@ -81,6 +81,8 @@ AROUND = ("prefetch", "windows_ahead", "pdl")  # choices that do not change the 
 class RowSpec(KernelSpec, RowProblem):
     """How one variant processes the rows of a problem, which the family's spec also inherits. No choice here changes a bit of the
     result."""
+
+    triggers_first: ClassVar[bool] = True
 
     lanes: int  # lanes per row; 32 = warp per row, fewer = several rows per warp
     vec: int  # contiguous elements per lane and pass; 16 bytes of state when aligned

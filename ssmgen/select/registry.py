@@ -99,10 +99,12 @@ def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: 
     faults = tuple(problem.faults())
     verdicts: list[Verdict] = []
     chosen = None
+    early = size <= getattr(OPERATORS[operator], "EARLY", 0)
     if not faults:
         rows = () if gpu is None else _tuned(operator, problem, size, arch, pdl, gpu)
         for rule, spec, reason in (*rows, *OPERATORS[operator].candidates(problem, size, arch, pdl)):
             if spec is not None:
+                spec = spec.with_early_triggers() if early else spec
                 reason = "; ".join(spec.violations(arch))
                 if not reason and chosen:
                     reason = f"{chosen} comes first"

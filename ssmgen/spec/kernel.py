@@ -73,12 +73,16 @@ class Update(Enum):
 class Pdl(Enum):
     """Programmatic dependent launch: no wait at all, or a wait at the top and a choice of where dependents may start.
 
+    TRIGGER_FIRST is for kernels whose successor reads only constants before its own wait. Every kernel waits before it ends: its end proves
+    that all kernels before it have ended.
+
     OFF also lets dependents start once the first loads are issued (from sm_90 on): it costs nothing, and it keeps ptxas from moving
     those loads down.
     """
 
     OFF = "off"
     WAIT = "wait"  # wait; dependents start when the last block ends
+    TRIGGER_FIRST = "trigger_first"  # dependents may start once every block has begun; then the wait
     TRIGGER_TOP = "trigger_top"  # wait; dependents may start once every block has begun
     TRIGGER_SLOT = "trigger_slot"  # wait; dependents may start once every block has loaded its slot index
     TRIGGER_LOADED = "trigger_loaded"  # wait; dependents may start once every block has issued its first loads
@@ -202,6 +206,7 @@ class KernelSpec:
     """Base of every family's spec."""
 
     family: ClassVar[str]
+    triggers_first: ClassVar[bool] = False  # may let dependents start before its own wait
     table: ClassVar[Any]  # the operand table (`spec/operands.py`) of its kernels
 
     @property
@@ -273,6 +278,10 @@ class KernelSpec:
         """(bytes of state that a block reads, the bytes of them in flight at once); None if this says little about the time."""
         return None
 
+    def with_early_triggers(self) -> KernelSpec:
+        """The same variant for small calls: the next kernel starts as early as the contracts of the call's kernels allow."""
+        return self
+
     def violations(self, arch: Arch) -> list[str]:
         """Every broken constraint in words; the only place that knows what is legal."""
         raise NotImplementedError
@@ -282,6 +291,7 @@ class KernelSpec:
         return [
             *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for {needs}"),
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),
+            *must(self.triggers_first or self.pdl is not Pdl.TRIGGER_FIRST, "pdl is trigger_first; expected a trigger after the wait"),
         ]
 
     def check(self, arch: Arch) -> None:

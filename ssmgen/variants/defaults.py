@@ -44,13 +44,20 @@ class Default:
 
 @dataclass(frozen=True, slots=True)
 class FixedSpec:
-    """A variant that the registry chooses for no call. Its `pdl` is switched off on architectures without it."""
+    """A variant that the registry chooses for no call. Its `pdl` is switched off on architectures without it.
+
+    since: the first architecture for which it is listed.
+    """
 
     spec: KernelSpec
+    since: Arch = FIRST
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
+        if arch < self.since:
+            return []
         spec: Any = self.spec  # `pdl` is a field of every spec, but not of a base class
-        return [spec if arch >= SM90 else replace(spec, pdl=Pdl.OFF)]
+        chosen: KernelSpec = spec if arch >= SM90 else replace(spec, pdl=Pdl.OFF)
+        return list(chosen.kernels)
 
 
 def named() -> Iterator[tuple[str, str, Default | FixedSpec]]:

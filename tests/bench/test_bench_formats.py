@@ -91,6 +91,11 @@ def test_every_wrong_file_is_named(tmp_path):
     assert "BenchFileError: these files are not what `ssmgen bench … --json` writes:" in render(tmp_path / "empty.json", code=1).stderr
 
 
+def test_results_of_models_are_shown_by_their_own_command(tmp_path):
+    (tmp_path / "models.json").write_text(json.dumps({"rows": [{"models": ["mamba-130m"], "column": "prompt"}], "failed": []}))
+    assert "show it with `ssmgen bench models --saved`" in render(tmp_path / "models.json", code=1).stderr
+
+
 def test_rendering_json_gives_what_was_read():
     assert json.loads(render(MEASURED, "--json").stdout) == json.loads(MEASURED.read_text())
 

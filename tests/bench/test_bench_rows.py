@@ -285,6 +285,32 @@ def test_all_keeps_what_there_is_when_interrupted(bench):
     assert found.failed == [{"op": op, "error": "interrupted"} for op in ("kda", "causal_conv1d")]
 
 
+@pytest.mark.parametrize("every", [False, True], ids=["one", "all"])
+def test_an_interrupted_benchmark_keeps_the_cases_it_has(every, bench):
+    """Ctrl-C in the second case of an operator."""
+    own, measured = bench_of("causal_conv1d"), type(bench_of("causal_conv1d")).measured
+    done = []
+
+    def interrupted(self, *rest):
+        if done:
+            raise KeyboardInterrupt
+        done.append(self)
+        return measured(self, *rest)
+
+    bench.setattr(type(own), "measured", interrupted)
+    options = {op: SMALL[op] | {"device": "cpu"} for op in ("causal_conv1d", "kda")}
+    run = own.run
+    bench.setattr(own, "run", lambda **asked: run(**asked | options["causal_conv1d"]))
+    bench.setattr(suite, "tasks", lambda quick, model, tp: options)
+    result = CliRunner().invoke(cli.main, ["bench", "all" if every else "causal_conv1d", "--json"])
+    saved = json.loads(result.stdout)
+    (report,) = saved["reports"] if every else [saved]
+    assert len(report["rows"]) == 1 and len(report["rows"]) + len(report["failed"]) == len(own.points(**SMALL["causal_conv1d"]))
+    assert {entry["error"] for entry in report["failed"]} == {"not reached: the run was interrupted"}
+    assert (saved["failed"] == [{"op": "kda", "error": "interrupted"}]) if every else ("failed" in saved)
+    assert result.exit_code == 1 and "not reached: the run was interrupted" in result.stderr
+
+
 def test_the_command_for_all(bench, tmp_path):
     def broken(**options):
         raise RuntimeError("it fell over")

@@ -197,6 +197,13 @@ def test_planted_bug(bug):
     assert words in str(e.value) and "block " in str(e.value)
 
 
+def test_some_thread_of_a_launch_waits():
+    """Threads may end early, unless all of them do."""
+    run_broken("if (threadIdx.x < n / 2) return; wait_for_upstream();  // griddepcontrol.wait\n")
+    with pytest.raises(EmulatorError, match="no thread waits for the upstream kernel"):
+        run_broken("if (threadIdx.x < n) return; wait_for_upstream();  // griddepcontrol.wait\n", grid=2)
+
+
 # Every block gives its number to its peers.
 SHARES = """
   SHARED(float, numbers, 4);

@@ -4,6 +4,7 @@ graphs."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,18 @@ def of_attention(**more: Any) -> dict[str, Any]:
     return rows | {"ed": torch.linspace(0.01, 0.5, HV), "kv_history": randn(2, HV, K, V, seed=7, dtype=F32)} | more
 
 
+def lightning_drafts(s_offsets: Tensor, **call: Any) -> Tensor:
+    """SGLang's verification of drafts, whose slots are an attribute of its metadata."""
+    meta = SimpleNamespace(batch_size=3, q_offsets=None, s_offsets=s_offsets, s_scales=None, mask=None)
+    return sglang.seg_la_fwd(**call, meta=meta)
+
+
+def of_drafts() -> dict[str, Any]:
+    rows = {n: randn(12, HV, width, seed=s) for s, (n, width) in enumerate((("q", K), ("k", K), ("v", V)))}
+    rows |= {"s": states(9, layout="kv"), "s_offsets": SLOTS[:3].clone(), "caches": torch.zeros(4, 5, HV, K, V)}
+    return rows | {"decay_scales": torch.linspace(0.01, 0.5, HV), "cache_indices": torch.tensor([3, 1, 0], dtype=torch.int32)}
+
+
 FINAL, KEPT = {"output_final_state": True}, {"initial_state": states(4, layout="kv"), "output_final_state": True}
 RAW = {"use_qk_l2norm_in_kernel": True, "lower_bound": -5.0}
 
@@ -106,6 +119,7 @@ WAYS = {
         ),
     ),
     "lightning": (vllm.lightning_attention, of_attention),
+    "sglang-lightning-drafts": (lightning_drafts, of_drafts),
     "fla-rows": (fla.chunk_gated_delta_rule, raw),
     "fla-packed": (
         fla.chunk_gated_delta_rule, lambda: packed(initial_state=states(4, BF16, "kv"), output_final_state=True),
@@ -126,7 +140,7 @@ WAYS = {
     "sglang-backend": (sglang_delta.extend, lambda: backend(pages(9, HV, V, K, gap=8))),
     "sglang-backend-read": (sglang_delta.extend, lambda: backend(states(9, BF16), inplace_update=False)),
 }  # fmt: skip
-WRITTEN = ("initial_state", "output_state", "state_checkpoints", "ssm_states", "track_state")
+WRITTEN = ("initial_state", "output_state", "state_checkpoints", "ssm_states", "track_state", "caches")
 
 
 def results(got: Any, call: dict[str, Any]) -> Iterator[Tensor]:

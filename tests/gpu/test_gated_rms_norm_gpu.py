@@ -131,9 +131,10 @@ def test_pdl_on_and_off_are_bit_equal_on_a_chain():
 @pytest.mark.parametrize(
     ("case", "rule", "trigger"),
     [
-        pytest.param(replace(GDN, rows=(16,)), "few-groups", Pdl.TRIGGER_TOP, id="gdn"),
-        pytest.param(replace(MAMBA, groups=8), "few-groups", Pdl.TRIGGER_LOADED, id="mamba"),
-        pytest.param(replace(MAMBA, groups=1, size=5120), "few-groups", Pdl.TRIGGER_TOP, id="mamba-one-group"),
+        pytest.param(replace(GDN, rows=(40,)), "few-groups", Pdl.TRIGGER_TOP, id="gdn"),
+        pytest.param(replace(GDN, rows=(16,)), "few-groups", Pdl.TRIGGER_FIRST, id="gdn-first"),
+        pytest.param(replace(MAMBA, groups=8), "few-groups", Pdl.TRIGGER_FIRST, id="mamba"),
+        pytest.param(replace(MAMBA, groups=1, size=5120), "few-groups", Pdl.TRIGGER_FIRST, id="mamba-one-group"),
         pytest.param(replace(GDN, rows=(300,)), "some-groups", Pdl.TRIGGER_TOP, id="gdn-some-groups"),
         pytest.param(replace(GDN, rows=(1100,)), "many-groups", Pdl.TRIGGER_LOADED, id="gdn-many-groups"),
     ],

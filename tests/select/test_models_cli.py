@@ -127,7 +127,7 @@ def foretold(*args: str) -> list[dict]:
 def test_a_build_has_what_calls_take_and_what_one_caller_takes(own_cache):
     model = ("--model", "nemotron-h-8b")
     every, both = foretold(*model), foretold(*model, "--pdl", "both")
-    assert not any(",pdl=off" in v["spec"] for v in every) and len(both) > 1.9 * len(every)
+    assert not any(",pdl=off" in v["spec"] for v in every) and len(both) > 1.85 * len(every)
     assert foretold(*model, "--pdl") == every and {v["spec"] for v in foretold(*model, "--no-pdl")} <= {v["spec"] for v in both}
     parts = {caller: foretold(*model, "--caller", caller.value) for caller in Client}
     assert all(0 < 2 * len(part) < len(every) for part in parts.values())

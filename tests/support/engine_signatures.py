@@ -36,6 +36,11 @@ SIGNATURES = {
         "D=None, dt_bias=None, dt_softplus=False, state_batch_indices=None, null_block_id=0, scratch=None, update_trackers=True, "
         "enable_stochastic_rounding=False, stochastic_rounding_philox_rounds=0, cu_seqlens=None, max_seqlen=None, enable_pdl=False"
     ),
+    (f"{_OPS}.selective_state_update_replayssm_output_only", "selective_state_update_replayssm_output_only"): (
+        "state, x, dt, A, B, C, D=None, dt_bias=None, z=None, dt_softplus=False, x_cache=None, dt_cache=None, B_cache=None, bc_pre=None, "
+        "write_pos=None, is_flush=None, max_cache_len=16, state_batch_indices=None, null_block_id=0, out=None, "
+        "enable_stochastic_rounding=False, cache_philox_rounds=0"
+    ),
     (f"{_OPS}.mamba_ssm", "selective_scan_fn"): (
         "u, ssm_states, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, query_start_loc=None, cache_indices=None, "
         "has_initial_state=None, null_block_id=0, block_size=1024, block_idx_first_scheduled_token=None, "
@@ -132,6 +137,9 @@ SIGNATURES = {
     (f"{_FLA}.kda", "rms_norm_gated"): _NORM,
     (f"{_FLA}.fused_norm_gate", "rms_norm_gated"): _NORM,
     (f"{_OPS}.layernorm_gated", "rms_norm_gated"): "x, weight, bias, z=None, eps=1e-06, group_size=None, norm_before_gate=True",
+    ("vllm.model_executor.layers.layernorm", "RMSNormGated.forward_native"): "self, x, z=None",
+    (f"{_FLA}.kda", "FusedRMSNormGated.forward_native"): "self, x, g, residual=None, prenorm=False, residual_in_fp32=False",
+    ("vllm.model_executor.layers.mamba.mamba_mixer2", "Mixer2RMSNormGated.forward_native"): "self, x, gate",
     ("vllm.model_executor.layers.lightning_attn", "lightning_attention"): _LIGHTNING,
     ("vllm.model_executor.layers.lightning_attn", "linear_decode_forward_triton"): _LIGHTNING_STEP,
     ("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply"): _APPLY,
@@ -301,7 +309,8 @@ IMPORTS = {
     ),
     "vllm.model_executor.layers.mamba.mamba_mixer": f"{_CONV}\nfrom {_OPS}.mamba_ssm import selective_scan_fn",
     "vllm.model_executor.layers.mamba.mamba_mixer2": (
-        f"{_CONV}\nfrom {_OPS}.ssd_combined import mamba_chunk_scan_combined_varlen\nfrom {_OPS}.layernorm_gated import rms_norm_gated"
+        f"{_CONV}\nfrom {_OPS}.ssd_combined import mamba_chunk_scan_combined_varlen\nfrom {_OPS}.layernorm_gated import rms_norm_gated\n"
+        f"from {_OPS}.selective_state_update_replayssm_output_only import selective_state_update_replayssm_output_only"
     ),
     "vllm.model_executor.layers.mamba.short_conv": f"{_CONV}\n{_CONTEXT}",
     f"{_GDN}.qwen_gdn_linear_attn": (

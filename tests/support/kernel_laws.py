@@ -63,6 +63,8 @@ def is_well_formed(spec: Any) -> None:
 
 def waits_first(spec: Any, pdl: Pdl, accesses: str = "load|store") -> None:
     """The wait precedes every access, and the launch attribute follows the text."""
+    if pdl is Pdl.TRIGGER_FIRST and not spec.triggers_first:
+        return says_its_violation(spec, {"pdl": pdl}, "pdl is trigger_first; expected a trigger after the wait")
     text = render(replace(spec, pdl=pdl), SM90)
     body = text[text.index('extern "C"') :]
     assert uses_pdl(text) == (pdl is not Pdl.OFF) and "__restrict__" not in body and "__ldg" not in body
@@ -72,6 +74,7 @@ def waits_first(spec: Any, pdl: Pdl, accesses: str = "load|store") -> None:
     wait = body.index("wait_for_upstream();")
     assert all(m.start() > wait for m in re.finditer(rf"\b({accesses})\w*[(<]", body))
     assert ("allow_dependents();" in body) == (pdl is not Pdl.WAIT)
+    assert ("allow_dependents();" in body[:wait]) == (pdl is Pdl.TRIGGER_FIRST)
 
 
 def waits_before_any_of(spec: Any, *words: str) -> str:

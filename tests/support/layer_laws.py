@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import cards_of_tests
 import pytest
@@ -148,8 +150,9 @@ def assert_pdl_changes_nothing(case: Case) -> None:
     calls[True].assert_unharmed()
 
 
-def assert_waits_for_its_producer(case: Case) -> None:
-    """The kernel before still writes the projection when this one starts. Without its wait this kernel reads too early."""
+def assert_waits_for_its_producer(case: Case, **change: Any) -> None:
+    """The kernel before still writes the projection when this one starts. Without its wait this kernel reads too early. change: fields that
+    differ from the chosen variant."""
     call = make(case, DEVICE)
     again = _Again(call)
 
@@ -168,6 +171,16 @@ def assert_waits_for_its_producer(case: Case) -> None:
     right = produced(lambda: call.run(pdl=False))
     assert equal(right, produced(lambda: call.run(pdl=True)))
     built, spec = call.built(), chosen(case, pdl=True)
+    if change:
+        spec = replace(cast(Any, spec), **change)
+        assert equal(right, produced(built.launch_with(spec).at(built.pointers)))
+        if any(
+            getattr(part, "late", False) for part in spec.kernels
+        ):  # a norm that reads its gate before the first kernel's wait has ended
+            wrong = [replace(cast(Any, part), late=False) if getattr(part, "late", False) else part for part in spec.kernels]
+            views = built.caller.checked(built.operands, built.options, None)
+            early = launch(SimpleNamespace(kernels=wrong), built.caller.family, views, built.options, built.operands)
+            assert not equal(right, produced(early))
     views = built.caller.checked(built.operands, built.options, None)
     hasty = launch(spec, built.caller.family, views, built.options, built.operands, hasty=spec.kernels[:1])
     assert not equal(right, produced(hasty))

@@ -67,18 +67,18 @@ def thin(items: list[pytest.Item]) -> set[pytest.Item]:
 def chosen(tests: Sequence[pytest.Function], count: int, name: str) -> list[pytest.Function]:
     """Up to `count` tests: each has the most parameter values that no earlier one has; among equals, it is the farthest from earlier ones.
     The first depends on the function's name, so that the functions of a file begin at different values."""
+    values = [frozenset(test.callspec.indices.items()) for test in tests]
     start = zlib.crc32(name.encode()) % max(1, len(tests))
     left = [*range(start, len(tests)), *range(start)]
     seen, found = set[tuple[str, int]](), list[int]()
-
-    def gain(i: int) -> tuple[int, int]:
-        return len(tests[i].callspec.indices.items() - seen), min((abs(i - j) for j in found), default=0)
+    distance = [len(tests)] * len(tests)  # to the nearest of `found`
 
     while left and len(found) < count:
-        best = max(left, key=gain)
+        best = max(left, key=lambda i: (len(values[i] - seen), distance[i]))
         left.remove(best)
         found.append(best)
-        seen |= tests[best].callspec.indices.items()
+        seen |= values[best]
+        distance = [min(d, abs(i - best)) for i, d in enumerate(distance)]
     return [tests[i] for i in sorted(found)]
 
 

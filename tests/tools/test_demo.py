@@ -21,12 +21,34 @@ from transformers import AutoModelForCausalLM
 from ssmgen.bench.progress import Watch
 from ssmgen.compat import hf
 from ssmgen.compat.hf import found as hf_found
-from tools.demo import DemoError, measure, prompts, run
+from tools.demo import DemoError, floor, measure, prompts, run
 from tools.demo.decode import PROMPT, Greedy, prompt
 from tools.demo.measure import ACCELERATED, FUSED, FUSED_GRAPH, GRAPH, PATCHED, PLAIN, Launches, Options, Way
 from tools.demo.presets import OTHERS, SHARED, Preset, chosen, presets
 
 HERE = [preset.name for preset in chosen(())]
+
+
+# The least time of a step.
+
+
+def test_the_bytes_of_a_step():
+    """A linear-attention model with experts: by hand from its parameters and its cache."""
+    model = tiny("qwen3_5_moe", dtype=torch.bfloat16)
+    greedy = Greedy(model, prompt(2, model.config.vocab_size, "cpu"))
+    experts = {name: weight for name, weight in model.named_parameters() if ".experts." in name}
+    table = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is table
+    whole = sum(weight.nbytes for weight in model.parameters()) - (0 if tied else table.nbytes)
+    count, chosen = model.config.num_experts, model.config.num_experts_per_tok
+    assert experts and 0 < chosen < count
+    want = whole - sum(weight.nbytes for weight in experts.values()) * (count - chosen) / count
+    assert floor.weights(model) == pytest.approx(want, abs=1)
+    recurrent = [state for layer in greedy.cache.layers for state in floor.states(layer)]
+    assert len(recurrent) == 2 * sum(kind == "linear_attention" for kind in model.config.layer_types)
+    assert floor.moved(model, greedy.cache) == floor.weights(model) + 2 * sum(state.nbytes for state in recurrent)
+    again = Greedy(model, prompt(4, model.config.vocab_size, "cpu"))
+    assert floor.moved(model, again.cache) - floor.weights(model) == 2 * (floor.moved(model, greedy.cache) - floor.weights(model))
 
 
 # The models.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,8 +52,8 @@ def test_markdown_has_a_line_per_row_and_a_footnote_per_reason():
     first, jamba, bamba, zamba = table(text)
     assert first == {
         "family": "mamba2", "as wide as": "Codestral", "layers": "8", "batch": "1", "transformers ms": "6.00", "patched ms": "3.00 (2.0 ×)",
-        "fused ms": "", "graph ms": "0.50 (12.0 ×)", "fused graph ms": "", "accelerate ms": "", "kernels": "400", "patched kernels": "200",
-        "fused kernels": "", "same tokens": "48/48",
+        "fused ms": "", "graph ms": "0.50 (12.0 ×)", "fused graph ms": "", "accelerate ms": "", "× floor": "", "kernels": "400",
+        "patched kernels": "200", "fused kernels": "", "same tokens": "48/48",
     }  # fmt: skip
     assert jamba["layers"] == "7 of 8"
     assert jamba["graph ms"] == bamba["graph ms"] == "- (1)"
@@ -66,9 +67,11 @@ def test_a_fused_familys_ways_have_their_cells():
     ms = {PLAIN: 6.0, PATCHED: 3.0, FUSED: 2.0, GRAPH: 0.5, FUSED_GRAPH: 0.25}
     fused, eager = row(ms=ms | {ACCELERATED: 0.2}, kernels=dict(zip(ms, (400, 200, 100, 200, 100), strict=True))), dict(ms)
     del eager[FUSED_GRAPH]
+    fused = replace(fused, floor_ms=0.16)
     first, second = table(as_markdown(Report(FACTS, [fused, row(ms=eager, notes={f"{FUSED_GRAPH} ms": "no capture"})])))
     assert (first["fused ms"], first["fused kernels"], first["fused graph ms"]) == ("2.00 (3.0 ×)", "100", "0.25 (24.0 ×)")
     assert (first["accelerate ms"], second["accelerate ms"]) == ("0.20 (30.0 ×)", "")
+    assert (first["× floor"], second["× floor"]) == ("1.25", "")
     assert second["fused graph ms"] == "- (1)"
 
 

@@ -132,6 +132,46 @@ def test_a_module_that_is_not_there(tmp_path):
     assert drifted == {"p.gone.f": "the module p.gone does not exist"}
 
 
+NEEDS = "Metadata-Version: 2.4\nRequires-Dist: kernels<0.15\nRequires-Dist: sglang-kernel==0.4.10 ; python_version > '3'\n"
+
+
+@pytest.mark.parametrize("form", ["wheel", "sdist", "folder"])
+@pytest.mark.parametrize(("theirs", "fine"), [("v_a, s_a", True), ("v_a, s_a, more", False)])
+def test_a_function_of_another_package_is_compared_there(form, theirs, fine, tmp_path, monkeypatch, capsys):
+    """In the version that the engine's wheel requires, or beside it in the same folder."""
+    root, beside, asked = tmp_path / "root", tmp_path / "beside", []
+    for folder, package, text in ((root, "sglang", "from sgl_kernel import f"), (beside, "sgl_kernel", "from .inner import f")):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").write_text(text)
+    (beside / "sgl_kernel" / "inner.py").write_text(f"def f({theirs}): ...")
+
+    def downloaded(requirement: str, folder: Path) -> Path:
+        asked.append(requirement)
+        return beside
+
+    path = packed(root, "sglang", form)
+    if form == "wheel":
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("sglang-0.5.23.dist-info/METADATA", NEEDS)
+    elif form == "sdist":
+        (root / "PKG-INFO").write_text(NEEDS)
+        with tarfile.open(path, "w:gz") as archive:
+            archive.add(root, "sglang-0.5.23")
+    else:
+        (beside / "sgl_kernel").rename(root / "sgl_kernel")
+    monkeypatch.setattr(engines, "downloaded", downloaded)
+    assert engines.report("sglang", path, {("sglang", "f"): "v_a, s_a"}) == fine
+    assert asked == ([] if form == "folder" else ["sglang-kernel==0.4.10"])
+    assert f"{int(fine)} of 1 signatures are the recorded ones" in capsys.readouterr().out
+
+
+def test_another_package_of_unknown_version_is_not_compared(tmp_path, capsys):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("from sgl_kernel import f")
+    assert engines.report("sglang", packed(tmp_path, "sglang", "folder"), {("sglang", "f"): "a"})
+    assert "not compared: sglang.f: sglang imports it from sgl_kernel" in capsys.readouterr().out
+
+
 def test_an_unknown_engine():
     with pytest.raises(SystemExit, match="trt is neither a file nor one of vllm, sglang"):
         engines.run(["trt"])

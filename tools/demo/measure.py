@@ -7,7 +7,8 @@ with eager steps: transformers with its own PyTorch functions, transformers with
 (patch(fuse=True), for families with such layers). They use the growing cache that generate() makes. A graph replays one captured step on
 transformers' StaticCache; its first tokens equal eager steps on such a cache. generate() itself adds host time per token. accelerate is the
 generate of ssmgen.accelerate(model), which replays such a graph of the fused model. Its time is per token after the first: the difference
-between many tokens and one token, measured after the other ways. cuDNN attention is off: it plans again for each length of the cache, some
+between many tokens and one token, measured after the other ways; "× floor" is this time over the least one (tools/demo/floor.py). cuDNN
+attention is off: it plans again for each length of the cache, some
 20 ms, which would count for the way that reaches a length first.
 
 Kernels: all kernels that torch.profiler sees in one step, without copies and fills by the driver.
@@ -35,6 +36,7 @@ from ssmgen.compat import hf
 
 from . import DemoError
 from .decode import PROMPT, Captured, Greedy, prompt
+from .floor import floor_ms
 from .packages import PACKAGES, bound, own_functions
 from .presets import Preset
 
@@ -66,7 +68,7 @@ class Way(NamedTuple):
 class Row:
     """A family at a batch size: milliseconds and kernels per token, by way of decoding.
 
-    notes: why a number is missing, by way and unit, such as "graph ms".
+    notes: why a number is missing, by way and unit, such as "graph ms"   floor_ms: the least time of a step
     """
 
     family: str
@@ -79,9 +81,13 @@ class Row:
     same: int
     tokens: int  # the number compared for `same`
     notes: Mapping[str, str] = field(default_factory=dict)
+    floor_ms: float | None = None
 
     def speedup(self, way: str) -> float | None:
         return self.ms[PLAIN] / self.ms[way] if way in self.ms else None
+
+    def over_floor(self, way: str) -> float | None:
+        return self.ms[way] / self.floor_ms if way in self.ms and self.floor_ms else None
 
 
 @contextlib.contextmanager
@@ -204,7 +210,8 @@ def decoded(model: torch.nn.Module, batch: int, options: Options) -> dict[str, A
             ms[ACCELERATED] = accelerated_ms(model, ids, options, torch.cuda.synchronize)
         except Exception as e:  # any error of a step with its own cache
             notes[f"{ACCELERATED} ms"] = first_line(e)
-    return {"ms": ms, "kernels": counts, "notes": notes}
+    least = floor_ms(model, ways[PLAIN].step.cache) if ids.is_cuda else None
+    return {"ms": ms, "kernels": counts, "notes": notes, "floor_ms": least}
 
 
 def accelerated_ms(model: torch.nn.Module, ids: torch.Tensor, options: Options, synchronize: Callable[[], None]) -> float:

@@ -35,6 +35,10 @@ def _speedup(way: str) -> Callable[[Row | PromptRow], str | None]:
     return lambda row: None if (value := row.speedup(way)) is None else f"{value:.1f} ×"
 
 
+def _over_floor(way: str) -> Callable[[Row], str | None]:
+    return lambda row: None if (value := row.over_floor(way)) is None else f"{value:.2f}"
+
+
 def _kernels(way: str) -> Callable[[Row | PromptRow], str | None]:
     return lambda row: str(row.kernels[way]) if way in row.kernels else None
 
@@ -67,6 +71,7 @@ COLUMNS = (
     Column("", _speedup(FUSED_GRAPH), f"{FUSED_GRAPH} ms"),
     Column("accelerate ms", _ms(ACCELERATED), f"{ACCELERATED} ms"),
     Column("", _speedup(ACCELERATED), f"{ACCELERATED} ms"),
+    Column("× floor", _over_floor(ACCELERATED), f"{ACCELERATED} ms"),
     Column("kernels", _kernels(PLAIN), f"{PLAIN} kernels"),
     Column("packages kernels", _kernels(PACKAGES), f"{PACKAGES} kernels"),
     Column("patched kernels", _kernels(PATCHED), f"{PATCHED} kernels"),

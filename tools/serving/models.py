@@ -52,6 +52,12 @@ def config_of(model: str, layers: int, longest: int) -> Any:
     return replace(preset, sizes={**preset.sizes, **served.more, **own}).config(layers)
 
 
+def prefix_block(model: str) -> int | None:
+    """Tokens of a block, for an engine with a cache of prefixes; None where vLLM chooses. In a model without attention it would choose 16,
+    which is no multiple of 64; in a hybrid it chooses pages as large as a state."""
+    return None if any("attention" in kind.replace("linear_attention", "") for kind in presets()[model].kinds(FEW)) else 512
+
+
 def pool_bytes(model: str, layers: int, sequences: int, wide: bool) -> int:
     """Bytes for states and keys of `sequences` sequences, at one page per layer, plus a tenth. wide: f32 instead of 16 bits."""
     kinds = presets()[model].kinds(layers)

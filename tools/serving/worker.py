@@ -104,17 +104,19 @@ class Server:
         longest, step: most tokens of a sequence, and of the engine's step   folder: for the model's configuration
         compiled: by torch.compile, vLLM's default   eager: no graphs   prefixes: a cache of them   wide: recurrent states in f32
         """
-        from .models import config_of, pool_bytes
+        from .models import config_of, pool_bytes, prefix_block
 
         begin = time.perf_counter()
         config = config_of(model, layers, longest)
         self.vocabulary = config.vocab_size
         config.save_pretrained(folder)
         sequences, sizes = graphs[-1], {"cudagraph_capture_sizes": graphs}
-        states = {"mamba_ssm_cache_dtype": "float32"} if wide else {}
+        more = {"mamba_ssm_cache_dtype": "float32"} if wide else {}
+        if prefixes and (block := prefix_block(model)):
+            more["block_size"] = block
         self.llm = self.make(
             folder, skip_tokenizer_init=True, load_format="dummy", dtype=dtype, seed=0, max_model_len=longest, max_num_seqs=sequences,
-            max_num_batched_tokens=step, enable_prefix_caching=prefixes, disable_log_stats=True, enforce_eager=eager, **states,
+            max_num_batched_tokens=step, enable_prefix_caching=prefixes, disable_log_stats=True, enforce_eager=eager, **more,
             compilation_config=sizes if compiled else {**sizes, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
             # the pool's size is given, not measured: other engines share the GPU
             gpu_memory_utilization=0.02, kv_cache_memory_bytes=pool_bytes(model, layers, sequences, wide or dtype == "float32"),

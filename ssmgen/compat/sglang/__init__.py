@@ -350,7 +350,9 @@ _LAYERS = "sglang.srt.layers.attention"
 _ENGINE: replacing.Engine = replacing.Engine(
     "sglang", "0.5.23",
     [
-        replacing.Replacement(f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update, behind=_noise.refused),
+        replacing.Replacement(
+            f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update, impossible=_noise.impossible
+        ),
         replacing.Replacement(f"{_MAMBA}.triton_ops.ssd_combined", "mamba_chunk_scan_combined", mamba_chunk_scan_combined),
         replacing.Replacement(f"{_LAYERS}.mamba.mamba1", _mamba.METHOD, _mamba.selective_scan),
         replacing.Replacement(f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update", causal_conv1d_update_triton),

@@ -30,7 +30,7 @@ def seg_la_fwd(
     track_state_indices: Tensor | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """Lightning attention over prompts or one token per sequence: S <- e^-s S + v k^T;  o = softmax_scale S q, None for K^-0.5.
+    """Lightning attention over prompts, drafts or one token per sequence: S <- e^-s S + v k^T;  o = softmax_scale S q, None for K^-0.5.
 
     q, k: [tokens, H, K], packed          v: [tokens, H, V]          decay_scales: H elements, the slopes s
     s: [slots, H, K, V], a pool, updated in place
@@ -39,16 +39,20 @@ def seg_la_fwd(
 
     Returns output [tokens, H, V] of q's dtype. A sequence whose slot is negative or out of the pool touches no state; its output in a
     prompt is computed from zeros. The states of a prompt are transposed before the kernel and after it.
-    Raises UnsupportedError for verification of drafts: caches and meta.mask. Raises ArgumentError (a ValueError) for operands that do not
-    fit.
+    Raises UnsupportedError for trees of drafts, meta.mask. Raises ArgumentError (a ValueError) for operands that do not fit.
+
+    Verification of drafts:
+    caches: [rows, T or more, H, K, V] of s's dtype: receives the state after each token, of q.shape[0] / N tokens per sequence; s is only
+        read. Ignored with one token per sequence, as in SGLang
+    cache_indices: [N], each sequence's row of caches
 
     States at positions, for prefix caches:
     track_lens, track_state_indices: [N]: the state after track_lens tokens of each prompt, 1 or more, goes to that slot. A count above the
         prompt's length requests none. These tokens are computed twice
     """
     name = "sglang's seg_la_fwd"
-    given = {"caches": caches, "meta.mask": getattr(meta, "mask", None)}
-    reasons = [f"{what} is given; expected None: ssmgen keeps no draft states here" for what, t in given.items() if t is not None]
+    mask = getattr(meta, "mask", None)
+    reasons = [] if mask is None else ["meta.mask is given; expected None: ssmgen's drafts of Lightning attention are no trees"]
     if reasons := reasons + invariance.one_function_for_both():
         raise UnsupportedError(name, reasons)
     count, slots, starts, read = meta.batch_size, meta.s_offsets, meta.q_offsets, meta.s_scales
@@ -57,6 +61,8 @@ def seg_la_fwd(
         out = _new_output(q, v)
         lightning_attn(s, q, k, v, slope, scale=softmax_scale, state_layout="kv", state_indices=slots[: q.shape[0]], out=out)
         return out
+    if caches is not None:
+        return _verified((q, k, v, slope), s, slots, count, caches, cache_indices, softmax_scale)
     tracked = None if track_lens is None or track_state_indices is None else (track_lens, track_state_indices)
     indices = {"meta.s_offsets": slots, "meta.q_offsets": starts}
     indices |= {} if tracked is None else dict(zip(("track_lens", "track_state_indices"), tracked, strict=True))
@@ -77,6 +83,24 @@ def seg_la_fwd(
         nowhere = (lens <= 0) | (lens > starts.diff()) | (slots < 0)
         _scatter(s, places.masked_fill(nowhere, -1), inner.transpose(-1, -2))
     _scatter(s, slots, after.transpose(-1, -2))
+    return out
+
+
+def _verified(
+    operands: tuple[Tensor, Tensor, Tensor, Tensor], s: Tensor, slots: Tensor, count: int, caches: Tensor, rows: Tensor | None,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """The outputs of drafts, whose states go to caches. operands: q, k, v and slopes; rows: of caches, one per sequence."""
+    *tokens, slope = operands
+    if tokens[0].shape[0] % count or rows is None:
+        problems = [f"q has {tokens[0].shape[0]} tokens for {count} sequences with caches; expected a multiple"]
+        raise ArgumentError("sglang's seg_la_fwd", problems if rows is not None else ["cache_indices is None; expected a tensor"])
+    q, k, v = (t.unflatten(0, (count, -1)) for t in tokens)
+    out = _new_output(tokens[0], tokens[2])
+    lightning_attn(
+        s, q, k, v, slope, scale=scale, state_layout="kv", state_indices=slots[:count], intermediate_states=caches,
+        intermediate_state_indices=rows[:count], update_state=False, out=out.unflatten(0, (count, -1)),
+    )  # fmt: skip
     return out
 
 

@@ -9,7 +9,7 @@ from ..shared import noise
 from ..shared.replacing import Engine, Replacement
 
 STEP = "sglang.kernels.ops.mamba.triton_ops.mamba_ssm.selective_state_update"
-refused = noise.refused("SGLang")
+impossible = noise.impossible
 REFUSAL = "requires SM100"
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
 from ...settings import engine_noise
 
 _ROUNDED = (torch.float16, torch.bfloat16)
@@ -43,13 +42,8 @@ def of(state: Tensor, kind: str = "delta", *, asked: bool = False, philox_rounds
     }
 
 
-class _Watched:
-    """The engine whose plugin is registered, and the kinds of layers that were warned about in this process."""
-
-    log: logging.Logger | None = None
-    flag = ""
-    told: ClassVar[set[str]] = set()
-
+# The engines whose plugins are registered: their logs, and the kinds of layers that were warned about there since.
+_watched: dict[str, tuple[logging.Logger, set[str]]] = {}
 
 # Each engine's option for the type of states.
 FLAGS = {"vllm": "--mamba-ssm-cache-dtype", "sglang": "--mamba-ssm-dtype"}
@@ -69,34 +63,29 @@ ADVICE = {
 
 
 def watch(package: str, log: logging.Logger | None) -> None:
-    """From now on, states that lose accuracy are warned about in this log; None: no longer."""
-    _Watched.log, _Watched.flag = log, FLAGS.get(package, "")
-    _Watched.told.clear()
+    """From now on, states that lose accuracy are warned about in this engine's log, once per kind of layers; None: no longer."""
+    _watched.pop(package, None)
+    if log is not None:
+        _watched[package] = log, set()
 
 
 def _advise(state: Tensor, kind: str) -> None:
     types, words = ADVICE[kind]
-    if _Watched.log is not None and kind not in _Watched.told and state.dtype in types:
-        _Watched.told.add(kind)
-        _Watched.log.warning(words, str(state.dtype).removeprefix("torch."), _Watched.flag)
+    if state.dtype in types:
+        for package, (log, told) in _watched.items():  # a process runs one engine
+            if kind not in told:
+                told.add(kind)
+                log.warning(words, str(state.dtype).removeprefix("torch."), FLAGS[package])
 
 
-def refused(engine: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps an engine's selective_state_update, for calls that ssmgen refuses: an error if its noise needs an instruction that the GPU
-    lacks."""
-
-    def behind(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def call(state: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("enable_stochastic_rounding") and state.is_cuda and major(state.device) < CVT_RS:
-                problem = f"ssmgen refuses the call, and {engine}'s own kernel rounds with an instruction of compute capability 10.0"
-                advice = "The warning before this names the reason. Change it, or leave --enable-mamba-cache-stochastic-rounding out"
-                raise UnsupportedError(f"{engine}'s selective_state_update", [f"{problem}; expected a call that ssmgen takes. {advice}."])
-            return original(state, *args, **kwargs)
-
-        return call
-
-    return behind
+def impossible(state: Tensor, *_: Any, enable_stochastic_rounding: bool = False, **__: Any) -> str | None:
+    """Why an engine's own selective_state_update cannot run a call: its noise needs an instruction that the GPU lacks."""
+    if not enable_stochastic_rounding or not state.is_cuda or major(state.device) >= CVT_RS:
+        return None
+    return (
+        f"the engine's own kernel rounds with an instruction of compute capability {CVT_RS}.0, which this GPU lacks, so it cannot run the "
+        "call. Mend the first reason, or leave --enable-mamba-cache-stochastic-rounding out"
+    )
 
 
 @cache

@@ -49,10 +49,12 @@ NAMES = (
     "kda_fused_decode", "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
     "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2", "rms_norm_gated",
     "seg_la_fwd", "selective_scan_fn", "selective_state_update",
-    "selective_state_update_replayssm_flashinfer", "Glm5NextLinearAttention._flashkda_prefill", "Lfm2MoeShortConv.forward",
+    "selective_state_update_replayssm_flashinfer", "selective_state_update_replayssm_output_only",
+    "Glm5NextLinearAttention._flashkda_prefill", "Lfm2MoeShortConv.forward",
     "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
     "Qwen4ExpPLELayer._short_conv", "QwenGatedDeltaNetAttention._forward_core", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
     "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",
+    "FusedRMSNormGated.forward_native", "Mixer2RMSNormGated.forward_native", "RMSNormGated.forward_native",
     "LogitsProcessor._compute_lm_head", "UnquantizedEmbeddingMethod.apply", "UnquantizedLinearMethod.apply",
 )  # fmt: skip
 
@@ -73,6 +75,7 @@ class Replacement:
 
     says: attributes that its class gets too, where the engine looks up what the method can do
     behind: wraps the engine's own method for refused calls, because its class now claims more than that method can do
+    impossible: of a refused call's arguments, why the engine's own function cannot run it either; None if it can
     traced: torch.compile may trace calls of it, which stay the engine's own, or call `compiled` with the engine's own before the arguments
     needs: places of other replacements; while one of them is not made, calls of this one stay the engine's own
     around: function takes the engine's own before the other arguments, and calls it itself
@@ -85,6 +88,7 @@ class Replacement:
     function: Callable[..., Any]
     says: Mapping[str, Any] = field(default_factory=dict)
     behind: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    impossible: Callable[..., str | None] | None = None
     traced: bool = False
     compiled: Callable[..., Any] | None = None
     needs: tuple[str, ...] = ()
@@ -220,6 +224,8 @@ class Engine:
                 advice = IN_AN_ENGINE if isinstance(e, CaptureError) else ""
                 if self.strict():
                     raise BatchInvarianceError(r.place, [f"ssmgen refuses the call: {e}{advice}"], NO_FALLBACK) from e
+                if r.impossible is not None and (why := r.impossible(*args, **kwargs)) is not None:
+                    raise UnsupportedError(f"{self.package}'s {r.name}", [f"{e}{advice}", why]) from e
                 if (kind := _kind(e)) not in told:
                     told.add(kind)
                     words = "%s's own %s runs, not ssmgen's (said once for calls like this): %s%s"

@@ -56,8 +56,12 @@ from .mamba import selective_scan_fn as selective_scan_fn
 from .merging import merge_attn_states as merge_attn_states
 from .norms import layer_norm_fwd as layer_norm_fwd
 from .norms import mixer2_rms_norm_gated as mixer2_rms_norm_gated
+from .norms import native_fused_rms_norm as native_fused_rms_norm
+from .norms import native_mixer2_norm as native_mixer2_norm
+from .norms import native_rms_norm as native_rms_norm
 from .norms import rms_norm_gated as rms_norm_gated
 from .replay import selective_state_update_replayssm_flashinfer as selective_state_update_replayssm_flashinfer
+from .replay import selective_state_update_replayssm_output_only as selective_state_update_replayssm_output_only
 from .steps import bailing_linear_attention_decode_spec as bailing_linear_attention_decode_spec
 from .steps import fused_gdn_decode_post_conv_mtp as fused_gdn_decode_post_conv_mtp
 from .steps import fused_recurrent_kda as fused_recurrent_kda
@@ -248,7 +252,7 @@ _LIGHTNING = "vllm.model_executor.layers.lightning_attn"
 _ENGINE: replacing.Engine = replacing.Engine(
     "vllm", "0.33.0",
     [
-        replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update, behind=_noise.refused),
+        replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_state_update", selective_state_update, impossible=_noise.impossible),
         replacing.Replacement(f"{_OPS}.mamba_ssm", "selective_scan_fn", selective_scan_fn),
         replacing.Replacement(f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen", mamba_chunk_scan_combined_varlen),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),

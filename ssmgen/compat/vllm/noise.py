@@ -9,7 +9,7 @@ from ..shared import noise
 from ..shared.replacing import Engine, Replacement
 
 STEP = "vllm.model_executor.layers.mamba.ops.mamba_ssm.selective_state_update"
-refused = noise.refused("vLLM")
+impossible = noise.impossible
 REFUSAL = "requires compute capability 10.0"
 
 

@@ -23,6 +23,7 @@ class LayerGatedNormSpec(NormKernel, LayerNormSpec):
     index: Index = Index.NONE
     tokens: int = field(default=1, metadata=LATER)  # per sequence; rows count the tokens of all sequences
     accepted: Index = field(default=Index.NONE, metadata=LATER)  # type of num_accepted_tokens, which selects the column of state_indices
+    late: bool = field(default=False, metadata=LATER)  # loads everything after the wait: the previous kernel triggers before its own
 
     @property
     def stem(self) -> str:
@@ -51,7 +52,7 @@ class LayerGatedNormSpec(NormKernel, LayerNormSpec):
         return [*_NAMES.values(), *pooled, *(["num_accepted_tokens"] if self.accepted is not Index.NONE else [])]
 
     def early_operands(self) -> list[str]:
-        return [name for name in self.operands() if name != "out"] if self.pdl is not Pdl.OFF else []
+        return [name for name in self.operands() if name != "out"] if self.pdl is not Pdl.OFF and not self.late else []
 
     def strides(self) -> list[tuple[str, str]]:
         rows = ("sequence", "token") if self.tokens > 1 else ("row",)
@@ -96,10 +97,11 @@ class NormedLayer(Layer):
         partial = must(self.norm.size % 4 == 0, f"a layer's norm has groups of {self.norm.size} elements; expected a multiple of 4")
         return [*partial, *self.norm_problem().faults()] if self.norm.weight else []
 
-    def norm_kernels(self, threads: int) -> tuple[KernelSpec, ...]:
+    def norm_kernels(self, threads: int, pdl: Pdl) -> tuple[KernelSpec, ...]:
         if self.norm.weight is None:
             return ()
-        problem, pdl = self.norm_problem(), Pdl.OFF if self.pdl is Pdl.OFF else Pdl.TRIGGER_LOADED
+        problem, pdl = self.norm_problem(), Pdl.OFF if self.pdl is Pdl.OFF else pdl
         given: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(NormProblem)}
         given |= {"index": self.index, "tokens": self.conv.tokens or 1, "accepted": self.accepted}
+        given |= {"late": self.pdl is Pdl.TRIGGER_FIRST}
         return (LayerGatedNormSpec(**given, **shape(problem, problem.widest, threads), pdl=pdl),)

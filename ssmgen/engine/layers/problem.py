@@ -100,6 +100,13 @@ class Layer:
         """tile: rows of a block."""
         return must(tile % CHANNELS == 0, f"tile is {tile}; expected a multiple of the {CHANNELS} channels that a thread convolves")
 
+    def norm_pdl_violations(self, pdl: Pdl, separate: bool) -> list[str]:
+        """pdl: of the norm's kernel, if it has one."""
+        return [
+            *must(pdl is not Pdl.OFF, "norm_pdl is off; expected a kind of wait, or pdl=off for both kernels"),
+            *must(separate or pdl is Pdl.TRIGGER_LOADED, f"norm_pdl is {pdl.value} without a separate norm; expected trigger_loaded"),
+        ]
+
     def layer_parameters(self, operands: Table) -> list[Param]:
         """Kernel arguments, without the last ones, which the recurrence adds."""
         pooled = self.index is not Index.NONE
@@ -133,8 +140,9 @@ class Layer:
             "conv_slot": "window_slot" if self.conv_rolls else "slot",  # of the window
         }
 
-    def norm_kernels(self, threads: int) -> tuple[KernelSpec, ...]:
-        """The norm's kernel, launched after the recurrence's, with about `threads` threads per block; empty without a norm."""
+    def norm_kernels(self, threads: int, pdl: Pdl) -> tuple[KernelSpec, ...]:
+        """The norm's kernel, launched after the recurrence's, with about `threads` threads per block; empty without a norm. pdl: its own,
+        unless this kernel's is off."""
         raise NotImplementedError
 
     def norm_faults(self) -> list[str]:

@@ -9,7 +9,7 @@ into the shared memory that linear_attention stages them in, and a second kernel
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
@@ -24,6 +24,7 @@ from .operands import FUNCTIONS
 from .problem import DeltaLayerProblem
 
 OPERATOR = "delta_layer"
+EARLY = 16  # sequences up to which the layer triggers early: the out-projection of as many rows loads its weights meanwhile
 # Most elements per lane of a warp that norms a block's rows.
 NORM_VEC = 8
 # Blocks of a cluster that every device with clusters can launch.
@@ -39,14 +40,21 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
     norm_inside: bool = False  # this kernel does the norm
     clustered: bool = field(default=False, metadata=LATER)  # the blocks of a head form a thread-block cluster, and norm it together
     norm_threads: int = 32  # threads per block of a separate norm kernel, about
+    norm_pdl: Pdl = field(default=Pdl.TRIGGER_LOADED, metadata=LATER)  # where a separate norm lets dependents start, unless pdl is off
 
     @property
     def template(self) -> str:
         return f"delta_layer/{'several_tokens' if self.several else 'one_token'}.cu.j2"
 
+    def with_early_triggers(self) -> KernelSpec:
+        """A separate norm triggers early. The first kernel keeps its trigger: the norm loads its gate before that kernel has ended."""
+        alone = self.norm_inside or self.norm.weight is None
+        return self if self.pdl is Pdl.OFF or alone else replace(self, norm_pdl=Pdl.TRIGGER_FIRST)
+
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        return (self,) if self.norm_inside else (self, *self.norm_kernels(self.norm_threads))
+        first = replace(self, norm_pdl=Pdl.TRIGGER_LOADED)  # it does not depend on the norm's trigger
+        return (first,) if self.norm_inside else (first, *self.norm_kernels(self.norm_threads, self.norm_pdl))
 
     @property
     def norm_vec(self) -> int:
@@ -70,6 +78,7 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
                 not self.several or self.chunk == self.conv.tokens,
                 f"chunk is {self.chunk}; expected conv_tokens {self.conv.tokens}, all staged at once",
             ),
+            *self.norm_pdl_violations(self.norm_pdl, self.norm.weight is not None and not self.norm_inside),
             *must(self.norm_inside or not self.clustered, "clustered is yes and norm_inside is no; expected both or neither"),
             *must(
                 not (self.norm_inside and self.several),

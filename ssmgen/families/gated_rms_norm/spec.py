@@ -20,6 +20,7 @@ from ...engine.norm_kernel import FEW, NormKernel, NormProblem, shape
 from ...spec.kernel import Arch, Pdl
 
 OPERATOR = "gated_rms_norm"
+EARLY = 128  # groups up to which it triggers early, for a product that loads its weights meanwhile: 16 rows of a Mamba-2 layer's 8
 SIZE, MAX_SIZE = "groups", 2**17  # the rules compare this size; beyond the maximum, nothing changes
 
 
@@ -43,7 +44,7 @@ def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
     for vec in (4, 8):
         for held in (4, 8, 16, 32):
             for threads in (32, 64, 128, 256):
-                for pdl in (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED):
+                for pdl in (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_FIRST, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED):
                     found.setdefault(_shape(problem, held, threads, vec, pdl=pdl))
     yield from (spec for spec in found if not spec.violations(arch))
 

@@ -36,8 +36,8 @@ class PoolOptions(NamedTuple):
     dst_state_indices: [batch], the slot of the state after the last token, None for in place; or [batch, T], a slot for the state after
         each token. A slot that is not valid is not written. Slots must be distinct, else sequences race
     intermediate_states: [batch, T or more, HV, V, K] (or K, V) of the state's dtype: receives the state after each token
-    intermediate_state_indices: only gated_delta_rule, delta_rule and kda: [batch] int32 or int64, the row of each sequence in
-        intermediate_states, which may have any number of rows; a row out of range is not written
+    intermediate_state_indices: only gated_delta_rule, delta_rule, kda and lightning_attn: [batch] int32 or int64, the row of each
+        sequence in intermediate_states, which may have any number of rows; a row out of range is not written
     num_accepted_tokens: [batch] int32 or int64, from 1, with state_indices [batch, columns]: the sequence starts from the slot in that
         column of state_indices. A count out of range makes the sequence padding
 

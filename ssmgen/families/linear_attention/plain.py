@@ -62,6 +62,7 @@ def lightning_attn(
     num_accepted_tokens: Tensor | None = None, pad_slot_id: int = -1, zero_padding: bool = True, cu_seqlens: Tensor | None = None,
     state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, out: Tensor | None = None, pdl: bool | None = None,
+    intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Lightning attention (MiniMax): S <- e^-slope S + v k^T;  out = scale S q.
 
@@ -72,6 +73,6 @@ def lightning_attn(
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, state_scale=state_scale, zero_padding=zero_padding, rand_seed=rand_seed,
-        philox_rounds=philox_rounds,
+        philox_rounds=philox_rounds, intermediate_state_indices=intermediate_state_indices,
     )  # fmt: skip
     return decode("lightning_attn", _SLOPE, pool, state, q, k, v, slope)

@@ -22,6 +22,7 @@ from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, N
 from .operands import OPERANDS
 
 OPERATOR = "mamba2_layer"
+EARLY = 16  # sequences up to which the layer triggers early: the out-projection of as many rows loads its weights meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
     family: ClassVar[str] = OPERATOR
 
     norm_threads: int = 32  # threads per block of the norm, about
+    norm_pdl: Pdl = field(default=Pdl.TRIGGER_LOADED, metadata=LATER)  # where the norm lets dependents start, unless pdl is off
     windows_ahead: bool = field(default=False, metadata=LATER)  # with a block's tile, also prefetches its windows into L2
 
     @property
@@ -95,9 +97,14 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         needs = super().needs
         return replace(needs, streaming=self.intermediates, lines=needs.lines or self.windows_ahead)
 
+    def with_early_triggers(self) -> KernelSpec:
+        """The norm triggers early. The first kernel keeps its trigger: the norm loads its gate before that kernel has ended."""
+        return self if self.pdl is Pdl.OFF or self.norm.weight is None else replace(self, norm_pdl=Pdl.TRIGGER_FIRST)
+
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        return (self, *self.norm_kernels(self.norm_threads))
+        first = replace(self, norm_pdl=Pdl.TRIGGER_LOADED)  # it does not depend on the norm's trigger
+        return (first, *self.norm_kernels(self.norm_threads, self.norm_pdl))
 
     def violations(self, arch: Arch) -> list[str]:
         if found := RowSpec.violations(self, arch) or self.conv_violations(self.tile):
@@ -106,7 +113,12 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
             not self.windows_ahead or (self.prefetch > 0 and not self.several and self.conv.layout is StateLayout.RUNS),
             "windows_ahead is yes; expected prefetch, one token and conv_layout=runs with it",
         )
-        return [*ahead, *staged_violations(self), *(problem for kernel in self.kernels[1:] for problem in kernel.violations(arch))]
+        return [
+            *ahead,
+            *self.norm_pdl_violations(self.norm_pdl, self.norm.weight is not None),
+            *staged_violations(self),
+            *(problem for kernel in self.kernels[1:] for problem in kernel.violations(arch)),
+        ]
 
     @property
     def shared_bytes(self) -> int:

@@ -33,6 +33,15 @@ class ReplayArguments(KernelSpec, ReplayProblem):
         return self.history is History.STEP
 
     @property
+    def rings(self) -> bool:
+        return self.history is History.RING
+
+    @property
+    def caches(self) -> bool:
+        """Whether the caller says what counts, and which states are written."""
+        return self.history is History.CACHE
+
+    @property
     def fused(self) -> bool:
         """Whether one kernel does everything."""
         return self.part is Part.FUSED
@@ -72,7 +81,7 @@ class ReplayArguments(KernelSpec, ReplayProblem):
     def parameters(self) -> list[Param]:
         pooled, strides = self.index is not Index.NONE, OPERANDS.stride_params(self)
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if pooled else []
-        narrow = [*(["state_indices_batch"] if pooled else []), "window", *([] if self.steps else ["ring"])]
+        narrow = [*(["state_indices_batch"] if pooled else []), "window", *(["ring"] if self.rings else [])]
         narrow += [] if self.materialize else ["total_tokens" if self.ragged else "tokens"]
         return [
             *OPERANDS.pointers(self), *wide, *(p for p in strides if p.code == "q"), *map(Param.u32, narrow),

@@ -111,7 +111,7 @@ def checkpoint_selective_state_update(
     old_x: Tensor,
     old_B: Tensor,
     old_dt: Tensor,
-    ring_start: Tensor,
+    ring_start: Tensor | None,
     prev_num_accepted_tokens: Tensor,
     x: Tensor,
     dt: Tensor,
@@ -129,6 +129,7 @@ def checkpoint_selective_state_update(
     rand_seed: Tensor | None = None,
     philox_rounds: int = 10,
     arrivals: Tensor | None = None,
+    flush: Tensor | None = None,
     max_tokens: int | None = None,
     pad_slot_id: int = -1,
     zero_padding: bool = True,
@@ -149,12 +150,16 @@ def checkpoint_selective_state_update(
         accepted tokens. Without `arrivals` the caller does both: a step of T tokens advances the state if prev_num_accepted_tokens + T >
         window
     max_tokens: the T of the window, if it differs from x's T; needed with cu_seqlens
+    flush: [batch] bool, for T = 1: the caller decides which states are written. prev_num_accepted_tokens is then [batch], 0 … R - 1 (other
+        numbers count as 0), ring_start is None, and entries begin at the first one. If flush is set, the state is advanced over the entries
+        and the new token, and written, and nothing is stored to the history. Otherwise the token is stored after the entries. Not with
+        cu_seqlens, arrivals, max_tokens, after_conv or two_kernels
     All other arguments, and the errors: as in replay_selective_state_update.
-    Source: NVIDIA/TensorRT-LLM#14203, flashinfer-ai/flashinfer#3975.
+    Source: NVIDIA/TensorRT-LLM#14203, flashinfer-ai/flashinfer#3975; `flush`: ReplaySSM of vLLM 0.33.
     """
     tensors = OPERANDS.Tensors(
         state, old_x, old_B, old_dt, None, None, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias, out,
-        state_indices, cu_seqlens, rand_seed, arrivals, state_scale,
+        state_indices, cu_seqlens, rand_seed, arrivals, state_scale, flush,
     )  # fmt: skip
     options = Options(
         dt_softplus, pad_slot_id, philox_rounds, precision, after_conv, max_tokens, two_kernels, internal_pdl, zero_padding=zero_padding

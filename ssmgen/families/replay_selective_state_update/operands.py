@@ -49,8 +49,8 @@ OPERANDS = table(
         strides=_HISTORY,
     ),
     Operand("cache_buf_idx", "slot", Types.I32, optional=True, written=True, writes=_OF_SLOTS, there="steps"),
-    Operand("ring_start", "slot", Types.I32, optional=True, written=True, writes=_OF_SLOTS, there="!steps"),
-    Operand("prev_num_accepted_tokens", "slot", Types.I32, written=True, writes=_OF_SLOTS),
+    Operand("ring_start", "slot", Types.I32, optional=True, written=True, writes=_OF_SLOTS, there="rings"),
+    Operand("prev_num_accepted_tokens", "slot | batch", Types.I32, written=True, writes=_OF_SLOTS),
     Operand("x", "token head row", optional=True, there="applies&!materialize", strides=_ROWS),
     Operand("dt", "token head | token head row", optional=True, there="makes&!materialize", strides=f"{_LEAD} head"),
     Operand("A", "head | head row | head row n", optional=True, there="takes_rate", strides="head"),
@@ -83,6 +83,7 @@ OPERANDS = table(
         there="applies&scaled",
         strides="slot:64 head row",
     ),
+    Operand("flush", "batch", Types.BOOL, optional=True, there="caches"),
     # The first of two kernels writes these, and the second one reads them.
     Operand("mix", "batch head made entries", Types.F32, optional=True, written=True, writes="makes", there="!fused"),
     Operand("sums", "batch head made", Types.F32, optional=True, written=True, writes="makes", there="!fused"),

@@ -70,7 +70,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         ngroups=views["old_B"].shape[-2],
         **types,
         dt_softplus=options.dt_softplus,
-        history=History.STEP if "cache_buf_idx" in views else History.RING,
+        history=history_of(views),
         tokens=tokens,
         window=window,
         materialize=materialize,
@@ -86,6 +86,10 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         operand_loads=loads_of(views, pointers, vectors, 8),
         zero_padding=options.zero_padding,
     )
+
+
+def history_of(views: Mapping[str, Tensor]) -> History:
+    return History.STEP if "cache_buf_idx" in views else History.CACHE if "flush" in views else History.RING
 
 
 def batch_of(views: Mapping[str, Tensor]) -> int:

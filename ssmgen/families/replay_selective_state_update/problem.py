@@ -12,10 +12,12 @@ MAX_TOKENS = 32
 
 class History(Enum):
     """STEP: the inputs of the last step, in one of two buffers; each step writes the state. RING: of several steps; the state is written
-    when the history would outgrow its window."""
+    when the history would outgrow its window. CACHE: of several steps of one token; the caller says for each sequence how many entries
+    count, and whether the state is written, which then includes the new token."""
 
     STEP = "step"
     RING = "ring"
+    CACHE = "cache"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,4 +82,10 @@ class ReplayProblem(Problem):
                 not (self.materialize and (self.advance or self.after_conv or self.two_kernels)),
                 "materialize is yes with advance, after_conv or two_kernels; expected none of them: it only reads the history",
             ),
+            *must(
+                self.history is not History.CACHE
+                or not (self.materialize or self.advance or self.after_conv or self.two_kernels or self.cu_seqlens is not Index.NONE),
+                "history is cache with materialize, advance, after_conv, two_kernels or cu_seqlens; expected none of them",
+            ),
+            *must(self.history is not History.CACHE or self.tokens == 8, f"tokens is {self.tokens} with a cache; expected 8, room for one"),
         ]

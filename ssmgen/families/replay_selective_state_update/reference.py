@@ -34,6 +34,7 @@ def replay_selective_state_update(
     rand_seed: Tensor | None = None,
     arrivals: Tensor | None = None,
     state_scale: Tensor | None = None,
+    flush: Tensor | None = None,
     *,
     window: int,
     dt_softplus: bool,
@@ -48,11 +49,19 @@ def replay_selective_state_update(
     old_x: [slots, W, H, P], old_B: [slots, (2,) W, G, N], old_dt, old_dA_cumsum: [slots, (2,) H, W]; A, dt_bias: [H]; D: [H, P]
     Without x: materialize, and out is [batch, H, P, N].
     """
-    history = History.RING if cache_buf_idx is None else History.STEP
+    history = History.CACHE if flush is not None else History.RING if cache_buf_idx is None else History.STEP
     H, G = state.shape[1], old_B.shape[-2]
     batch = out.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if x is None:
         out.zero_()
+
+    def write_state(slot: int, S: Tensor) -> None:
+        noise = _seed_of(rand_seed, slot), philox_rounds, slot
+        if state_scale is None:
+            state[slot] = stored(S, state.dtype, *noise)
+        else:
+            state[slot], state_scale[slot] = narrowed(S, state.dtype, *noise)
+
     for i in range(batch):
         begin, end = (0, out.shape[1]) if cu_seqlens is None else cu_seqlens[i : i + 2].tolist()
         row = i if cu_seqlens is None else 0
@@ -63,8 +72,8 @@ def replay_selective_state_update(
             continue
         if x is not None and end <= begin:
             continue
-        counted = int(prev_num_accepted_tokens[slot])
-        valid = counted if 0 < counted <= window else 0
+        counted = int(prev_num_accepted_tokens[slot if flush is None else i])
+        valid = counted if 0 < counted <= window - (flush is not None) else 0
         first = 0 if ring_start is None else int(ring_start[slot])
         buffer: tuple[int, ...] = () if cache_buf_idx is None else (int(cache_buf_idx[slot]) & 1,)
         places = [(first + k) % old_x.shape[1] for k in range(valid)]
@@ -88,15 +97,10 @@ def replay_selective_state_update(
             continue
         assert dt is not None and A is not None and B is not None and C is not None, "they come with x"
         T = end - begin
-        if valid if history is History.STEP else valid + T > window:
-            noise = _seed_of(rand_seed, slot), philox_rounds, slot
-            if state_scale is None:
-                state[slot] = stored(S, state.dtype, *noise)
-            else:
-                state[slot], state_scale[slot] = narrowed(S, state.dtype, *noise)
-            emptied = True
-        else:
-            emptied = False
+
+        emptied = bool(flush[i]) if flush is not None else bool(valid) if history is History.STEP else valid + T > window
+        if emptied and flush is None:
+            write_state(slot, S)
         sums = torch.zeros(H, dtype=dtype, device=state.device)
         other = tuple(1 - b for b in buffer)
         for t in range(T):
@@ -110,6 +114,9 @@ def replay_selective_state_update(
             y = y if D is None else y + D.to(dtype) * x[at].to(dtype)
             out[at] = y if z is None else y * silu(z[at].to(dtype))
             sums = sums + log
+            if emptied and flush is not None:
+                write_state(slot, S)
+                continue
             old_x[slot, place] = x[at]
             old_B[slot][other][place] = B[at]
             old_dt[slot][other][:, place] = step.to(old_dt.dtype)

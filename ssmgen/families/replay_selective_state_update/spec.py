@@ -51,7 +51,9 @@ class ReplaySpec(ReplayArguments):
         ahead = self.prefetch > 0
         noise = self.by_group and self.philox_rounds > 0 and not self.scaled
         needs = replace(super().needs, matrix_turns=self.by_group, noise_at_once=noise)
-        return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and (narrow or self.prefetch_inputs), narrow=narrow, bytes=by_byte)
+        return replace(
+            needs, mma="bf16", prefetch=ahead, lines=ahead and (narrow or self.prefetch_inputs), narrow=narrow, bytes=by_byte or self.caches
+        )
 
     @property
     def tile(self) -> int:
@@ -143,6 +145,10 @@ class ReplaySpec(ReplayArguments):
             *self.faults(),
             *self._by_group_violations(),
             *self._inputs_violations(),
+            *must(
+                not self.caches or not (self.by_group or self.prefetch_inputs),
+                "history is cache with by_group or prefetch_inputs; expected neither of them",
+            ),
             *must(
                 self.part is Part.PRECOMPUTE or self.tile < self.headdim + 16,
                 f"warps is {self.warps}, of 16 rows each; expected at most the {self.headdim} rows of a head",
@@ -266,6 +272,7 @@ class ReplaySpec(ReplayArguments):
             "pooled": self.index is not Index.NONE,
             "ragged": self.cu_seqlens is not Index.NONE,
             "step": self.history is History.STEP,
+            "cached": self.caches,
             "tail": self.headdim % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,
             "vector": self.operand_loads is Loads.VECTOR,

@@ -20,10 +20,10 @@ def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
     """Histories of all lengths, with arbitrary data after their end."""
     g = torch.Generator().manual_seed(seed)
     H, P, N, G = spec.nheads, spec.headdim, spec.d_state, spec.ngroups
-    step, ragged = spec.history is History.STEP, spec.cu_seqlens is not Index.NONE
+    step, cached, ragged = spec.history is History.STEP, spec.history is History.CACHE, spec.cu_seqlens is not Index.NONE
     slots = batch if spec.index is Index.NONE else 3 * batch
-    most = spec.tokens if step and spec.tokens < spec.window else spec.tokens - 1
-    room = spec.window if step else spec.window + most
+    most = 1 if cached else spec.tokens if step and spec.tokens < spec.window else spec.tokens - 1
+    room = spec.window if step or cached else spec.window + most
     counts = cycled((3, most, 1, 0), batch) if ragged else [most] * batch
     lead = (sum(counts),) if ragged else (batch, most)
 
@@ -35,6 +35,8 @@ def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
     both = (2,) if step else ()
     rate = -(torch.rand(H, generator=g) + 0.1).to(TORCH_DTYPES[spec.A])
     valid = torch.tensor(cycled((2, 0, spec.window, 1), slots), dtype=torch.int32)
+    if cached:
+        valid = torch.tensor(cycled((2, 0, spec.window - 1, spec.window - 1, 1, 0), batch), dtype=torch.int32)
     made = {
         "state": fill(state, g),
         "old_x": like_x(slots, room, H, P),
@@ -51,6 +53,7 @@ def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
         "C": like_x(*lead, G, N),
         "out": torch.full((*lead, H, P), float("nan"), dtype=TORCH_DTYPES[spec.out]),
         "arrivals": torch.zeros(slots, dtype=torch.int32),
+        "flush": torch.tensor(cycled((False, True, True, False, True, False), batch)),
         "rand_seed": torch.randint(0, 2**62, (slots,), generator=g),
         "mix": torch.full((batch, H, spec.tokens, spec.entries), float("nan")),
         "sums": torch.full((batch, H, spec.tokens), float("nan")),
@@ -70,23 +73,28 @@ def operands(spec: ReplaySpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["state_indices"][1:2] = -1
     if ragged:
         made["cu_seqlens"] = boundaries(counts, spec.cu_seqlens)
-    for slot in range(slots):
-        _poison(made, slot, step)
+    if cached:
+        where = made.get("state_indices", torch.arange(batch)).tolist()
+        entries = {slot: int(valid[i]) for i, slot in enumerate(where) if slot >= 0}
+        for slot in range(slots):
+            _poison(made, slot, entries.get(slot, 0), 0, ())
+    else:
+        for slot in range(slots):
+            first = 0 if step else int(made["ring_start"][slot])
+            _poison(made, slot, int(valid[slot]), first, (int(made["cache_buf_idx"][slot]),) if step else ())
     used = {name for part in spec.kernels for name in part.operands()}
     return {name: t for name, t in made.items() if name in used}
 
 
-def _poison(made: dict[str, Tensor], slot: int, step: bool) -> None:
-    """Writes NaN to all entries of a slot's history that are not read."""
-    valid, room = int(made["prev_num_accepted_tokens"][slot]), made["old_x"].shape[1]
-    first = 0 if step else int(made["ring_start"][slot])
+def _poison(made: dict[str, Tensor], slot: int, valid: int, first: int, buffer: tuple[int, ...]) -> None:
+    """Writes NaN to all entries of a slot's history that are not read. first: the entry at which it begins; buffer: of a step's history."""
+    room = made["old_x"].shape[1]
     dead = [(first + k) % room for k in range(valid, room)]
     made["old_x"][slot, dead] = float("nan")
-    buffer: tuple[int, ...] = (int(made["cache_buf_idx"][slot]),) if step else ()
     made["old_B"][slot][buffer][dead] = float("nan")
     for name in ("old_dt", "old_dA_cumsum"):
         made[name][slot][buffer][:, dead] = float("nan")
-    if step:
+    if buffer:
         for name in ("old_B", "old_dt", "old_dA_cumsum"):
             made[name][slot][1 - buffer[0]] = float("nan")
 
@@ -99,7 +107,7 @@ def replay(spec: ReplaySpec, batch: int, seed: int) -> Trial:
         )
     named = operands(spec, batch, seed)
     precision = {terms: name for name, terms in PRECISIONS.items()}[spec.terms]
-    room = named["old_x"].shape[1] - spec.window
+    room = None if spec.caches else named["old_x"].shape[1] - spec.window
     options = Options(
         spec.dt_softplus, -1, spec.philox_rounds, precision, spec.after_conv, room, spec.two_kernels, materialize=spec.materialize,
         zero_padding=spec.zero_padding,

@@ -42,6 +42,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     checks.check_types(OPERANDS, given, "state", problems)
     state, old_x, old_B = named["state"], named["old_x"], named["old_B"]
     step, ragged, materialize = "cache_buf_idx" in named, "cu_seqlens" in named, options.materialize
+    cached = "flush" in named
     if state.dim() != 4:
         problems.append(f"state is {list(state.shape)}; expected [slots, heads, headdim, d_state]")
         return {}
@@ -91,9 +92,12 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         views["D"] = views["D"].unsqueeze(-1).expand(-1, P)
     sizes = {"slot": slots, "head": H, "row": P, "n": N, "group": G, "batch": batch, "starts": batch + 1}
     sizes |= {"buffer": 2, "entry": W} if step else {"ringed": W}
+    own: dict[str, dict[str, tuple[int, ...]]] = {"prev_num_accepted_tokens": {"[batch]": (batch,)} if cached else {"[slots]": (slots,)}}
+    if materialize:
+        own["out"] = {"[batch, heads, headdim, d_state]": (batch, H, P, N)}
     fits = checks.check_shapes(
         OPERANDS, {n: t for n, t in views.items() if n not in ("state", "rand_seed", *BETWEEN)}, sizes, problems,
-        {"out": {"[batch, heads, headdim, d_state]": (batch, H, P, N)}} if materialize else {}, (words, lead),
+        own, (words, lead),
     )  # fmt: skip
     _check_dtypes(named, problems)
     _check_sizes(named, W, T, step, options, problems)
@@ -125,6 +129,15 @@ def _check_sizes(named: Mapping[str, Tensor], W: int, T: int, step: bool, option
         if T > W:
             problems.append(f"x has {T} tokens; expected at most W = {W}, the room of the history")
         window = W
+    elif "flush" in named:
+        odd = [n for n in ("ring_start", "arrivals", "cu_seqlens") if n in named]
+        odd += ["max_tokens"] if options.max_tokens is not None else []
+        odd += ["after_conv"] if options.after_conv else []
+        odd += ["two_kernels"] if options.two_kernels else []
+        problems += [f"{name} is given with flush; expected one of them. Leave out {name}." for name in odd]
+        if "cu_seqlens" not in named and T != 1:
+            problems.append(f"x has {T} tokens; expected 1 with flush")
+        window = W
     else:
         if "ring_start" not in named:
             problems.append("cache_buf_idx and ring_start are None; expected one of them")
@@ -146,7 +159,7 @@ def _check_layout(views: Mapping[str, Tensor], batch: int, problems: list[str]) 
     for name in ("state", "out") if "x" not in views else ("state",):
         check_pool(name, views[name], problems)
     checks.check_distinct(views, ("out", "old_x", "old_B", "old_dt", "old_dA_cumsum", "state_scale"), problems)
-    for name in ("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals", "rand_seed", "cu_seqlens"):
+    for name in ("cache_buf_idx", "ring_start", "prev_num_accepted_tokens", "arrivals", "rand_seed", "cu_seqlens", "flush"):
         if name in views and views[name].numel() > 1 and views[name].stride(0) != 1:
             problems.append(f"{name} has stride {views[name].stride(0)}; expected 1. Pass {name}.contiguous().")
     check_room(views, batch, problems)
@@ -162,7 +175,7 @@ def eights(n: int) -> int:
 def window_of(views: Mapping[str, Tensor], options: Options) -> int:
     """Entries that the history can hold between steps."""
     W = views["old_x"].shape[1]
-    if "cache_buf_idx" in views:
+    if "cache_buf_idx" in views or "flush" in views:
         return W
     return W - (views["x"].shape[1] if options.max_tokens is None else options.max_tokens)
 

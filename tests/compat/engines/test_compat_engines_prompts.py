@@ -17,6 +17,7 @@ from torch.nn.functional import sigmoid
 
 from ssmgen.compat import fla, sglang, vllm
 from ssmgen.compat.shared import replacing
+from ssmgen.errors import ArgumentError, UnsupportedError
 
 KIMI, GLM = "vllm.models.kimi_k3.nvidia.kda", "vllm.models.glm5next.common.kda"
 BOUND = -5.0
@@ -233,6 +234,49 @@ def test_sglang_tracks_states_of_segments(sglang, dtype):
     assert torch.equal(backend.seg_la_fwd(q, k, v, **call), o), "tracking changes a bit of the output"
     pool[8] = written[8]
     assert torch.equal(pool, written), "another slot was written"
+
+
+def lightning_drafts() -> dict[str, Any]:
+    """A verification of three drafts each, by name. The second sequence is padding, and the first one's states go to the last row."""
+    q, k, v = (randn(9, HK, width, seed=seed, dtype=F32) for seed, width in enumerate((K, K, V)))
+    meta = SimpleNamespace(batch_size=3, q_offsets=starts_of([3] * 3), s_offsets=torch.tensor([5, -1, 2]), s_scales=None, mask=None)
+    made = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "s": randn(7, HK, K, V, seed=3, dtype=F32),
+        "decay_scales": torch.tensor([0.3, 0.01]).view(HK, 1, 1),
+        "meta": meta,
+    }
+    return made | {"caches": torch.full((4, 4, HK, K, V), torch.nan), "cache_indices": torch.tensor([3, 1, 0]), "softmax_scale": 0.5}
+
+
+def test_sglang_verifies_drafts_of_lightning_attention(sglang):
+    """The state after each token goes to its sequence's row of the buffer, and the pool is only read."""
+    call = lightning_drafts()
+    o, pool = sglang.seg_la_fwd(**call), lightning_drafts()["s"]
+    gamma = {"g_gamma": -call["decay_scales"].flatten(), "scale": 0.5, "output_final_state": True}
+    for sequence, slot, row in ((0, 5, 3), (2, 2, 0)):
+        for t in range(3):
+            rows = (call[n][None, 3 * sequence : 3 * sequence + t + 1] for n in "qkv")
+            y, S = fla.fused_recurrent_simple_gla(*rows, **gamma, initial_state=pool[slot, None])
+            assert torch.allclose(o[3 * sequence + t], y[0, t], rtol=1e-4, atol=1e-4)
+            assert torch.allclose(call["caches"][row, t], S[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(call["s"], pool) and not o[3:6].any()
+    assert call["caches"][[1, 2]].isnan().all() and call["caches"][:, 3].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"cache_indices": None}, ArgumentError, "cache_indices is None; expected a tensor"),
+        ({n: torch.zeros(8, HK, K) for n in "qkv"}, ArgumentError, "q has 8 tokens for 3 sequences with caches; expected a multiple"),
+        ({"meta": SimpleNamespace(mask=torch.zeros(1))}, UnsupportedError, "meta.mask is given; expected None"),
+    ],
+)
+def test_drafts_of_lightning_attention_that_are_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        sglang.seg_la_fwd(**lightning_drafts() | change)
 
 
 POOL = randn(9, HV, V, K, seed=12, dtype=F32)

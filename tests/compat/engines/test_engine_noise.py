@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace as changed
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch_conv import randn
 from ssmgen.compat import sglang, vllm
 from ssmgen.compat.shared import noise
 from ssmgen.engine.stochastic_reference import stored
-from ssmgen.errors import ConfigError, UnsupportedError
+from ssmgen.errors import CaptureError, ConfigError, UnsupportedError
 
 F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
 B, H, K, V, SLOTS, SEED, ROUNDS = 2, 2, 32, 16, 6, 12345, 7
@@ -189,6 +190,21 @@ def test_states_that_lose_accuracy_are_warned_about_once(engine, call, words, mo
     assert words in told and noise.FLAGS[engine] in told
 
 
+def test_each_engine_s_log_gets_the_warning(caplog):
+    """Also if a process has registered both; an engine that is taken back does not silence the other one."""
+    for engine in noise.FLAGS:
+        noise.watch(engine, logging.getLogger(f"{engine}.ssmgen"))
+    after("vllm gdn packed", BF16)
+    assert [(r.name, noise.FLAGS[r.name.partition(".")[0]] in r.getMessage()) for r in caplog.records] == [
+        ("vllm.ssmgen", True), ("sglang.ssmgen", True)
+    ]  # fmt: skip
+    noise.watch("sglang", None)
+    after("vllm ssu", BF16)
+    noise.watch("vllm", None)
+    after("vllm ssu", BF16)
+    assert [r.name for r in caplog.records[2:]] == ["vllm.ssmgen"]
+
+
 def test_float16_states_of_delta_rules_get_no_warning(caplog):
     noise.watch("vllm", logging.getLogger("vllm.ssmgen"))
     after("vllm gdn", torch.float16)
@@ -238,14 +254,23 @@ def test_the_own_option_is_refused_where_the_step_stays_the_engine_s(engine, mon
 
 
 @pytest.mark.parametrize("engine", TEXTS, ids=["vllm", "sglang"])
-def test_a_refused_call_does_not_reach_a_kernel_that_the_gpu_lacks(engine, monkeypatch):
+def test_a_refused_call_does_not_reach_a_kernel_that_the_gpu_lacks(engine, monkeypatch, caplog):
+    """The error has the reason of the refusal, of a capture without warm-up the step that mends it, and no warning says that the engine's
+    own kernel runs."""
+
+    def refusing(*_: Any, **__: Any) -> None:
+        raise CaptureError("a kernel", "sm_90a", "selective_state_update")
+
     state, ran = SimpleNamespace(is_cuda=True, device="cuda:0"), []
     (step,) = [r for r in engine._ENGINE.replacements if r.place == engine._noise.STEP]
-    behind = step.behind(lambda *_, **options: ran.append(options))
+    call = engine._ENGINE.with_the_original_behind(changed(step, function=refusing), lambda *_, **options: ran.append(options))
     monkeypatch.setattr(noise, "major", lambda _: 9)
-    with pytest.raises(UnsupportedError, match="leave --enable-mamba-cache-stochastic-rounding out"):
-        behind(state, enable_stochastic_rounding=True)
-    behind(state, enable_stochastic_rounding=False)
+    with pytest.raises(UnsupportedError, match=f"{engine._ENGINE.package}'s selective_state_update") as error:
+        call(state, enable_stochastic_rounding=True)
+    reason, own = error.value.reasons
+    assert "is not loaded" in reason and "a step of the same batch size before the capture" in reason
+    assert "leave --enable-mamba-cache-stochastic-rounding out" in own and not ran and not caplog.records
+    call(state, enable_stochastic_rounding=False)
     monkeypatch.setattr(noise, "major", lambda _: 10)
-    behind(state, enable_stochastic_rounding=True)
+    call(state, enable_stochastic_rounding=True)
     assert len(ran) == 2

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from ssmgen.compat.shared import invariance
 from tools.serving import __main__ as program
 from tools.serving import needles, proof, run
 from tools.serving.engines import Engine
+from tools.serving.models import MODELS, prefix_block
 from tools.serving.proof import BATCHES, BLOCKS, NEEDLES, ORDERS, SETTINGS, Proof, Row, compare, prove_all, table
 from tools.serving.report import HEAD
 
@@ -163,6 +165,13 @@ def test_another_prompt_leaves_blocks_of_the_needle(blocks, before):
     llm.reset_prefix_cache = lambda: False
     with pytest.raises(RuntimeError, match="has not emptied its cache"):
         needles.after_prefix(llm, generate, 512, 700, blocks, 5)
+
+
+def test_prefixes_of_models_without_attention_end_where_the_mode_allows():
+    """vLLM's own blocks there have 16 tokens, and the mode refuses prefixes that do not end at multiples of 64."""
+    found = {model: prefix_block(model) for model in MODELS}
+    assert found["mamba2"] and found["mamba2"] % invariance.CHUNK == 0 and found["mamba2"] < NEEDLES[-1]
+    assert not any(found[model] for model in ("nemotron_h", "qwen3_5", "qwen3_next", "olmo_hybrid"))
 
 
 # The whole command.

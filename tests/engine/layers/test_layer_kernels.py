@@ -37,6 +37,8 @@ BASES = {  # fields that the variants of a layer share
 }
 MAMBA = {
     "two": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,pdl=trigger_loaded",
+    "first": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,pdl=trigger_first,norm_pdl=trigger_first",
+    "norm first": "state=f32,lanes=8,vec=4,ilp=2,tile=8,threads=32,pdl=trigger_top,norm_pdl=trigger_first",
     "ahead": "state=bf16,lanes=4,vec=8,ilp=1,tile=8,threads=32,prefetch=3,windows_ahead=yes,pdl=trigger_loaded",
     "tail": "state=f32,lanes=8,vec=4,ilp=4,tile=32,threads=64,pdl=trigger_top,norm_size=32,norm_grouped=yes",
     "tiles": "state=f32,lanes=8,vec=4,ilp=1,tile=4,threads=32,conv_layout=channels,conv_len=4,conv_bias=f32",
@@ -60,11 +62,15 @@ MAMBA_TOKENS = {
     "accepted": "conv_tokens=3,state=bf16,lanes=4,vec=8,ilp=1,tile=8,threads=32,accepted=i32,update=each,pool=split,conv_len=5",
     "rolled": "conv_tokens=8,state=f32,lanes=8,vec=4,ilp=2,tile=8,threads=32,accepted=i64,update=each,pool=split,conv_layout=channels,"
     "conv_len=12",
+    "first": "conv_tokens=3,state=bf16,lanes=4,vec=8,ilp=1,tile=8,threads=32,accepted=i32,update=each,pool=split,conv_len=5,"
+    "pdl=trigger_first,norm_pdl=trigger_first",
     "log": "conv_tokens=2,state=f32,lanes=8,vec=4,ilp=2,tile=8,threads=32,A_is_log=yes,dt_limit=yes,index=none,norm_first=yes",
 }
 GDN = {
     "two": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,pdl=trigger_loaded",
     "one": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,norm_inside=yes,pdl=trigger_loaded",
+    "first": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,norm_inside=yes,pdl=trigger_first",
+    "norm first": "state=bf16,lanes=4,vec=8,ilp=2,tile=16,threads=32,pdl=trigger_loaded,norm_pdl=trigger_first",
     "cluster": "state=bf16,lanes=4,vec=8,ilp=1,tile=8,threads=32,norm_inside=yes,clustered=yes,pdl=trigger_loaded",
     "quarters": "state=f32,lanes=8,vec=4,ilp=1,tile=4,threads=32,norm_inside=yes,clustered=yes,norm_first=no,norm_activation=sigmoid",
     "tail": "state=f32,lanes=8,vec=4,ilp=4,tile=32,threads=64,norm_inside=yes,pdl=trigger_top",
@@ -114,9 +120,18 @@ def spec_of(which: str) -> Any:
     return parse_spec(f"{kind}:" + ",".join("=".join(item) for item in fields.items()), SPECS)
 
 
+EARLY = [which for which in ALL if which.endswith("first")]
+
+
+@needs_emulator
+@pytest.mark.parametrize("which", EARLY)
+def test_check_of_early_triggers(which):
+    assert check(spec_of(which), SM90, 4).passed
+
+
 @costly(24)
 @needs_emulator
-@pytest.mark.parametrize("which", ALL)
+@pytest.mark.parametrize("which", [which for which in ALL if which not in EARLY])
 def test_check_of_variants(which):
     for batch in (1, 4):
         assert check(spec_of(which), SM90, batch).passed
@@ -251,9 +266,28 @@ def test_wait_precedes_every_access(which, pdl):
 
 
 @pytest.mark.parametrize("pdl", [p for p in Pdl if p is not Pdl.OFF])
+@pytest.mark.parametrize("norm_pdl", [p for p in Pdl if p not in (Pdl.OFF, Pdl.TRIGGER_TOP, Pdl.TRIGGER_SLOT)])
 @pytest.mark.parametrize(("which", "more"), [("mamba: two", set()), ("mamba tokens: accepted", {"num_accepted_tokens"})])
-def test_the_norm_touches_its_input_after_the_wait(which, more, pdl):
-    norm = replace(spec_of(which), pdl=pdl).kernels[1]
-    before, behind = render(norm, SM90).split('extern "C"')[1].split("wait_for_upstream();")
-    assert "raw_x" not in before and "raw_x" in behind and {"z", "norm_weight", "state_indices"} | more == set(norm.early_operands())
-    assert "raw_gate" in before and "state_indices" in before and "allow_dependents();" in behind and "allow_dependents" not in before
+def test_the_norm_touches_its_input_after_the_wait(which, more, pdl, norm_pdl):
+    """And the gate, if the first kernel lets the norm start before the gate is known to be complete."""
+    spec = replace(spec_of(which), pdl=pdl, norm_pdl=norm_pdl)
+    norm = spec.kernels[1]
+    before, after = render(norm, SM90).split('extern "C"')[1].split("wait_for_upstream();")
+    late = pdl is Pdl.TRIGGER_FIRST
+    assert not spec.violations(SM90) and norm.late == late and norm.pdl is norm_pdl
+    assert "raw_x" not in before and "raw_x" in after
+    assert set(norm.early_operands()) == (set() if late else {"z", "norm_weight", "state_indices"} | more)
+    assert ("raw_gate" in before) == ("state_indices" in before.split(") {")[1]) == (not late)
+    assert ("allow_dependents" in before) == (norm_pdl is Pdl.TRIGGER_FIRST) and ("allow_dependents" in after) == (norm_pdl is not Pdl.WAIT)
+
+
+@pytest.mark.parametrize(
+    ("which", "change", "words"),
+    [
+        ("mamba: two", {"norm_pdl": Pdl.OFF}, "norm_pdl is off"),
+        ("mamba: gated", {"norm_pdl": Pdl.TRIGGER_FIRST}, "norm_pdl is trigger_first without a separate norm"),
+        ("gdn: one", {"norm_pdl": Pdl.TRIGGER_FIRST}, "norm_pdl is trigger_first without a separate norm"),
+    ],
+)
+def test_a_norm_of_its_own_has_its_own_trigger(which, change, words):
+    laws.says_its_violation(spec_of(which), change, words)

@@ -124,7 +124,9 @@ def test_rules_of_mamba2_choose_legal_variants(problem, arch, state):
         for d_state in (64, 128, 256):
             asked = replace(problem, state=state, d_state=d_state)
             spec = registry.select(mamba.OPERATOR, asked, batch, arch, arch.number >= 90)
-            assert not spec.violations(arch) and len(spec.kernels) == 2
+            assert not spec.violations(arch) and len(spec.kernels) == 2 and spec.pdl is not Pdl.TRIGGER_FIRST
+            early = Pdl.TRIGGER_FIRST if batch <= mamba.EARLY else Pdl.TRIGGER_LOADED
+            assert spec.kernels[1].pdl is (Pdl.OFF if arch.number < 90 else early)
 
 
 QWEN = DeltaLayerProblem(
@@ -150,4 +152,5 @@ def test_rules_of_delta_layers_choose_legal_variants(model, arch, state, layout)
         assert not spec.violations(arch) and spec.clustered == (heads <= most and arch.number >= 90)
         assert spec.norm_inside == (spec.clustered or (layout is Layout.VK and heads >= delta.FEW_HEADS))
         assert spec.cluster_blocks == (spec.tiles if spec.clustered else 1)
-        assert spec.norm_inside or spec.kernels[1].pdl is (Pdl.OFF if spec.pdl is Pdl.OFF else Pdl.TRIGGER_LOADED)
+        early = Pdl.TRIGGER_FIRST if batch <= delta.EARLY else Pdl.TRIGGER_LOADED
+        assert spec.norm_inside or spec.kernels[1].pdl is (Pdl.OFF if spec.pdl is Pdl.OFF else early)

@@ -50,6 +50,7 @@ def by(parts: int = 1, stages: int = 2, stays: bool = False, **more: Any) -> law
     return partial(emulated, spec=made(parts, stages, stays), **more)
 
 
+@costly(6)
 @needs_emulator
 @of_sizes
 @pytest.mark.parametrize(
@@ -100,6 +101,7 @@ LAWS_OF_FEW = {
 }
 
 
+@costly(8)
 @needs_emulator
 @of_sizes
 @pytest.mark.parametrize("law", LAWS)
@@ -108,6 +110,7 @@ def test_laws(size, law):
     holds(scan, SIZES[size])
 
 
+@costly(11)
 @needs_emulator
 @of_few_sizes
 @pytest.mark.parametrize("law", LAWS_OF_FEW)
@@ -130,6 +133,7 @@ def test_linear_attention(form, size):
     attention_cases.is_accurate(by(function=getattr(ssmgen, name)), call)
 
 
+@costly(2)
 @needs_emulator
 @of_sizes
 def test_blocks_that_stay_have_the_bits_of_others(size):

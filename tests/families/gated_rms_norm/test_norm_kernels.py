@@ -105,6 +105,7 @@ CHECKED = {
     "lane": "size=8,vec=8,team=1,threads=32,activation=sigmoid",
     "warp": "size=200,vec=4,team=32,norm_first=yes,weight=f32",
     "block": "size=1280,vec=8,team=160,threads=160,x=f16,gate=f16,out=f16,pdl=trigger_top",
+    "first": "size=1024,vec=8,team=128,threads=128,gate=none,residual=bf16,sum=f32,pdl=trigger_first",
     "passes": "size=1280,vec=4,team=64,threads=64,grouped=yes",
     "part": "size=3000,vec=4,team=256,threads=256,out=f32",
     "odd": "size=100,vec=4,team=8,gate=none,weight=none,x=f32,loads=element",
@@ -184,7 +185,7 @@ def test_the_rules_are_legal_and_agree_about_thresholds():
     for spec, arch in every_rule():
         assert not spec.violations(arch)
     problem = NormProblem(size=128, grouped=True)
-    assert len(registry.variants(kernels.OPERATOR, problem, SM90, True, MAX_SIZE)) == 3
+    assert len(registry.variants(kernels.OPERATOR, problem, SM90, True, MAX_SIZE)) == 4
     assert len(list(kernels.space(problem, SM90))) >= 60
 
 

@@ -103,8 +103,8 @@ def test_rules():
     assert many == "many-groups" and (spec.vec, spec.team, spec.threads) == (4, 16, 128)
     rule, spec = chosen(empty(1, 5120), empty(1, 5120), empty(5120))
     assert rule == "few-groups" and (spec.team, spec.passes, spec.grouped) == (640, 1, False)
-    pdls = [chosen(empty(rows, 5120), empty(rows, 5120), empty(5120))[1].pdl for rows in (64, 256)]
-    assert pdls == [Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED]
+    pdls = [chosen(empty(rows, 5120), empty(rows, 5120), empty(5120))[1].pdl for rows in (64, 129, 256)]
+    assert pdls == [Pdl.TRIGGER_FIRST, Pdl.TRIGGER_LOADED, Pdl.TRIGGER_LOADED]
     some, spec = chosen(empty(64, 32, 128), empty(64, 32, 128), empty(128))
     assert some == "some-groups" and (spec.vec, spec.team, spec.threads) == (4, 32, 128)
     assert chosen(empty(1, 8192), empty(1, 8192), group_size=1024)[1].team == 256

@@ -19,6 +19,7 @@ from varying import named
 
 import ssmgen
 from ssmgen.compile.render import render
+from ssmgen.emulator.check import check
 from ssmgen.engine.recurrences.attention.problem import Tokens
 from ssmgen.families.linear_attention.spec import space
 from ssmgen.spec.kernel import DType, Index
@@ -118,6 +119,20 @@ def test_explain_without_a_gpu():
     call = make_call(BY_NAME["gdn-rows"], "cpu")
     spec = ssmgen.explain(call.function, **call.kwargs, arch="sm_90a").chosen.spec
     assert (spec.parents, spec.kept_index, spec.state) == (Index.I64, Index.I32, DType.F32)
+
+
+@needs_emulator
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_lightning_attention_keeps_states_in_rows(layout):
+    """Its kernel is checked against float64; no tree, but the same rows."""
+    state, tokens = torch.zeros(5, 2, 32, 32), [torch.zeros(3, 4, 2, 32, dtype=torch.bfloat16) for _ in range(3)]
+    index = torch.arange(3, dtype=I32)
+    kept = {"intermediate_states": torch.zeros(6, 4, 2, 32, 32), "intermediate_state_indices": index, "update_state": False}
+    how = {"state_layout": layout, "state_indices": index, **kept}
+    spec = ssmgen.explain(ssmgen.lightning_attn, state, *tokens, torch.ones(2), **how, arch="sm_90a").chosen.spec
+    assert spec.kept_index is Index.I32
+    outcome = check(spec, SM90, batch=4)
+    assert outcome.passed, outcome
 
 
 # Kernels, each broken by one edit, which the check must catch.
