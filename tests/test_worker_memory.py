@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -48,6 +49,11 @@ def test_the_test_that_passes_the_bound_is_named_and_the_run_fails(tmp_path, lar
 def test_below_the_bound_the_run_passes_and_says_how_much_was_held(tmp_path):
     code, said = run(tmp_path, "itself", 1024, "-n", "1")
     assert code == 0 and "Most memory held: a worker 3" in said, said
+
+
+def test_collections_are_rare_and_skip_the_tests_themselves():
+    """Fails after a test that unfreezes the run's objects: each full collection then takes 1 s."""
+    assert gc.isenabled() and gc.get_threshold() == worker_memory.SELDOM and gc.get_freeze_count() > 10_000
 
 
 FREED = """

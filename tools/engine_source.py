@@ -132,7 +132,7 @@ def required(path: Path, distribution: str) -> str | None:
 
 
 def _metadata(path: Path) -> str:
-    """Of a wheel or a source distribution; empty for a folder, whose packages may be of several distributions."""
+    """The metadata of a wheel or a source distribution; empty for a folder, whose packages may be of several distributions."""
     if path.is_dir():
         return ""
     if zipfile.is_zipfile(path):

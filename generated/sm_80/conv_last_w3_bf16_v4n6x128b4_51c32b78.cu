@@ -15,13 +15,14 @@ struct bf16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-constexpr int kWidth = 3;   // taps
-constexpr int kVec = 4;     // channels per lane
-constexpr int kPiece = 6;   // tokens per warp
-constexpr int kThreads = 128;
+using Weight = bf16;
+constexpr int kTaps = 3, kDilation = 1;               // taps, and the distance between their inputs
+constexpr int kWidth = (kTaps - 1) * kDilation + 1;  // inputs that a window spans
+constexpr int kVec = 4, kPiece = 6, kThreads = 128;  // channels per lane; tokens per warp
 
 constexpr int kChannels = 32 * kVec;  // per warp
-constexpr int kApart = 32;            // distance between a lane's channels: each access of a warp covers 32 neighbouring channels
+// A lane's j-th channel, relative to its first. Each access of a warp covers neighbouring channels.
+DEVICE constexpr int place(int j) { return j * 32; }
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -205,6 +206,7 @@ conv_last_w3_bf16_v4n6x128b4_51c32b78(
   const u32 piece = item - sequence * pieces;
   if (sequence >= sequences || channel >= dim) return;
 
+  const auto has = [&](int j) { return channel + place(j) < dim; };  // the lane's j-th channel
   const int tokens = int(length);
   const int first = int(piece * kPiece);
   x += u64(sequence) * x_batch + u64(channel) * x_dim;
@@ -213,13 +215,13 @@ conv_last_w3_bf16_v4n6x128b4_51c32b78(
   const auto load_channels = [&](const X* p) {
     Pack<X, kVec> r;
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) set_element(r, j, channel + j * kApart < dim ? load_bits(p + u64(j * kApart) * x_dim) : 0u);
+    for (int j = 0; j < kVec; ++j) set_element(r, j, has(j) ? load_bits(p + u64(place(j)) * x_dim) : 0u);
     return r;
   };
   const auto store_channels = [&](X* p, const Pack<X, kVec>& v) {
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
-      if (channel + j * kApart < dim) store_bits(p + u64(j * kApart) * out_dim, element(v, j));
+      if (has(j)) store_bits(p + u64(place(j)) * out_dim, element(v, j));
   };
 
   // All loads come before any result is used.
@@ -230,19 +232,19 @@ conv_last_w3_bf16_v4n6x128b4_51c32b78(
     row[i] = zero_pack<X, kVec>();
     if (i < kWidth - 1 ? first > 0 : first + i - (kWidth - 1) < tokens) row[i] = load_channels(from);
   }
-  bf16 raw_taps[kVec * kWidth];
+  Weight raw_taps[kVec * kTaps];
 #pragma unroll
-  for (int j = 0; j < kVec; ++j) {
-    const u32 c = min(channel + j * kApart, dim - 1);
+  for (int c = 0; c < kVec; ++c) {
+    const u32 at = min(channel + place(c), dim - 1);
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) raw_taps[j * kWidth + k] = load(weight + u64(c) * weight_dim + k * weight_tap);
+    for (int k = 0; k < kTaps; ++k) raw_taps[c * kTaps + k] = load(weight + u64(at) * weight_dim + k * weight_tap);
   }
 
-  float taps[kVec * kWidth], start_of_sum[kVec];
+  float taps[kVec * kTaps], start_of_sum[kVec];
 #pragma unroll
-  for (int j = 0; j < kVec * kWidth; ++j) taps[j] = to_float(raw_taps[j]);
+  for (int j = 0; j < kVec * kTaps; ++j) taps[j] = to_float(raw_taps[j]);
 #pragma unroll
-  for (int j = 0; j < kVec; ++j) start_of_sum[j] = 0.f;
+  for (int c = 0; c < kVec; ++c) start_of_sum[c] = 0.f;
   X* to = out + u64(first) * out_length;
 #pragma unroll
   for (int t = 0; t < kPiece; ++t, to += out_length) {
@@ -250,11 +252,11 @@ conv_last_w3_bf16_v4n6x128b4_51c32b78(
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum[j] = start_of_sum[j];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
+    for (int k = 0; k < kTaps; ++k) {
       float tokens_of[kVec];
-      unpack(row[t + k], tokens_of);
+      unpack(row[t + k * kDilation], tokens_of);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) sum[j] = fmaf(taps[j * kWidth + k], tokens_of[j], sum[j]);
+      for (int j = 0; j < kVec; ++j) sum[j] = fmaf(taps[j * kTaps + k], tokens_of[j], sum[j]);
     }
     Pack<X, kVec> result;
     pack(sum, result);

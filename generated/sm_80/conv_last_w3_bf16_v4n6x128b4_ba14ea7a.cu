@@ -15,12 +15,14 @@ struct bf16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-constexpr int kWidth = 3;   // taps
-constexpr int kVec = 4;     // channels per lane
-constexpr int kPiece = 6;   // tokens per warp
-constexpr int kThreads = 128;
+using Weight = bf16;
+constexpr int kTaps = 3, kDilation = 1;               // taps, and the distance between their inputs
+constexpr int kWidth = (kTaps - 1) * kDilation + 1;  // inputs that a window spans
+constexpr int kVec = 4, kPiece = 6, kThreads = 128;  // channels per lane; tokens per warp
 
 constexpr int kChannels = 32 * kVec;  // per warp
+// A lane's j-th channel, relative to its first.
+DEVICE constexpr int place(int j) { return j; }
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -205,12 +207,17 @@ conv_last_w3_bf16_v4n6x128b4_ba14ea7a(
   const u32 piece = item - sequence * pieces;
   if (sequence >= sequences || channel >= dim) return;
 
+  constexpr u32 x_dim = 1;
+  constexpr u32 out_dim = 1;
+  constexpr u32 input_gate_dim = 1;
+  constexpr u32 output_gate_dim = 1;
+  const auto has = [&](int j) { return true; };  // the lane's j-th channel
   const int tokens = int(length);
   const int first = int(piece * kPiece);
-  x += u64(sequence) * x_batch + channel;
-  out += u64(sequence) * out_batch + channel;
-  input_gate += u64(sequence) * input_gate_batch + channel;
-  output_gate += u64(sequence) * output_gate_batch + channel;
+  x += u64(sequence) * x_batch + u64(channel) * x_dim;
+  out += u64(sequence) * out_batch + u64(channel) * out_dim;
+  input_gate += u64(sequence) * input_gate_batch + u64(channel) * input_gate_dim;
+  output_gate += u64(sequence) * output_gate_batch + u64(channel) * output_gate_dim;
 
   const auto load_channels = [&](const X* p) { return load_vector<X, kVec>(p); };
   const auto store_channels = [&](X* p, const Pack<X, kVec>& v) { store_vector(p, v); };
@@ -249,15 +256,15 @@ conv_last_w3_bf16_v4n6x128b4_ba14ea7a(
     output_gate_of[t] = zero_pack<X, kVec>();
     if (first + t < tokens) output_gate_of[t] = load_output_gate(output_gate + u64(first + t) * output_gate_length);
   }
-  const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
+  const Pack<Weight, kVec * kTaps> raw_taps = load_vector<Weight, kVec * kTaps>(weight + u64(channel) * kTaps);
 
 #pragma unroll
   for (int i = 0; i < kWidth - 1 + kPiece; ++i)
     row[i] = gated(row[i], input_gate_of[i]);
-  float taps[kVec * kWidth], start_of_sum[kVec];
+  float taps[kVec * kTaps], start_of_sum[kVec];
   unpack(raw_taps, taps);
 #pragma unroll
-  for (int j = 0; j < kVec; ++j) start_of_sum[j] = 0.f;
+  for (int c = 0; c < kVec; ++c) start_of_sum[c] = 0.f;
   X* to = out + u64(first) * out_length;
 #pragma unroll
   for (int t = 0; t < kPiece; ++t, to += out_length) {
@@ -265,11 +272,11 @@ conv_last_w3_bf16_v4n6x128b4_ba14ea7a(
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum[j] = start_of_sum[j];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
+    for (int k = 0; k < kTaps; ++k) {
       float tokens_of[kVec];
-      unpack(row[t + k], tokens_of);
+      unpack(row[t + k * kDilation], tokens_of);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) sum[j] = fmaf(taps[j * kWidth + k], tokens_of[j], sum[j]);
+      for (int j = 0; j < kVec; ++j) sum[j] = fmaf(taps[j * kTaps + k], tokens_of[j], sum[j]);
     }
     Pack<X, kVec> result;
     pack(sum, result);

@@ -16,12 +16,15 @@ struct bf16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-constexpr int kWidth = 4;   // taps
-constexpr int kVec = 4;     // channels per lane
-constexpr int kPiece = 6;   // tokens per warp
-constexpr int kThreads = 128;
+using Weight = bf16;
+using Bias = bf16;
+constexpr int kTaps = 4, kDilation = 1;               // taps, and the distance between their inputs
+constexpr int kWidth = (kTaps - 1) * kDilation + 1;  // inputs that a window spans
+constexpr int kVec = 4, kPiece = 6, kThreads = 128;  // channels per lane; tokens per warp
 
 constexpr int kChannels = 32 * kVec;  // per warp
+// A lane's j-th channel, relative to its first.
+DEVICE constexpr int place(int j) { return j; }
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -262,11 +265,14 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
   const u32 channel = min((blockIdx.x - group * channel_blocks) * kChannels + lane * kVec, dim - kVec);  // lanes past the last channel load the last channels and store nothing
   if (item >= pieces) return;
 
+  constexpr u32 x_dim = 1;
+  constexpr u32 out_dim = 1;
+  const auto has = [&](int j) { return true; };  // the lane's j-th channel
   // Finding the piece's sequence costs a latency of memory. Meanwhile the warp prefetches the tokens with the piece's number to L2. One
   // warp prefetches a token, and this warp or one that runs at the same time uses it.
   if (item * kPiece + lane / 4 < length && lane / 4 < kPiece) {  // 4 lanes per token: 64 bytes each
     const u32 near = min(channel - lane * kVec + lane % 4 * (kChannels / 4), dim - 1);
-    touch_l2(x + u64(item * kPiece + lane / 4) * x_length + near);
+    touch_l2(x + u64(item * kPiece + lane / 4) * x_length + u64(near) * x_dim);
   }
   const Span span = find_sequence(query_start_loc, query_start_loc_sequence, sequences, 0, item, lane);
   const u32 sequence = span.sequence, start = span.start, stop = min(span.stop, length);
@@ -274,8 +280,8 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
   const int tokens = int(stop) - int(start);
   const int first = int(piece * kPiece);  // below 0: tokens before the first sequence
   if (u32(first) >= u32(tokens)) return;
-  x += u64(start) * x_length + channel;
-  out += u64(start) * out_length + channel;
+  x += u64(start) * x_length + u64(channel) * x_dim;
+  out += u64(start) * out_length + u64(channel) * out_dim;
 
   const auto load_channels = [&](const X* p) { return load_vector<X, kVec>(p); };
   const auto store_channels = [&](X* p, const Pack<X, kVec>& v) { if (inside) store_vector(p, v); };
@@ -306,17 +312,17 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
     Pack<X, kVec> r = zero_pack<X, kVec>();
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
-      set_element(r, j, load_bits(conv_states + u64(j) * conv_states_dim + u64(tap) * conv_states_tap));
+      if (has(j)) set_element(r, j, load_bits(conv_states + u64(place(j)) * conv_states_dim + u64(tap) * conv_states_tap));
     return r;
   };
   if (first == 0 && raw_flag) {
 #pragma unroll
     for (int i = 0; i < kWidth - 1; ++i) row[i] = load_past(i);
   }
-  const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
-  const Pack<bf16, kVec> raw_bias = load_vector<bf16, kVec>(bias + channel);
+  const Pack<Weight, kVec * kTaps> raw_taps = load_vector<Weight, kVec * kTaps>(weight + u64(channel) * kTaps);
+  const Pack<Bias, kVec> raw_bias = load_vector<Bias, kVec>(bias + channel);
 
-  float taps[kVec * kWidth], start_of_sum[kVec];
+  float taps[kVec * kTaps], start_of_sum[kVec];
   unpack(raw_taps, taps);
   unpack(raw_bias, start_of_sum);
   X* to = out + u64(first) * out_length;
@@ -326,11 +332,11 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum[j] = start_of_sum[j];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
+    for (int k = 0; k < kTaps; ++k) {
       float tokens_of[kVec];
-      unpack(row[t + k], tokens_of);
+      unpack(row[t + k * kDilation], tokens_of);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) sum[j] = fmaf(taps[j * kWidth + k], tokens_of[j], sum[j]);
+      for (int j = 0; j < kVec; ++j) sum[j] = fmaf(taps[j * kTaps + k], tokens_of[j], sum[j]);
     }
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum[j] = silu(sum[j]);
@@ -352,7 +358,7 @@ conv_last_w4_bf16_v4n6x128b4_4307669f(
     for (int k = 0; k < kWidth - 1; ++k) {
 #pragma unroll
       for (int j = 0; j < kVec; ++j)
-        store_bits(conv_states + u64(j) * conv_states_dim + u64(k) * conv_states_tap, element(last[k], j));
+        if (has(j)) store_bits(conv_states + u64(place(j)) * conv_states_dim + u64(k) * conv_states_tap, element(last[k], j));
     }
   }
 }

@@ -15,12 +15,15 @@ struct bf16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-constexpr int kWidth = 4;   // taps
-constexpr int kVec = 4;     // channels per lane
-constexpr int kPiece = 6;   // tokens per warp
-constexpr int kThreads = 128;
+using Weight = bf16;
+using Bias = bf16;
+constexpr int kTaps = 4, kDilation = 1;               // taps, and the distance between their inputs
+constexpr int kWidth = (kTaps - 1) * kDilation + 1;  // inputs that a window spans
+constexpr int kVec = 4, kPiece = 6, kThreads = 128;  // channels per lane; tokens per warp
 
 constexpr int kChannels = 32 * kVec;  // per warp
+// A lane's j-th channel, relative to its first.
+DEVICE constexpr int place(int j) { return j; }
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -229,10 +232,13 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
   const u32 piece = item - sequence * pieces;
   if (sequence >= sequences || channel >= dim) return;
 
+  constexpr u32 x_dim = 1;
+  constexpr u32 out_dim = 1;
+  const auto has = [&](int j) { return true; };  // the lane's j-th channel
   const int tokens = int(length);
   const int first = int(piece * kPiece);
-  x += u64(sequence) * x_batch + channel;
-  out += u64(sequence) * out_batch + channel;
+  x += u64(sequence) * x_batch + u64(channel) * x_dim;
+  out += u64(sequence) * out_batch + u64(channel) * out_dim;
 
   const auto load_channels = [&](const X* p) { return load_vector<X, kVec>(p); };
   const auto store_channels = [&](X* p, const Pack<X, kVec>& v) { store_vector(p, v); };
@@ -253,15 +259,15 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
     Pack<X, kVec> r = zero_pack<X, kVec>();
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
-      set_element(r, j, load_bits(initial_states + u64(j) * initial_states_dim + u64(tap) * initial_states_tap));
+      if (has(j)) set_element(r, j, load_bits(initial_states + u64(place(j)) * initial_states_dim + u64(tap) * initial_states_tap));
     return r;
   };
   if (first == 0) {
 #pragma unroll
     for (int i = 0; i < kWidth - 1; ++i) row[i] = load_past(i);
   }
-  const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
-  const Pack<bf16, kVec> raw_bias = load_vector<bf16, kVec>(bias + channel);
+  const Pack<Weight, kVec * kTaps> raw_taps = load_vector<Weight, kVec * kTaps>(weight + u64(channel) * kTaps);
+  const Pack<Bias, kVec> raw_bias = load_vector<Bias, kVec>(bias + channel);
   // Tokens before the row belong to the sequence of its first token.
   seq_idx += u64(sequence) * seq_idx_batch;
   const auto load_id = [&](int t) { return load(seq_idx + u64(max(0, min(t, tokens - 1))) * seq_idx_length); };
@@ -269,7 +275,7 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
 #pragma unroll
   for (int i = 0; i < kWidth - 1 + kPiece; ++i) id[i] = load_id(first + i - (kWidth - 1));
 
-  float taps[kVec * kWidth], start_of_sum[kVec];
+  float taps[kVec * kTaps], start_of_sum[kVec];
   unpack(raw_taps, taps);
   unpack(raw_bias, start_of_sum);
   X* to = out + u64(first) * out_length;
@@ -279,11 +285,11 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum[j] = start_of_sum[j];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
+    for (int k = 0; k < kTaps; ++k) {
       float tokens_of[kVec];
-      unpack(row[t + k], tokens_of);
+      unpack(row[t + k * kDilation], tokens_of);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) sum[j] = fmaf(taps[j * kWidth + k], id[t + k] == id[t + kWidth - 1] ? tokens_of[j] : 0.f, sum[j]);
+      for (int j = 0; j < kVec; ++j) sum[j] = fmaf(taps[j * kTaps + k], id[t + k * kDilation] == id[t + kWidth - 1] ? tokens_of[j] : 0.f, sum[j]);
     }
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum[j] = id[t + kWidth - 1] < 0 ? 0.f : silu(sum[j]);  // padding
@@ -306,7 +312,7 @@ conv_last_w4_bf16_v4n6x128b4_90c5193a(
     for (int k = 0; k < kWidth - 1; ++k) {
 #pragma unroll
       for (int j = 0; j < kVec; ++j)
-        store_bits(final_states + u64(j) * final_states_dim + u64(k) * final_states_tap, element(last[k], j));
+        if (has(j)) store_bits(final_states + u64(place(j)) * final_states_dim + u64(k) * final_states_tap, element(last[k], j));
     }
   }
 }

@@ -15,11 +15,13 @@ struct bf16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-constexpr int kWidth = 3;   // taps
-constexpr int kVec = 2;     // neighbouring channels per lane
-constexpr int kTokens = 1;  // per sequence
-constexpr int kThreads = 64;
-constexpr int kStateLen = 2;
+using Weight = bf16;
+constexpr int kTaps = 3, kDilation = 1;               // taps, and the distance between their inputs
+constexpr int kWidth = (kTaps - 1) * kDilation + 1;  // inputs that a window spans
+constexpr int kVec = 2, kTokens = 1;  // neighbouring channels per lane; tokens per sequence
+constexpr int kThreads = 64, kStateLen = 2;
+constexpr int kAhead = 0;  // entries of the state before the history
+constexpr bool kWhole = true;  // whether lanes have all their channels or none
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -217,7 +219,8 @@ conv_update_w3t1_bf16_shift_runs_v2x64_ff2263f1(
   const u32 sequence = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);
   const u32 first_channel = ((blockIdx.x - sequence * channel_blocks) * kThreads + threadIdx.x) * kVec;
   const bool inside = first_channel < dim;
-  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel load the last channels and store nothing
+  const u32 channel = min(first_channel, dim - (kWhole ? kVec : 1));  // lanes past the last channel load the last channels and store nothing
+  const u32 live = kWhole ? kVec : min(dim - channel, u32(kVec));     // channels that the lane has
 
   const i64 slot = load(conv_state_indices + u64(sequence) * conv_state_indices_sequence);
 
@@ -251,68 +254,74 @@ conv_update_w3t1_bf16_shift_runs_v2x64_ff2263f1(
   };
 
   constexpr int tokens = kTokens;
+  constexpr u32 x_token = 0;  // a call has one token
   x += u64(sequence) * x_batch + channel;
+  constexpr u32 out_token = 0;  // a call has one token
   out += u64(sequence) * out_batch + channel;
+  constexpr u32 input_gate_token = 0;  // a call has one token
   input_gate += u64(sequence) * input_gate_batch + channel;
+  constexpr u32 output_gate_token = 0;  // a call has one token
   output_gate += u64(sequence) * output_gate_batch + channel;
   Pack<X, kVec> token[kTokens];
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
-    token[t] = load_channels(x);
+    if (t < tokens) token[t] = load_channels(x + u64(t) * x_token);
   Pack<X, kVec> input_gate_of[kTokens];
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
-    input_gate_of[t] = load_input_gate(input_gate);
+    if (t < tokens) input_gate_of[t] = load_input_gate(input_gate + u64(t) * input_gate_token);
   Pack<X, kVec> output_gate_of[kTokens];
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
-    output_gate_of[t] = load_output_gate(output_gate);
+    if (t < tokens) output_gate_of[t] = load_output_gate(output_gate + u64(t) * output_gate_token);
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
-    token[t] = gated(token[t], input_gate_of[t]);
-  const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
+    if (t < tokens) token[t] = gated(token[t], input_gate_of[t]);
+  const Pack<Weight, kVec * kTaps> raw_taps = load_vector<Weight, kVec * kTaps>(weight + u64(channel) * kTaps);
 
   __syncwarp();  // emits no instruction; without it ptxas moves the loads above to below the branch, where they wait for the slot
   if (!(u64(slot) < u64(slots) && slot != pad_slot_id)) {  // a padded sequence: zero output, no state touched
     if (inside)
 #pragma unroll
-      for (int t = 0; t < tokens; ++t) store_channels(out, zero_pack<X, kVec>());
+      for (int t = 0; t < tokens; ++t) store_channels(out + u64(t) * out_token, zero_pack<X, kVec>());
     return;
   }
   conv_state += slot * conv_state_slot + channel * kStateLen;
   const Pack<X, kVec * kStateLen> run = load_vector<X, kVec * kStateLen>(conv_state);
   if (!inside) return;
 
-  float taps[kVec * kWidth], start_of_sum[kVec];
+  float taps[kVec * kTaps], start_of_sum[kVec];
   unpack(raw_taps, taps);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) start_of_sum[c] = 0.f;
+  if (tokens <= 0) return;
   Pack<X, kVec> window[kStateLen];
   from_run<kStateLen>(run, window);
 
   for (int first = 0; first < tokens; first += kTokens) {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
+      if (first + t >= tokens) break;
       float sum[kVec];
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = start_of_sum[c];
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
+      for (int k = 0; k < kTaps; ++k) {
         float input[kVec];
-        if (k < kWidth - 1)
-          unpack(window[k], input);
+        if (k < kTaps - 1)
+          unpack(window[kAhead + k * kDilation], input);
         else
           unpack(token[t], input);
 #pragma unroll
-        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kTaps + k], input[c], sum[c]);
       }
       Pack<X, kVec> result;
       pack(sum, result);
       result = gated(result, output_gate_of[t]);
-      store_channels(out, result);
+      store_channels(out + u64(first + t) * out_token, result);
 #pragma unroll
-      for (int i = 0; i < kWidth - 2; ++i) window[i] = window[i + 1];
-      window[kWidth - 2] = token[t];
+      for (int i = 0; i < kAhead + kWidth - 2; ++i) window[i] = window[i + 1];
+      window[kAhead + kWidth - 2] = token[t];
     }
   }
   store_vector(conv_state, to_run<kStateLen>(window));

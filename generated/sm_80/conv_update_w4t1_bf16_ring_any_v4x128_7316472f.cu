@@ -15,10 +15,13 @@ struct bf16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-constexpr int kWidth = 4;   // taps
-constexpr int kVec = 4;     // neighbouring channels per lane
-constexpr int kTokens = 1;  // per sequence
+using Weight = bf16;
+constexpr int kTaps = 4, kDilation = 1;               // taps, and the distance between their inputs
+constexpr int kWidth = (kTaps - 1) * kDilation + 1;  // inputs that a window spans
+constexpr int kVec = 4, kTokens = 1;  // neighbouring channels per lane; tokens per sequence
 constexpr int kThreads = 128;
+constexpr int kAhead = 0;  // entries of the state before the history
+constexpr bool kWhole = false;  // whether lanes have all their channels or none
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -219,8 +222,8 @@ conv_update_w4t1_bf16_ring_any_v4x128_7316472f(
   const u32 sequence = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);
   const u32 first_channel = ((blockIdx.x - sequence * channel_blocks) * kThreads + threadIdx.x) * kVec;
   const bool inside = first_channel < dim;
-  const u32 channel = min(first_channel, dim - 1);  // lanes past the last channel load it and store nothing
-  const u32 live = min(dim - channel, u32(kVec));   // channels that the lane has
+  const u32 channel = min(first_channel, dim - (kWhole ? kVec : 1));  // lanes past the last channel load the last channels and store nothing
+  const u32 live = kWhole ? kVec : min(dim - channel, u32(kVec));     // channels that the lane has
 
   const i64 slot = sequence;
 
@@ -257,20 +260,22 @@ conv_update_w4t1_bf16_ring_any_v4x128_7316472f(
   };
 
   constexpr int tokens = kTokens;
+  constexpr u32 x_token = 0;  // a call has one token
   x += u64(sequence) * x_batch + u64(channel) * x_dim;
+  constexpr u32 out_token = 0;  // a call has one token
   out += u64(sequence) * out_batch + u64(channel) * out_dim;
   Pack<X, kVec> token[kTokens];
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
-    token[t] = load_channels(x);
+    if (t < tokens) token[t] = load_channels(x + u64(t) * x_token);
   const u32 seen = u32(u32(load(cache_seqlens + u64(sequence) * cache_seqlens_sequence)) % state_len);
   const u32 begin = (seen + state_len - u32(kWidth - 1)) % state_len;  // the history's first entry
-  bf16 raw_taps[kVec * kWidth];
+  Weight raw_taps[kVec * kTaps];
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
     const u32 at = min(channel + c, dim - 1);
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) raw_taps[c * kWidth + k] = load(weight + u64(at) * weight_dim + k * weight_tap);
+    for (int k = 0; k < kTaps; ++k) raw_taps[c * kTaps + k] = load(weight + u64(at) * weight_dim + k * weight_tap);
   }
 
   __syncwarp();  // emits no instruction; without it ptxas moves the loads above to below the branch, where they wait for the slot
@@ -282,36 +287,38 @@ conv_update_w4t1_bf16_ring_any_v4x128_7316472f(
   }
   if (!inside) return;
 
-  float taps[kVec * kWidth], start_of_sum[kVec];
+  float taps[kVec * kTaps], start_of_sum[kVec];
 #pragma unroll
-  for (int j = 0; j < kVec * kWidth; ++j) taps[j] = to_float(raw_taps[j]);
+  for (int j = 0; j < kVec * kTaps; ++j) taps[j] = to_float(raw_taps[j]);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) start_of_sum[c] = 0.f;
+  if (tokens <= 0) return;
 
   for (int first = 0; first < tokens; first += kTokens) {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
+      if (first + t >= tokens) break;
       float sum[kVec];
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = start_of_sum[c];
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
+      for (int k = 0; k < kTaps; ++k) {
         float input[kVec];
-        if (k < kWidth - 1)
-          unpack(window[k], input);
+        if (k < kTaps - 1)
+          unpack(window[kAhead + k * kDilation], input);
         else
           unpack(token[t], input);
 #pragma unroll
-        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kTaps + k], input[c], sum[c]);
       }
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = silu(sum[c]);
       Pack<X, kVec> result;
       pack(sum, result);
-      store_channels(out, result);
+      store_channels(out + u64(first + t) * out_token, result);
 #pragma unroll
-      for (int i = 0; i < kWidth - 2; ++i) window[i] = window[i + 1];
-      window[kWidth - 2] = token[t];
+      for (int i = 0; i < kAhead + kWidth - 2; ++i) window[i] = window[i + 1];
+      window[kAhead + kWidth - 2] = token[t];
       store_entry(conv_state, (begin + u32(kWidth - 1 + first + t)) % state_len, token[t]);
     }
   }

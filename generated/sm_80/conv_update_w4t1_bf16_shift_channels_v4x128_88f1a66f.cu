@@ -15,10 +15,14 @@ struct bf16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-constexpr int kWidth = 4;   // taps
-constexpr int kVec = 4;     // neighbouring channels per lane
-constexpr int kTokens = 1;  // per sequence
+using Weight = bf16;
+using Bias = bf16;
+constexpr int kTaps = 4, kDilation = 1;               // taps, and the distance between their inputs
+constexpr int kWidth = (kTaps - 1) * kDilation + 1;  // inputs that a window spans
+constexpr int kVec = 4, kTokens = 1;  // neighbouring channels per lane; tokens per sequence
 constexpr int kThreads = 128;
+constexpr int kAhead = 0;  // entries of the state before the history
+constexpr bool kWhole = true;  // whether lanes have all their channels or none
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -219,7 +223,8 @@ conv_update_w4t1_bf16_shift_channels_v4x128_88f1a66f(
   const u32 sequence = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);
   const u32 first_channel = ((blockIdx.x - sequence * channel_blocks) * kThreads + threadIdx.x) * kVec;
   const bool inside = first_channel < dim;
-  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel load the last channels and store nothing
+  const u32 channel = min(first_channel, dim - (kWhole ? kVec : 1));  // lanes past the last channel load the last channels and store nothing
+  const u32 live = kWhole ? kVec : min(dim - channel, u32(kVec));     // channels that the lane has
 
   const i64 slot = load(conv_state_indices + u64(sequence) * conv_state_indices_sequence);
 
@@ -246,20 +251,22 @@ conv_update_w4t1_bf16_shift_channels_v4x128_88f1a66f(
   };
 
   constexpr int tokens = kTokens;
+  constexpr u32 x_token = 0;  // a call has one token
   x += u64(sequence) * x_batch + channel;
+  constexpr u32 out_token = 0;  // a call has one token
   out += u64(sequence) * out_batch + channel;
   Pack<X, kVec> token[kTokens];
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
-    token[t] = load_channels(x);
-  const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
-  const Pack<bf16, kVec> raw_bias = load_vector<bf16, kVec>(bias + channel);
+    if (t < tokens) token[t] = load_channels(x + u64(t) * x_token);
+  const Pack<Weight, kVec * kTaps> raw_taps = load_vector<Weight, kVec * kTaps>(weight + u64(channel) * kTaps);
+  const Pack<Bias, kVec> raw_bias = load_vector<Bias, kVec>(bias + channel);
 
   __syncwarp();  // emits no instruction; without it ptxas moves the loads above to below the branch, where they wait for the slot
   if (!(u64(slot) < u64(slots) && slot != pad_slot_id)) {  // a padded sequence: zero output, no state touched
     if (inside)
 #pragma unroll
-      for (int t = 0; t < tokens; ++t) store_channels(out, zero_pack<X, kVec>());
+      for (int t = 0; t < tokens; ++t) store_channels(out + u64(t) * out_token, zero_pack<X, kVec>());
     return;
   }
   conv_state += slot * conv_state_slot + channel;
@@ -270,39 +277,41 @@ conv_update_w4t1_bf16_shift_channels_v4x128_88f1a66f(
   }
   if (!inside) return;
 
-  float taps[kVec * kWidth], start_of_sum[kVec];
+  float taps[kVec * kTaps], start_of_sum[kVec];
   unpack(raw_taps, taps);
   unpack(raw_bias, start_of_sum);
+  if (tokens <= 0) return;
   // Entries before the history. Entries that come from new inputs are loaded again, before an output can overwrite them.
   for (int i = 0; i + kWidth - 1 < int(state_len); ++i) {
     const int from = i + tokens;
-    store_entry(conv_state, i, from < int(state_len) ? load_entry(conv_state, from) : load_channels(x + u64(from - int(state_len)) * 0));
+    store_entry(conv_state, i, from < int(state_len) ? load_entry(conv_state, from) : load_channels(x + u64(from - int(state_len)) * x_token));
   }
 
   for (int first = 0; first < tokens; first += kTokens) {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
+      if (first + t >= tokens) break;
       float sum[kVec];
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = start_of_sum[c];
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
+      for (int k = 0; k < kTaps; ++k) {
         float input[kVec];
-        if (k < kWidth - 1)
-          unpack(window[k], input);
+        if (k < kTaps - 1)
+          unpack(window[kAhead + k * kDilation], input);
         else
           unpack(token[t], input);
 #pragma unroll
-        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kTaps + k], input[c], sum[c]);
       }
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = silu(sum[c]);
       Pack<X, kVec> result;
       pack(sum, result);
-      store_channels(out, result);
+      store_channels(out + u64(first + t) * out_token, result);
 #pragma unroll
-      for (int i = 0; i < kWidth - 2; ++i) window[i] = window[i + 1];
-      window[kWidth - 2] = token[t];
+      for (int i = 0; i < kAhead + kWidth - 2; ++i) window[i] = window[i + 1];
+      window[kAhead + kWidth - 2] = token[t];
     }
   }
 #pragma unroll

@@ -15,10 +15,13 @@ struct bf16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-constexpr int kWidth = 4;   // taps
-constexpr int kVec = 4;     // neighbouring channels per lane
-constexpr int kTokens = 4;  // at a time
+using Weight = bf16;
+constexpr int kTaps = 4, kDilation = 1;               // taps, and the distance between their inputs
+constexpr int kWidth = (kTaps - 1) * kDilation + 1;  // inputs that a window spans
+constexpr int kVec = 4, kTokens = 4;  // neighbouring channels per lane; tokens at a time
 constexpr int kThreads = 128;
+constexpr int kAhead = 0;  // entries of the state before the history
+constexpr bool kWhole = true;  // whether lanes have all their channels or none
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -242,7 +245,8 @@ conv_update_w4t4_bf16_roll_channels_v4x128_f5f2995e(
   const u32 sequence = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);
   const u32 first_channel = ((blockIdx.x - sequence * channel_blocks) * kThreads + threadIdx.x) * kVec;
   const bool inside = first_channel < dim;
-  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel load the last channels and store nothing
+  const u32 channel = min(first_channel, dim - (kWhole ? kVec : 1));  // lanes past the last channel load the last channels and store nothing
+  const u32 live = kWhole ? kVec : min(dim - channel, u32(kVec));     // channels that the lane has
 
   const i64 slot = load(conv_state_indices + u64(sequence) * conv_state_indices_sequence);
 
@@ -279,7 +283,7 @@ conv_update_w4t4_bf16_roll_channels_v4x128_f5f2995e(
     if (t < tokens) token[t] = load_channels(x + u64(t) * x_token);
   const i64 accepted = load(num_accepted_tokens + u64(sequence) * num_accepted_tokens_sequence);
   const int begin = int(accepted) - 1;  // the history's first entry
-  const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
+  const Pack<Weight, kVec * kTaps> raw_taps = load_vector<Weight, kVec * kTaps>(weight + u64(channel) * kTaps);
 
   __syncwarp();  // emits no instruction; without it ptxas moves the loads above to below the branch, where they wait for the slot
   if (!(u64(slot) < u64(slots) && slot != pad_slot_id && accepted >= 1 && accepted + kWidth - 2 <= i64(state_len))) {  // a padded sequence: zero output, no state touched
@@ -295,7 +299,7 @@ conv_update_w4t4_bf16_roll_channels_v4x128_f5f2995e(
   }
   if (!inside) return;
 
-  float taps[kVec * kWidth], start_of_sum[kVec];
+  float taps[kVec * kTaps], start_of_sum[kVec];
   unpack(raw_taps, taps);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) start_of_sum[c] = 0.f;
@@ -319,14 +323,14 @@ conv_update_w4t4_bf16_roll_channels_v4x128_f5f2995e(
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = start_of_sum[c];
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
+      for (int k = 0; k < kTaps; ++k) {
         float input[kVec];
-        if (k < kWidth - 1)
-          unpack(window[k], input);
+        if (k < kTaps - 1)
+          unpack(window[kAhead + k * kDilation], input);
         else
           unpack(token[t], input);
 #pragma unroll
-        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kTaps + k], input[c], sum[c]);
       }
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = silu(sum[c]);
@@ -334,12 +338,12 @@ conv_update_w4t4_bf16_roll_channels_v4x128_f5f2995e(
       pack(sum, result);
       store_channels(out + u64(first + t) * out_token, result);
 #pragma unroll
-      for (int i = 0; i < kWidth - 2; ++i) window[i] = window[i + 1];
-      window[kWidth - 2] = token[t];
+      for (int i = 0; i < kAhead + kWidth - 2; ++i) window[i] = window[i + 1];
+      window[kAhead + kWidth - 2] = token[t];
       if (kWidth - 2 + first + t < int(state_len)) store_entry(conv_state, kWidth - 2 + first + t, token[t]);
       if (first + t < windows) {
         X* at = windows_at + u64(first + t) * intermediate_conv_window_token;
-        store_vector(at, to_run<kWidth - 1>(window));
+        store_vector(at, to_run<kWidth - 1>(window + kAhead));
       }
     }
   }

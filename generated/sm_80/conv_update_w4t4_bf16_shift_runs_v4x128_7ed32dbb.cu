@@ -15,11 +15,13 @@ struct bf16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using X = bf16;
-constexpr int kWidth = 4;   // taps
-constexpr int kVec = 4;     // neighbouring channels per lane
-constexpr int kTokens = 4;  // at a time
-constexpr int kThreads = 128;
-constexpr int kStateLen = 3;
+using Weight = bf16;
+constexpr int kTaps = 4, kDilation = 1;               // taps, and the distance between their inputs
+constexpr int kWidth = (kTaps - 1) * kDilation + 1;  // inputs that a window spans
+constexpr int kVec = 4, kTokens = 4;  // neighbouring channels per lane; tokens at a time
+constexpr int kThreads = 128, kStateLen = 3;
+constexpr int kAhead = 0;  // entries of the state before the history
+constexpr bool kWhole = true;  // whether lanes have all their channels or none
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -261,7 +263,8 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
   const u32 sequence = divide(blockIdx.x, channel_blocks_magic, channel_blocks_shift);
   const u32 first_channel = ((blockIdx.x - sequence * channel_blocks) * kThreads + threadIdx.x) * kVec;
   const bool inside = first_channel < dim;
-  const u32 channel = min(first_channel, dim - kVec);  // lanes past the last channel load the last channels and store nothing
+  const u32 channel = min(first_channel, dim - (kWhole ? kVec : 1));  // lanes past the last channel load the last channels and store nothing
+  const u32 live = kWhole ? kVec : min(dim - channel, u32(kVec));     // channels that the lane has
 
   const i64 slot = load(conv_state_indices + u64(sequence) * conv_state_indices_sequence);
 
@@ -282,7 +285,7 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
     if (t < tokens) token[t] = load_channels(x + u64(t) * x_token);
-  const Pack<bf16, kVec * kWidth> raw_taps = load_vector<bf16, kVec * kWidth>(weight + u64(channel) * kWidth);
+  const Pack<Weight, kVec * kTaps> raw_taps = load_vector<Weight, kVec * kTaps>(weight + u64(channel) * kTaps);
 
   // A token's parent is the parent of its eldest sibling. Siblings come in ascending order, and children after their parent.
   constexpr u32 kMost = 128;
@@ -327,7 +330,7 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
   const Pack<X, kVec * kStateLen> run = load_vector<X, kVec * kStateLen>(conv_state);
   if (!inside) return;
 
-  float taps[kVec * kWidth], start_of_sum[kVec];
+  float taps[kVec * kTaps], start_of_sum[kVec];
   unpack(raw_taps, taps);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) start_of_sum[c] = 0.f;
@@ -339,7 +342,7 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
   X* windows_at = intermediate_conv_window + window_row * intermediate_conv_window_slot + channel * (kWidth - 1);
   Pack<X, kVec> history[kWidth - 1];
 #pragma unroll
-  for (int i = 0; i < kWidth - 1; ++i) history[i] = window[i];
+  for (int i = 0; i < kWidth - 1; ++i) history[i] = window[kAhead + i];
 
   for (int first = 0; first < tokens; first += kTokens) {
     if (first > 0)
@@ -376,14 +379,14 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = start_of_sum[c];
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
+      for (int k = 0; k < kTaps; ++k) {
         float input[kVec];
-        if (k < kWidth - 1)
+        if (k < kTaps - 1)
           unpack(path[t][k], input);
         else
           unpack(token[t], input);
 #pragma unroll
-        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kWidth + k], input[c], sum[c]);
+        for (int c = 0; c < kVec; ++c) sum[c] = fmaf(taps[c * kTaps + k], input[c], sum[c]);
       }
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sum[c] = silu(sum[c]);
@@ -391,8 +394,8 @@ conv_update_w4t4_bf16_shift_runs_v4x128_7ed32dbb(
       pack(sum, result);
       store_channels(out + u64(first + t) * out_token, result);
 #pragma unroll
-      for (int i = 0; i < kWidth - 2; ++i) window[i] = window[i + 1];
-      window[kWidth - 2] = token[t];
+      for (int i = 0; i < kAhead + kWidth - 2; ++i) window[i] = window[i + 1];
+      window[kAhead + kWidth - 2] = token[t];
       if (first + t < windows) {
         X* at = windows_at + u64(first + t) * intermediate_conv_window_token;
         Pack<X, kVec> after[kWidth - 1];

@@ -23,6 +23,13 @@ struct bf16 { u16 bits; };
 
 using State = bf16;
 constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
+using TypeX = bf16;
+using TypeDt = bf16;
+using TypeA = f32;
+using TypeB = bf16;
+using TypeC = bf16;
+using TypeD = bf16;
+using TypeBias = bf16;
 constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 8;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
@@ -379,7 +386,7 @@ mamba2_layer_h128p64n128g8_bf16_l16v8i4t32x128_93a8388b(
   const auto raw_dt = load(dt);
   const auto raw_A = load(A);
   const auto raw_bias = load(dt_bias);
-  bf16 raw_D[kSteps];
+  TypeD raw_D[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const u32 row = existing(owned_row + step * kStepRows);

@@ -24,6 +24,10 @@ struct bf16 { u16 bits; };
 using State = bf16;
 constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kChunk = 4;  // tokens staged in shared memory at a time
+using TypeX = bf16;
+using TypeDt = bf16;
+using TypeB = bf16;
+using TypeC = bf16;
 constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 8;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
@@ -394,7 +398,7 @@ mamba2_layer_t4_h128p64n128g8_bf16_each_l16v8i4t64x256_0c888030(
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
   const u32 team_in_block = threadIdx.x / kLanes;
   struct Chunk {
-    bf16 dt[kRounds];
+    TypeDt dt[kRounds];
   };
   const auto load_chunk = [&](u32 first) {
     Chunk chunk;
@@ -420,7 +424,7 @@ mamba2_layer_t4_h128p64n128g8_bf16_each_l16v8i4t64x256_0c888030(
   const i64 listed_slot = __shfl_sync(0xffffffffu, listed, column), window_slot = __shfl_sync(0xffffffffu, listed, 0);  // the first column's
   const i64 slot = in_range ? listed_slot : -1;
   __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
-  if (u64(slot) >= u64(slots) || slot == pad_slot_id || u64(window_slot) >= u64(slots) || window_slot == pad_slot_id) {  // a padded row: zero output, no state touched
+  if (u64(slot) >= u64(slots) || slot == pad_slot_id || u64(window_slot) >= u64(slots) || window_slot == pad_slot_id) {  // a padded row: no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
       if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
@@ -445,7 +449,7 @@ mamba2_layer_t4_h128p64n128g8_bf16_each_l16v8i4t64x256_0c888030(
   for (int r = 0; r < kConvRounds; ++r) window[r] = load_vector<Input, 4 * kLength>(conv_state + channel[r] * kLength);
   load_state(next, 0);
 
-  constexpr int kVectorQuads = kDState / 4, kQuads = kVec / 4;
+  constexpr int kQuads = kVec / 4, kVectorQuads = kPasses * kQuads * kLanes;
   SHARED(Quad, B_staged, kChunk * kVectorQuads);
   SHARED(Quad, C_staged, kChunk * kVectorQuads);
   SHARED(float, dt_staged, kChunk);
@@ -561,9 +565,11 @@ mamba2_layer_t4_h128p64n128g8_bf16_each_l16v8i4t64x256_0c888030(
   }
 #pragma unroll 1
   for (u32 t = 0; t < tokens; ++t) {
+    const u32 c = t;
     const i64 dst_slot = dst_staged[t];
-    const float x_owned = x_staged[t * kTile + row_in_tile], decay = decay_staged[t];
-    const float dt_x = dt_staged[t] * x_owned;
+
+    const float x_owned = x_staged[c * kTile + row_in_tile], decay = decay_staged[c];
+    const float dt_x = dt_staged[c] * x_owned;
     float dx[kIlp], y[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) dx[i] = of_owner(dt_x, i);
@@ -572,8 +578,8 @@ mamba2_layer_t4_h128p64n128g8_bf16_each_l16v8i4t64x256_0c888030(
       float b[kVec], c_[kVec];
 #pragma unroll
       for (int i = 0; i < kQuads; ++i) {
-        to_array(B_staged[quad(t, p, i)], b + 4 * i);
-        to_array(C_staged[quad(t, p, i)], c_ + 4 * i);
+        to_array(B_staged[quad(c, p, i)], b + 4 * i);
+        to_array(C_staged[quad(c, p, i)], c_ + 4 * i);
       }
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
@@ -585,9 +591,8 @@ mamba2_layer_t4_h128p64n128g8_bf16_each_l16v8i4t64x256_0c888030(
     float result = sum_over_team<kLanes>(y, lane);
     result = fmaf(to_float(raw_D), x_owned, result);
     if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
-    const bool write_state = u64(dst_slot) < u64(slots) && dst_slot != pad_slot_id;
     State* dst = state + dst_slot * state_slot;
-    if (write_state)
+    if (u64(dst_slot) < u64(slots) && dst_slot != pad_slot_id) {
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -598,6 +603,7 @@ mamba2_layer_t4_h128p64n128g8_bf16_each_l16v8i4t64x256_0c888030(
           if (exists(row_of(0, i))) store_vector(dst + n, packed);
         }
       }
+    }
   }
 
   SHARED(int, last_block, 1);

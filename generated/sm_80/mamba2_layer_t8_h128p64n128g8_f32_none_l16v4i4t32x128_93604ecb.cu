@@ -25,7 +25,11 @@ struct bf16 { u16 bits; };
 using State = f32;
 constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
 constexpr int kChunk = 8;  // tokens staged in shared memory at a time
-using Kept = f32;  // type of intermediate states
+using TypeX = bf16;
+using TypeDt = bf16;
+using TypeB = bf16;
+using TypeC = bf16;
+using Kept = f32;
 constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 4;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
@@ -447,7 +451,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
   const u32 team_in_block = threadIdx.x / kLanes;
   struct Chunk {
-    bf16 dt[kRounds];
+    TypeDt dt[kRounds];
   };
   const auto load_chunk = [&](u32 first) {
     Chunk chunk;
@@ -469,7 +473,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   Rows next;
 
   __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
-  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
+  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
       if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
@@ -502,7 +506,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   }
   load_state(next, 0);
 
-  constexpr int kVectorQuads = kDState / 4, kQuads = kVec / 4;
+  constexpr int kQuads = kVec / 4, kVectorQuads = kPasses * kQuads * kLanes;
   SHARED(Quad, B_staged, kChunk * kVectorQuads);
   SHARED(Quad, C_staged, kChunk * kVectorQuads);
   SHARED(float, dt_staged, kChunk);
@@ -599,8 +603,9 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
   }
 #pragma unroll 1
   for (u32 t = 0; t < tokens; ++t) {
-    const float x_owned = x_staged[t * kTile + row_in_tile], decay = decay_staged[t];
-    const float dt_x = dt_staged[t] * x_owned;
+    const u32 c = t;
+    const float x_owned = x_staged[c * kTile + row_in_tile], decay = decay_staged[c];
+    const float dt_x = dt_staged[c] * x_owned;
     float dx[kIlp], y[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) dx[i] = of_owner(dt_x, i);
@@ -609,8 +614,8 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
       float b[kVec], c_[kVec];
 #pragma unroll
       for (int i = 0; i < kQuads; ++i) {
-        to_array(B_staged[quad(t, p, i)], b + 4 * i);
-        to_array(C_staged[quad(t, p, i)], c_ + 4 * i);
+        to_array(B_staged[quad(c, p, i)], b + 4 * i);
+        to_array(C_staged[quad(c, p, i)], c_ + 4 * i);
       }
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
@@ -623,7 +628,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
     result = fmaf(to_float(raw_D), x_owned, result);
     if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
     Kept* kept = intermediate_states + t * intermediate_states_token;
-    if (keeps)
+    if (keeps) {
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -634,6 +639,7 @@ mamba2_layer_t8_h128p64n128g8_f32_none_l16v4i4t32x128_93604ecb(
           if (exists(row_of(0, i))) store_vector_streaming(kept + n, packed);
         }
       }
+    }
   }
 
 }

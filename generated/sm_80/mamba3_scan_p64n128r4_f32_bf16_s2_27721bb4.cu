@@ -122,6 +122,17 @@ DEVICE float rcp_approx(float v) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
+// Sine and cosine, within 2^-20, for angles from -pi to pi.
+DEVICE float sin_approx(float v) {
+  float r;
+  asm("sin.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+DEVICE float cos_approx(float v) {
+  float r;
+  asm("cos.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 
 // d += a b: a of 16 rows and 16 columns, b of 16 rows and 8 columns, 16-bit; exact products, f32 sums. In lane 4 g + t, a0 and a2 are of
 // row g, a1 and a3 of row g + 8; b0 and b1 of column g; d0 and d1 of row g, d2 and d3 of row g + 8, columns 2 t and 2 t + 1.
@@ -325,20 +336,6 @@ DEVICE float tanh_precise(float v) { return fmaf(-2.f, rcp_approx(1.f + exp2_app
 DEVICE float turned(float angle, float by) {
   const float turns = rintf((angle + by) * 0.15915494309189535f);
   return fmaf(-turns, 6.2831855f, angle) + fmaf(turns, 1.7484555e-7f, by);
-}
-
-// Sine and cosine within 2^-23, for angles from -pi to pi: polynomials of the distance to the nearest multiple of pi / 2.
-DEVICE void sine_and_cosine(float angle, float& sine, float& cosine) {
-  const float quarters = rintf(angle * 0.63661977236758134f);
-  const float rest = fmaf(-quarters, -4.3711388e-8f, fmaf(-quarters, 1.5707964f, angle));
-  const float square = rest * rest;
-  const float odd = fmaf(rest * square, fmaf(square, fmaf(square, -1.9515295891e-4f, 8.3321608736e-3f), -1.6666654611e-1f), rest);
-  const float even = fmaf(square * square, fmaf(square, fmaf(square, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f),
-                          fmaf(square, -0.5f, 1.f));
-  const int quadrant = int(quarters);
-  const float s = quadrant & 1 ? even : odd, c = quadrant & 1 ? odd : even;
-  sine = quadrant & 2 ? -s : s;
-  cosine = (quadrant + 1) & 2 ? -c : c;
 }
 
 // Half turns, from -1 to 1. The result is exact.
@@ -697,7 +694,7 @@ mamba3_scan_p64n128r4_f32_bf16_s2_27721bb4(
         for (int i = 0; i < 2; ++i) {
           const u32 a = 2 * (lane + 32 * p) + i;
           const float theta = there && a < kAngles ? __uint_as_float(tiles[kAtTheta + t * kAngles + a]) : 0.f;
-          sine_and_cosine(theta, sine[p][i], cosine[p][i]);
+          sine[p][i] = sin_approx(theta), cosine[p][i] = cos_approx(theta);
         }
       }
 #pragma unroll

@@ -21,8 +21,14 @@ struct i16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using State = i16;
-constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
-constexpr int kPhiloxRounds = 10;
+constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128, kPhiloxRounds = 10;
+using TypeX = bf16;
+using TypeDt = bf16;
+using TypeA = f32;
+using TypeB = bf16;
+using TypeC = bf16;
+using TypeD = bf16;
+using TypeBias = bf16;
 constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 8;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
@@ -403,20 +409,20 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
   dt_bias += head * dt_bias_head;
   state += (head * kHeadDim + first_row) * kDState + offset;
 
-  Pack<bf16, kVec> raw_B[kPasses];
-  Pack<bf16, kVec> raw_C[kPasses];
+  Pack<TypeB, kVec> raw_B[kPasses];
+  Pack<TypeC, kVec> raw_C[kPasses];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
     const u32 n = p * (kLanes * kVec);
-    raw_B[p] = load_vector<bf16, kVec>(B + n);
-    raw_C[p] = load_vector<bf16, kVec>(C + n);
+    raw_B[p] = load_vector<TypeB, kVec>(B + n);
+    raw_C[p] = load_vector<TypeC, kVec>(C + n);
   }
 
   const auto raw_dt = load(dt);
   const auto raw_A = load(A);
   const auto raw_bias = load(dt_bias);
-  bf16 raw_x[kSteps];
-  bf16 raw_D[kSteps];
+  TypeX raw_x[kSteps];
+  TypeD raw_D[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const u32 row = existing(owned_row + step * kStepRows);
@@ -501,7 +507,7 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
     float sizes[kIlp];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) sizes[i] = size_of(h[i]);
-    const float scale = scale_of(State{}, max_over_team<kLanes>(sizes, lane)), inverse_scale = rcp_approx(scale);
+    const float new_scale = scale_of(State{}, max_over_team<kLanes>(sizes, lane)), inverse_scale = rcp_approx(new_scale);
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
       const float inverse = of_owner(inverse_scale, i);
@@ -522,6 +528,6 @@ ssu_h128p64n128g8_i16_l16v8i4t64x256_b46f7a78(
     result = fmaf(to_float(raw_D[step]), x_owned, result);
     const u32 row = owned_row + step * kStepRows;
     if (lane % kLanes < kIlp && exists(row)) store(out + row * out_row, result);
-    if (lane % kLanes < kIlp && write_state && exists(row)) store(scales + dst_slot * state_scale_slot + row * state_scale_row, scale);
+    if (lane % kLanes < kIlp && write_state && exists(row)) store(scales + dst_slot * state_scale_slot + row * state_scale_row, new_scale);
   }
 }

@@ -21,6 +21,13 @@ struct i8 { unsigned char bits; };
 
 using State = i8;
 constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
+using TypeX = bf16;
+using TypeDt = bf16;
+using TypeA = f32;
+using TypeB = bf16;
+using TypeC = bf16;
+using TypeD = bf16;
+using TypeBias = bf16;
 constexpr int kLanes = 8;   // lanes per row: a team
 constexpr int kVec = 16;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 2;     // rows in flight per team
@@ -373,13 +380,13 @@ ssu_h128p64n128g8_i8_l8v16i2t64x64_1fdb40f0(
   dt_bias += head * dt_bias_head;
   state += (head * kHeadDim + first_row) * kDState + offset;
 
-  Pack<bf16, kVec> raw_B[kPasses];
-  Pack<bf16, kVec> raw_C[kPasses];
+  Pack<TypeB, kVec> raw_B[kPasses];
+  Pack<TypeC, kVec> raw_C[kPasses];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
     const u32 n = p * (kLanes * kVec);
-    raw_B[p] = load_vector<bf16, kVec>(B + n);
-    raw_C[p] = load_vector<bf16, kVec>(C + n);
+    raw_B[p] = load_vector<TypeB, kVec>(B + n);
+    raw_C[p] = load_vector<TypeC, kVec>(C + n);
   }
 
   const auto raw_dt = load(dt);

@@ -20,6 +20,14 @@ struct bf16 { u16 bits; };
 
 using State = f32;
 constexpr int kHeads = 1, kHeadsPerGroup = 1, kHeadDim = 8192, kDState = 16;
+using TypeX = bf16;
+using TypeDt = bf16;
+using TypeA = f32;
+using TypeB = bf16;
+using TypeC = bf16;
+using TypeD = bf16;
+using TypeZ = bf16;
+using TypeBias = f32;
 constexpr int kLanes = 4;   // lanes per row: a team
 constexpr int kVec = 4;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
@@ -293,20 +301,20 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
   dt_bias += head * dt_bias_head;
   state += (head * kHeadDim + first_row) * kDState + offset;
 
-  Pack<bf16, kVec> raw_B[kPasses];
-  Pack<bf16, kVec> raw_C[kPasses];
+  Pack<TypeB, kVec> raw_B[kPasses];
+  Pack<TypeC, kVec> raw_C[kPasses];
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
     const u32 n = p * (kLanes * kVec);
-    raw_B[p] = load_vector<bf16, kVec>(B + n);
-    raw_C[p] = load_vector<bf16, kVec>(C + n);
+    raw_B[p] = load_vector<TypeB, kVec>(B + n);
+    raw_C[p] = load_vector<TypeC, kVec>(C + n);
   }
 
-  bf16 raw_x[kSteps];
-  bf16 raw_dt[kSteps];
-  f32 raw_bias[kSteps];
-  bf16 raw_D[kSteps];
-  bf16 raw_z[kSteps];
+  TypeX raw_x[kSteps];
+  TypeDt raw_dt[kSteps];
+  TypeBias raw_bias[kSteps];
+  TypeD raw_D[kSteps];
+  TypeZ raw_z[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const u32 row = existing(owned_row + step * kStepRows);
@@ -319,7 +327,7 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
 
   struct Rows {  // the loads of one step, unconverted
     Pack<State, kVec> state[kIlp][kPasses];
-    Pack<f32, kVec> A[kIlp][kPasses];
+    Pack<TypeA, kVec> A[kIlp][kPasses];
   };
   const auto row_of = [&](int step, int i) { return first_row + step * kStepRows + i * kRowStep; };
   const auto element_of = [&](int step, int i) { return (int(existing(row_of(step, i))) - int(first_row)) * kDState; };  // offset from `state`
@@ -329,7 +337,7 @@ ssu_h1p8192n16g1_f32_l4v4i4t256x256_62447912(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         const int n = p * (kLanes * kVec);
-        rows.A[i][p] = load_vector<f32, kVec>(A + existing(row_of(step, i)) * A_row + offset + n);
+        rows.A[i][p] = load_vector<TypeA, kVec>(A + existing(row_of(step, i)) * A_row + offset + n);
       }
     }
   };

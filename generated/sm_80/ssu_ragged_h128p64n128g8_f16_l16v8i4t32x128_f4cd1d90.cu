@@ -22,10 +22,13 @@ struct f16 { u16 bits; };
 #define DEVICE __device__ __forceinline__
 
 using State = f16;
-constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
+constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128, kPhiloxRounds = 10;
 constexpr int kChunk = 8;  // tokens staged in shared memory at a time
-using Kept = f16;  // type of intermediate states
-constexpr int kPhiloxRounds = 10;
+using TypeX = bf16;
+using TypeDt = bf16;
+using TypeB = bf16;
+using TypeC = bf16;
+using Kept = f16;
 constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 8;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
@@ -427,10 +430,10 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
   const u32 team_in_block = threadIdx.x / kLanes;
   struct Chunk {
-    Pack<bf16, kVec> B[kRounds][kPasses];
-    Pack<bf16, kVec> C[kRounds][kPasses];
-    bf16 dt[kRounds];
-    bf16 x[kValues];
+    TypeDt dt[kRounds];
+    Pack<TypeB, kVec> B[kRounds][kPasses];
+    Pack<TypeC, kVec> C[kRounds][kPasses];
+    TypeX x[kValues];
     i64 parent;
   };
   const auto load_chunk = [&](u32 first) {
@@ -447,8 +450,8 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         const u32 n = p * (kLanes * kVec);
-        chunk.B[r][p] = load_vector<bf16, kVec>(B + u64(t) * B_token + n);
-        chunk.C[r][p] = load_vector<bf16, kVec>(C + u64(t) * C_token + n);
+        chunk.B[r][p] = load_vector<TypeB, kVec>(B + u64(t) * B_token + n);
+        chunk.C[r][p] = load_vector<TypeC, kVec>(C + u64(t) * C_token + n);
       }
     }
 #pragma unroll
@@ -470,7 +473,7 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
   Rows next;
 
   __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
-  if (tokens == 0 || u64(slot) >= u64(slots) || slot == pad_slot_id || !keeps) {  // a padded row: zero output, no state touched
+  if (tokens == 0 || u64(slot) >= u64(slots) || slot == pad_slot_id || !keeps) {  // a padded row: no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
       if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
@@ -494,9 +497,9 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
 
   const u32 first_element = (head * kHeadDim + first_row) * kDState + offset;  // offset in a slot
   constexpr u64 kSlotElements = kHeads * kHeadDim * kDState;
-  const u64 intermediate_states_seed = load(rand_seed + slot * rand_seed_slot);
+  const u64 kept_seed = load(rand_seed + slot * rand_seed_slot);
   const u64 state_seed = write_state ? load(rand_seed + dst_slot * rand_seed_slot) : 0;
-  constexpr int kVectorQuads = kDState / 4, kQuads = kVec / 4;
+  constexpr int kQuads = kVec / 4, kVectorQuads = kPasses * kQuads * kLanes;
   SHARED(Quad, B_staged, kChunk * kVectorQuads);
   SHARED(Quad, C_staged, kChunk * kVectorQuads);
   SHARED(float, dt_staged, kChunk);
@@ -514,7 +517,6 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) unpack(next.state[i][p], h[i][p]);
   }
-
   for (u32 first = 0; first < tokens; first += kChunk) {
     const u32 count = min(u32(kChunk), tokens - first);
     if (first) {
@@ -557,7 +559,7 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
 
     for (u32 c = 0; c < count; ++c) {
       const u32 t = first + c;
-      if (const int parent = parent_staged[c]; parent >= 0) {  // stored by this thread itself
+      if (const int parent = parent_staged[c]; parent >= 0) {
         const Kept* stored = intermediate_states + parent * intermediate_states_token;
 #pragma unroll
         for (int i = 0; i < kIlp; ++i) {
@@ -590,20 +592,21 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
       result = fmaf(to_float(raw_D), x_owned, result);
       if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
       Kept* kept = intermediate_states + t * intermediate_states_token;
-      if (t < kept_columns)
+      if (t < kept_columns) {
 #pragma unroll
         for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
           for (int p = 0; p < kPasses; ++p) {
             const int n = element_of(0, i) + p * (kLanes * kVec);
             Pack<Kept, kVec> packed;
-            pack_stochastic(h[i][p], packed, intermediate_states_seed, u64(slot) * kSlotElements + first_element + n, 1 + t);
+            pack_stochastic(h[i][p], packed, kept_seed, u64(slot) * kSlotElements + first_element + n, 1 + t);
             if (exists(row_of(0, i))) store_vector(kept + n, packed);
           }
         }
+      }
     }
   }
-  if (write_state)
+  if (write_state) {
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
@@ -614,4 +617,5 @@ ssu_ragged_h128p64n128g8_f16_l16v8i4t32x128_f4cd1d90(
         if (exists(row_of(0, i))) store_vector(dst + n, packed);
       }
     }
+  }
 }

@@ -21,10 +21,13 @@ struct i8 { unsigned char bits; };
 #define DEVICE __device__ __forceinline__
 
 using State = i8;
-constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128;
+constexpr int kHeads = 128, kHeadsPerGroup = 16, kHeadDim = 64, kDState = 128, kPhiloxRounds = 10;
 constexpr int kChunk = 8;  // tokens staged in shared memory at a time
-using Kept = i8;  // type of intermediate states
-constexpr int kPhiloxRounds = 10;
+using TypeX = bf16;
+using TypeDt = bf16;
+using TypeB = bf16;
+using TypeC = bf16;
+using Kept = i8;
 constexpr int kLanes = 8;   // lanes per row: a team
 constexpr int kVec = 16;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
@@ -425,6 +428,7 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
   // kernel is bound by the latency and the throughput of memory.
   const i64 slot = load(state_indices + u64(batch) * state_indices_batch);
   const i64 kept_row = batch;
+  constexpr bool keeps = true;
 
   const u32 tile = blockIdx.x % kTiles;
   const u32 head = blockIdx.x / kTiles % kHeads;
@@ -445,8 +449,8 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
   out += u64(batch) * out_batch + head * out_head;
   x += u64(batch) * x_batch + head * x_head;
   state += (head * kHeadDim + first_row) * kDState + offset;
-  intermediate_states += kept_row * intermediate_states_row + (head * kHeadDim + first_row) * kDState + offset;
-  intermediate_state_scales += kept_row * intermediate_state_scales_kept + head * intermediate_state_scales_head;
+  intermediate_states += (keeps ? kept_row : 0) * intermediate_states_row + (head * kHeadDim + first_row) * kDState + offset;
+  intermediate_state_scales += (keeps ? kept_row : 0) * intermediate_state_scales_kept + head * intermediate_state_scales_head;
 
   const auto raw_A = load(A + head * A_head);
   const auto raw_bias = load(dt_bias + head * dt_bias_head);
@@ -459,10 +463,10 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
   const u32 team_in_block = threadIdx.x / kLanes;
   struct Chunk {
-    Pack<bf16, kVec> B[kRounds][kPasses];
-    Pack<bf16, kVec> C[kRounds][kPasses];
-    bf16 dt[kRounds];
-    bf16 x[kValues];
+    TypeDt dt[kRounds];
+    Pack<TypeB, kVec> B[kRounds][kPasses];
+    Pack<TypeC, kVec> C[kRounds][kPasses];
+    TypeX x[kValues];
   };
   const auto load_chunk = [&](u32 first) {
     Chunk chunk;
@@ -474,8 +478,8 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
 #pragma unroll
       for (int p = 0; p < kPasses; ++p) {
         const u32 n = p * (kLanes * kVec);
-        chunk.B[r][p] = load_vector<bf16, kVec>(B + u64(t) * B_token + n);
-        chunk.C[r][p] = load_vector<bf16, kVec>(C + u64(t) * C_token + n);
+        chunk.B[r][p] = load_vector<TypeB, kVec>(B + u64(t) * B_token + n);
+        chunk.C[r][p] = load_vector<TypeC, kVec>(C + u64(t) * C_token + n);
       }
     }
 #pragma unroll
@@ -498,7 +502,7 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
   Rows next;
 
   __syncwarp();  // emits no instruction; without it ptxas moves all loads above to below the branch, where they wait for the slot
-  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: zero output, no state touched
+  if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded row: no state touched
 #pragma unroll 1
     for (u32 t = 0; t < tokens; ++t)
       if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, 0.f);
@@ -522,8 +526,8 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
 
   const u32 first_element = (head * kHeadDim + first_row) * kDState + offset;  // offset in a slot
   constexpr u64 kSlotElements = kHeads * kHeadDim * kDState;
-  const u64 intermediate_states_seed = load(rand_seed + slot * rand_seed_slot);
-  constexpr int kVectorQuads = kDState / 4, kQuads = kVec / 4;
+  const u64 kept_seed = load(rand_seed + slot * rand_seed_slot);
+  constexpr int kQuads = kVec / 4, kVectorQuads = kPasses * kQuads * kLanes;
   SHARED(Quad, B_staged, kChunk * kVectorQuads);
   SHARED(Quad, C_staged, kChunk * kVectorQuads);
   SHARED(float, dt_staged, kChunk);
@@ -535,15 +539,25 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
   const auto quad = [&](u32 c, int p, int quarter) { return c * kVectorQuads + (p * kQuads + quarter) * kLanes + part; };
 
   float h[kIlp][kPasses][kVec];  // the rows, kept in registers for all tokens
+  // Multiplies row i by a scale that the row's owner holds.
+  const auto scale_row = [&](int i, float scale) {
+    const float row_scale = of_owner(scale, i);
+#pragma unroll
+    for (int j = 0; j < kPasses * kVec; ++j) h[i][j / kVec][j % kVec] = h[i][j / kVec][j % kVec] * row_scale;
+  };
+  // The largest magnitude in the row that the lane owns.
+  const auto size_of_owned = [&] {
+    float sizes[kIlp];
+#pragma unroll
+    for (int i = 0; i < kIlp; ++i) sizes[i] = size_of(h[i]);
+    return max_over_team<kLanes>(sizes, lane);
+  };
 #pragma unroll
   for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) unpack(next.state[i][p], h[i][p]);
-    const float row_scale = of_owner(next.scale, i);
-#pragma unroll
-    for (int j = 0; j < kPasses * kVec; ++j) h[i][j / kVec][j % kVec] = h[i][j / kVec][j % kVec] * row_scale;
+    scale_row(i, next.scale);
   }
-
   for (u32 first = 0; first < tokens; first += kChunk) {
     const u32 count = min(u32(kChunk), tokens - first);
     if (first) {
@@ -606,11 +620,8 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
       result = fmaf(to_float(raw_D), x_owned, result);
       if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
       Kept* kept = intermediate_states + t * intermediate_states_token;
-      {
-        float sizes[kIlp];
-#pragma unroll
-        for (int i = 0; i < kIlp; ++i) sizes[i] = size_of(h[i]);
-        const float row_scale = scale_of(Kept{}, max_over_team<kLanes>(sizes, lane)), inverse_scale = rcp_approx(row_scale);
+      if (keeps) {
+        const float row_scale = scale_of(Kept{}, size_of_owned()), inverse_scale = rcp_approx(row_scale);
         if (lane % kLanes < kIlp && exists(owned_row)) store(intermediate_state_scales + t * intermediate_state_scales_token + existing(owned_row) * intermediate_state_scales_row, row_scale);
 #pragma unroll
         for (int i = 0; i < kIlp; ++i) {
@@ -619,7 +630,7 @@ ssu_tokens_h128p64n128g8_i8_l8v16i4t64x128_8cfd47ff(
           for (int p = 0; p < kPasses; ++p) {
             const int n = element_of(0, i) + p * (kLanes * kVec);
             Pack<Kept, kVec> packed;
-            pack_scaled_stochastic(h[i][p], packed, inverse, intermediate_states_seed, u64(slot) * kSlotElements + first_element + n, 1 + t);
+            pack_scaled_stochastic(h[i][p], packed, inverse, kept_seed, u64(slot) * kSlotElements + first_element + n, 1 + t);
             if (exists(row_of(0, i))) store_vector_streaming(kept + n, packed);
           }
         }

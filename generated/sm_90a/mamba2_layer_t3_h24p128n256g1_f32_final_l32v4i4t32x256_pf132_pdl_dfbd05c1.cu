@@ -24,6 +24,11 @@ struct bf16 { u16 bits; };
 using State = f32;
 constexpr int kHeads = 24, kHeadsPerGroup = 24, kHeadDim = 128, kDState = 256;
 constexpr int kChunk = 3;  // tokens staged in shared memory at a time
+using TypeX = bf16;
+using TypeDt = bf16;
+using TypeB = bf16;
+using TypeC = bf16;
+using TypeZ = bf16;
 constexpr int kLanes = 32;   // lanes per row: a team
 constexpr int kVec = 4;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
@@ -409,8 +414,8 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_dfbd05c1(
   constexpr int kValues = (kChunk * kTile + kThreads - 1) / kThreads;
   const u32 team_in_block = threadIdx.x / kLanes;
   struct Chunk {
-    bf16 dt[kRounds];
-    bf16 z[kValues];
+    TypeDt dt[kRounds];
+    TypeZ z[kValues];
   };
   const auto load_chunk = [&](u32 first) {
     Chunk chunk;
@@ -471,7 +476,7 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_dfbd05c1(
   load_state(next, 0);
   allow_dependents();
 
-  constexpr int kVectorQuads = kDState / 4, kQuads = kVec / 4;
+  constexpr int kQuads = kVec / 4, kVectorQuads = kPasses * kQuads * kLanes;
   SHARED(Quad, B_staged, kChunk * kVectorQuads);
   SHARED(Quad, C_staged, kChunk * kVectorQuads);
   SHARED(float, dt_staged, kChunk);
@@ -567,8 +572,9 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_dfbd05c1(
   }
 #pragma unroll 1
   for (u32 t = 0; t < tokens; ++t) {
-    const float x_owned = x_staged[t * kTile + row_in_tile], decay = decay_staged[t];
-    const float dt_x = dt_staged[t] * x_owned;
+    const u32 c = t;
+    const float x_owned = x_staged[c * kTile + row_in_tile], decay = decay_staged[c];
+    const float dt_x = dt_staged[c] * x_owned;
     float dx[kIlp], y[kIlp][kPasses];
 #pragma unroll
     for (int i = 0; i < kIlp; ++i) dx[i] = of_owner(dt_x, i);
@@ -577,8 +583,8 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_dfbd05c1(
       float b[kVec], c_[kVec];
 #pragma unroll
       for (int i = 0; i < kQuads; ++i) {
-        to_array(B_staged[quad(t, p, i)], b + 4 * i);
-        to_array(C_staged[quad(t, p, i)], c_ + 4 * i);
+        to_array(B_staged[quad(c, p, i)], b + 4 * i);
+        to_array(C_staged[quad(c, p, i)], c_ + 4 * i);
       }
 #pragma unroll
       for (int i = 0; i < kIlp; ++i) {
@@ -589,17 +595,19 @@ mamba2_layer_t3_h24p128n256g1_f32_final_l32v4i4t32x256_pf132_pdl_dfbd05c1(
     }
     float result = sum_over_team<kLanes>(y, lane);
     result = fmaf(to_float(raw_D), x_owned, result);
-    result = result * z_staged[t * kTile + row_in_tile];
+    result = result * z_staged[c * kTile + row_in_tile];
     if (lane % kLanes < kIlp && exists(owned_row)) store(out + u64(t) * out_token + owned_row * out_row, result);
   }
+  {
 #pragma unroll
-  for (int i = 0; i < kIlp; ++i) {
+    for (int i = 0; i < kIlp; ++i) {
 #pragma unroll
-    for (int p = 0; p < kPasses; ++p) {
-      const int n = element_of(0, i) + p * (kLanes * kVec);
-      Pack<State, kVec> packed;
-      pack(h[i][p], packed);
-      if (exists(row_of(0, i))) store_vector(dst + n, packed);
+      for (int p = 0; p < kPasses; ++p) {
+        const int n = element_of(0, i) + p * (kLanes * kVec);
+        Pack<State, kVec> packed;
+        pack(h[i][p], packed);
+        if (exists(row_of(0, i))) store_vector(dst + n, packed);
+      }
     }
   }
 

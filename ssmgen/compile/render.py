@@ -34,6 +34,7 @@ def environment() -> jinja2.Environment:
         autoescape=False,
     )
     environment.filters["at"] = lambda text, column: textwrap.indent(text.strip("\n"), " " * column)  # indents to a column
+    environment.globals |= {"constants": _constants, "types": _types}
     environment.filters["commented"] = lambda text: textwrap.indent(text.strip("\n"), "//     ")
     return environment
 
@@ -75,6 +76,18 @@ def code_digest(spec: KernelSpec, arch: Arch) -> str:
 def uses_pdl(source: str) -> bool:
     """Whether to launch with the programmatic attribute: if and only if the kernel waits for the previous kernel."""
     return PDL_WAIT in source
+
+
+def _constants(**values: int | None) -> str:
+    """Declares the constants that are not None, in one line for each of the types int and bool."""
+    said = {name: str(value).lower() for name, value in values.items() if value is not None}
+    named = {kind: [f"{name} = {text}" for name, text in said.items() if type(values[name]) is kind] for kind in (int, bool)}
+    return "\n".join(f"constexpr {kind.__name__} {', '.join(names)};" for kind, names in named.items() if names)
+
+
+def _types(**types: DType | Narrow | None) -> str:
+    """Declares names for the element types that are not None, a line each."""
+    return "\n".join(f"using {name} = {dtype.value};" for name, dtype in types.items() if dtype is not None)
 
 
 def _parameters(spec: KernelSpec) -> str:

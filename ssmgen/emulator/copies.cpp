@@ -121,6 +121,11 @@ void load_pair(u32* r, SharedArray* from, long long i) {
   for (u32 e = 0; e < 2; ++e) r[e] = *static_cast<const u32*>(shared_load(from, i + e));
 }
 
+void store_pair(SharedArray* to, long long i, const u32* v) {
+  check_place(*to, i, 8, "store of two words");
+  for (u32 e = 0; e < 2; ++e) *static_cast<u32*>(shared_store(to, i + e)) = v[e];
+}
+
 void load_matrices(u32* r, SharedArray* from, long long i, bool transposed) {
   struct Row {
     SharedArray* array;

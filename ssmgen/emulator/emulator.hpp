@@ -216,6 +216,8 @@ inline unsigned subtract_2xbf16(unsigned a, unsigned b) {
 inline float max_nan(float a, float b) { return a != a || b != b ? __uint_as_float(0x7fffffffu) : fmaxf(a, b); }
 inline int round_to_int(float v) { return v != v ? 0 : int(rintf(fminf(fmaxf(v, -2147483648.f), 2147483520.f))); }
 
+inline float sin_approx(float v) { return sinf(v); }
+inline float cos_approx(float v) { return cosf(v); }
 inline float exp2_approx(float v) { return emulator::exp2_flushed(v); }
 inline float rsqrt_approx(float v) { return emulator::rsqrt_flushed(v); }
 inline float rcp_approx(float v) { return emulator::rcp_flushed(v); }
@@ -385,6 +387,8 @@ inline Place place_in(const emulator::Shared<T>& array, unsigned i) {
 inline Place operator+(Place p, int words) { return p.i += words, p; }
 inline unsigned load_word(Place from, int ahead) { return *static_cast<const unsigned*>(emulator::shared_load(from.array, from.i + ahead)); }
 inline void load_pair(Place from, int ahead, unsigned* r) { emulator::load_pair(r, from.array, from.i + ahead); }
+inline void store_word(Place to, int ahead, unsigned v) { *static_cast<unsigned*>(emulator::shared_store(to.array, to.i + ahead)) = v; }
+inline void store_pair(Place to, int ahead, const unsigned* v) { emulator::store_pair(to.array, to.i + ahead, v); }
 inline void load_quad(Place from, int ahead, unsigned* r) { emulator::load_4_shared(from.array, from.i + ahead, r); }
 inline void store_quad(Place to, int ahead, const unsigned* v) { emulator::store_4_shared(to.array, to.i + ahead, v); }
 [[gnu::always_inline]] inline void load_matrices(unsigned (&r)[4], Place from, int ahead) {

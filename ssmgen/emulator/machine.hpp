@@ -56,6 +56,7 @@ void store_4_to_peer(SharedArray* array, u32 rank, long long i, const u32* v);
 void load_4_shared(SharedArray* from, long long i, u32* r);
 void store_4_shared(SharedArray* to, long long i, const u32* v);
 void load_pair(u32* r, SharedArray* from, long long i);
+void store_pair(SharedArray* to, long long i, const u32* v);
 void load_matrices(u32* r, SharedArray* from, long long i, bool transposed);
 void store_matrices_transposed(SharedArray* to, long long i, const u32* r);
 

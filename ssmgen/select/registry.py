@@ -90,6 +90,11 @@ def _tuned(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: s
         yield "tuned" if found.exact else f"tuned at {unit(operator)} {found.row.size}", found.spec, found.stale
 
 
+def launched(operator: str, spec: KernelSpec, size: int) -> KernelSpec:
+    """The variant that a call of this size launches for a measured or ruled one: small calls of some operators trigger early."""
+    return spec.with_early_triggers() if size <= getattr(OPERATORS[operator], "EARLY", 0) else spec
+
+
 @functools.lru_cache(maxsize=4096)
 def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None = None) -> Explanation:
     """Everything that was considered, in this order: a row measured at this size, rows of sizes near it, the rules, the generic variant.
@@ -99,12 +104,11 @@ def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: 
     faults = tuple(problem.faults())
     verdicts: list[Verdict] = []
     chosen = None
-    early = size <= getattr(OPERATORS[operator], "EARLY", 0)
     if not faults:
         rows = () if gpu is None else _tuned(operator, problem, size, arch, pdl, gpu)
         for rule, spec, reason in (*rows, *OPERATORS[operator].candidates(problem, size, arch, pdl)):
             if spec is not None:
-                spec = spec.with_early_triggers() if early else spec
+                spec = launched(operator, spec, size)
                 reason = "; ".join(spec.violations(arch))
                 if not reason and chosen:
                     reason = f"{chosen} comes first"

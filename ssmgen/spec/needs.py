@@ -11,6 +11,7 @@ class Needs:
     aligned vectors are always included, and so are the conversions of the types in the spec's fields."""
 
     math: bool = False  # exponentials and reciprocals
+    circle: bool = False  # approximate sines and cosines, in addition
     logs: bool = False  # logarithms, in addition
     elements: bool = False  # vectors gathered from elements that are unaligned or not contiguous
     guarded: bool = False  # gathered vectors with only some of their elements
@@ -28,6 +29,7 @@ class Needs:
     matrix_stores: bool = False  # stores of matrices to shared memory, from sm_90 on; warpgroups have them
     places: bool = False  # loads and stores of one or four words, at constant offsets from a lane's address in shared memory
     placed_pairs: bool = False  # loads of two words at such offsets
+    placed_pair_stores: bool = False  # stores of one or two words at such offsets
     placed_stores: bool = False  # stores of matrices at such offsets
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # barriers in shared memory, and bulk copies that signal them; from sm_90 on
@@ -35,6 +37,8 @@ class Needs:
     box_prefetches: bool = False  # prefetches of boxes into L2
     uneven: bool = False  # copies of boxes from tensors whose rows are not a multiple of 64 columns
     warpgroups: tuple[int, ...] = ()  # columns of the warpgroups' products, of `mma`'s type; sm_90a
+    peers: bool = False  # loads and stores of four words of another block of the cluster; warpgroups have them
+    registers: bool = False  # warpgroups change their threads' registers, also without products; sm_90a and sm_100a
     panels: bool = False  # operands of warpgroups whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block reach from several places in the text
     differences: bool = False  # of two 16-bit numbers at once, from sm_90 on

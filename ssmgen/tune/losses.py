@@ -22,16 +22,21 @@ def loss(row: Row) -> float:
     """The loss of the rules relative to a valid row, as a share of its time: zero if they choose its variant by now, the runner-up's loss
     if they choose that variant, else the measured loss."""
     now = str(ruled(row))
-    if now == row.spec:
+    if now == _launched(row, row.spec):
         return 0.0
     return (row.runner_up_us if now == _runner_up(row) else row.rule_us) / row.us - 1
 
 
+def _launched(row: Row, text: str) -> str:
+    """The text of the variant that calls of the row's size launch for this one."""
+    return str(registry.launched(row.operator, parse(text), row.size))
+
+
 def _runner_up(row: Row) -> str:
-    """The text of the second fastest variant; empty if it is no longer legal, or of another class."""
+    """The text of the second fastest variant, as it is launched; empty if it is no longer legal, or of another class."""
     family, _, said = row.spec.partition(":")
     values = dict(field.split("=", 1) for text in (said, row.runner_up) for field in text.split(",") if "=" in field)
     try:
-        return str(parse(f"{family}:{','.join(f'{name}={value}' for name, value in values.items())}"))
+        return _launched(row, f"{family}:{','.join(f'{name}={value}' for name, value in values.items())}")
     except SpecError:
         return ""

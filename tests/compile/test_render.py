@@ -111,6 +111,12 @@ def test_an_undefined_name_in_a_template_is_an_error():
         rendering.environment().from_string("{{ no_such_name }}").render()
 
 
+def test_declarations_in_templates():
+    made = rendering.environment().from_string("{{ constants(kA=3, kB=none, kC=true, kD=0) }}\n{{ types(X=x, Y=none, Z=z) }}")
+    want = "constexpr int kA = 3, kD = 0;\nconstexpr bool kC = true;\nusing X = bf16;\nusing Z = f32;"
+    assert made.render(x=DType.BF16, z=DType.F32) == want
+
+
 def test_illegal_specs_are_not_rendered():
     with pytest.raises(SpecError):
         render(replace(FULL, lanes=64), SM90)

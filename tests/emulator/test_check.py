@@ -185,10 +185,10 @@ def test_check_finds_what_is_wrong_in_them(monkeypatch):
 
 WRONG_CONVOLUTIONS = {  # the last two: states are off by a bit
     "first": ("fmaf(taps[j], ", "fmaf(1.01f * taps[j], "),
-    "last": ("fmaf(taps[j * kWidth + k], ", "fmaf(1.01f * taps[j * kWidth + k], "),
-    "update-channels": ("fmaf(taps[c * kWidth + k], ", "fmaf(1.01f * taps[c * kWidth + k], "),
+    "last": ("fmaf(taps[j * kTaps + k], ", "fmaf(1.01f * taps[j * kTaps + k], "),
+    "update-channels": ("fmaf(taps[c * kTaps + k], ", "fmaf(1.01f * taps[c * kTaps + k], "),
     "update-rolls": ("window_tokens)", "window_tokens - 2)"),
-    "update": ("window[kWidth - 2] = token[t];", "window[kWidth - 2] = token[t]; window[kWidth - 2].word[0] ^= 1u;"),
+    "update": ("kWidth - 2] = token[t];", "kWidth - 2] = token[t]; window[kWidth - 2].word[0] ^= 1u;"),
     "first-varlen": ("conv_states_tap, kept_bits);", "conv_states_tap, kept_bits ^ 1u);"),
 }
 

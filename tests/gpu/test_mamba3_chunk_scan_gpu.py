@@ -21,7 +21,8 @@ from ssmgen.emulator.check import trial_of
 from ssmgen.engine.accuracy import norm_error
 from ssmgen.engine.trial import TOLERANCE
 from ssmgen.families.mamba3_chunk_scan import planning
-from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR, space
+from ssmgen.families.mamba3_chunk_scan.rules import space
+from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR
 from ssmgen.select.registry import select
 from ssmgen.spec.kernel import Arch, Pdl
 
@@ -63,9 +64,12 @@ def to_cpu(call: Call) -> Call:
     return {name: t.cpu() if isinstance(t, Tensor) else t for name, t in call.items()}
 
 
+@pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_within_rounding_of_float64_and_nothing_else_changes(name):
-    problem = CASES[name]
+def test_within_rounding_of_float64_and_nothing_else_changes(name, segments):
+    if segments > 1 and arch() < Arch(90):
+        pytest.skip("needs clusters")
+    problem = replace(CASES[name], segments=segments)
     if not variants(problem):
         pytest.skip("needs more shared memory")
     trial = trial_of(select(OPERATOR, problem, 1, arch(), False), 5, 7)
@@ -88,7 +92,7 @@ def test_within_rounding_of_float64_and_nothing_else_changes(name):
         torch.cuda.synchronize()
         assert memory.untouched(dict.fromkeys(WRITTEN)) == []
         results.append([named[n].cpu() for n in WRITTEN if n in named])
-    assert all(all_same(result, results[0]) for result in results)
+    assert all(all_same(result, results[0]) for result in results)  # of variants with the same parts
     for n, want in exact_.items():
         changed = (want != before[n]) & ~(want.isnan() & before[n].isnan())
         found = views[n].double().cpu()
@@ -167,8 +171,51 @@ def test_steps_go_on_where_the_prompt_ended(name):
     assert (pools["angle_state"].double().cos().cpu() - wanted["angle_state"].cos()).abs().max() < 1e-5
 
 
+@needs_pdl
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("segments", [None, 3, 5, 8])
+def test_parts_are_within_rounding_and_do_not_race(name, segments):
+    """Packed sequences of several parts, of one chunk and without tokens, whose states are replaced in place; states hardly decay."""
+    lengths = (700, 0, 40, 1030)
+    call = model(sum(lengths), **MODELS[name]) | {"dt_softplus": False, "dt_bias": None}
+    call["A"][:], call["dt"] = -30.0, torch.rand(sum(lengths), 4, device="cuda", generator=torch.Generator("cuda").manual_seed(3)) / 10
+    first = {n: t.cuda() for n, t in zip(POOLS, states(to_cpu(call), 4, k=BF16), strict=True)}
+    how = {"cu_seqlens": starts_of(*lengths).cuda(), "has_initial_state": torch.tensor([True, True, False, True], device="cuda")}
+    wanted, results = exact(to_cpu(call | {n: t.clone() for n, t in first.items()} | how)), []
+    for _ in range(20):
+        pools = {n: t.clone() for n, t in first.items()}
+        results.append([ssmgen.mamba3_chunk_scan(**call, **pools, **how, segments=segments), *pools.values()])
+    assert all(all_same(result, results[0]) for result in results)
+    y, S, k, _, angles = results[0]
+    assert error(y, wanted["out"]) < BOUND and error(S, wanted["state"]) < STATE and error(k, wanted["k_state"]) < STATE
+    assert (angles.double().cos().cpu() - wanted["angle_state"].cos()).abs().max() < 1e-5
+    assert not same(results[0][0], ssmgen.mamba3_chunk_scan(**call, **{n: t.clone() for n, t in first.items()}, **how, segments=1))
+
+
+@needs_pdl
+@pytest.mark.parametrize("name", MODELS)
+def test_two_parts_change_no_bit(name):
+    """Also of 64 heads, which the rule splits in two: their clusters fill the card."""
+    call = model(1, 1100, H=64, **MODELS[name])
+    results = [ssmgen.mamba3_chunk_scan(**call, return_final_states=True, segments=n) for n in (1, 2, None, None)]
+    assert all(all_same(result, results[0]) for result in results)
+
+
+@needs_pdl
+@pytest.mark.parametrize("H", [8, 24, 32, 40])
+def test_parts_of_packed_sequences_have_the_bits_of_each_alone(H):
+    lengths = (1500, 64, 2100)
+    call = model(sum(lengths), H=H)
+    starts = starts_of(*lengths)
+    packed, *last = ssmgen.mamba3_chunk_scan(**call, cu_seqlens=starts.cuda(), return_final_states=True)
+    for i in range(len(lengths)):
+        span = slice(int(starts[i]), int(starts[i + 1]))
+        out, *own = ssmgen.mamba3_chunk_scan(**cut(cut(call, span), None), return_final_states=True)
+        assert same(out[0], packed[span]) and all_same((t[0] for t in own), (t[i] for t in last))
+
+
 def test_angles_of_131072_tokens():
-    """All of them grow, to 30000 rad; sine and cosine stay within 1e-4."""
+    """All of them grow, to 30000 rad; sine and cosine stay within 1e-4. One head has 8 parts."""
     T, n = 131072, 4
     call = make(1, T, H=1, P=16, N=16, n=n, x=BF16, seed=5) | {"dt_softplus": False, "dt_bias": None, "z": None}
     g = torch.Generator().manual_seed(6)
@@ -230,7 +277,7 @@ def test_blocks_that_share_a_head_do_not_race():
     for how in ({"tiles": 1}, {"tiles": 2}, {"tiles": 4}, {"stages": 1, "min_blocks": 2}):
         for _ in range(20):
             pools = {n: t.clone() for n, t in first.items()}
-            built = ssmgen.mamba3_chunk_scan.build(**call, **pools, has_initial_state=started)
+            built = ssmgen.mamba3_chunk_scan.build(**call, **pools, has_initial_state=started, segments=1)
             spec = replace(select(OPERATOR, built.problem()[0], 16, arch(), False), **how)
             if spec.violations(arch()):
                 break

@@ -63,7 +63,7 @@ def of_heads(A: Tensor, D: Tensor, dt_bias: Tensor, dt: Tensor, **given: Any) ->
 
 
 def operands() -> dict[str, Any]:
-    """Of one call, with a full cache."""
+    """A call's arguments, with a full cache."""
     weights = {"A": -randn(H).abs(), "D": randn(H), "dt_bias": randn(H, seed=1)}
     given = {"state": randn(SLOTS, H, P, N, seed=3), **tokens(1, 3), **weights, **{n: t.fill_(0.5) for n, t in cache().items()}}
     given |= {"dt": randn(3, H, seed=4), "write_pos": torch.tensor([3, 0, 1], dtype=I32), "is_flush": torch.zeros(3, dtype=torch.int8)}

@@ -10,6 +10,7 @@ from selection import costly
 
 from ssmgen.bench import benchmarks
 from ssmgen.bench.axes import users
+from ssmgen.engine.norm_kernel import NormProblem
 from ssmgen.engine.recurrences.attention.problem import Layout, Ring
 from ssmgen.errors import UnsupportedError
 from ssmgen.families.selective_state_update.spec import OPERATOR, SsuProblem
@@ -143,3 +144,15 @@ def test_specs_for_a_model_hold_both_pdl_choices_from_sm_90_on():
         assert {s.pdl is Pdl.OFF for s in specs_for([problem], SM90)} == {True, False}
     assert {s.family for s in specs_for([MAMBA2, QWEN], SM90)} == {"selective_state_update", "linear_attention"}
     assert {s.pdl for s in specs_for([MAMBA2], SM80)} == {Pdl.OFF}
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H200"])
+def test_small_norms_trigger_early_whether_measured_or_ruled(gpu):
+    problem = NormProblem(size=1024, grouped=True)
+
+    def pdl(groups: int, wanted: bool = True) -> Pdl:
+        return registry.select("gated_rms_norm", problem, groups, SM90, wanted, gpu).pdl
+
+    assert [pdl(8), pdl(128), pdl(129)] == [Pdl.TRIGGER_FIRST, Pdl.TRIGGER_FIRST, Pdl.TRIGGER_LOADED] and pdl(8, False) is Pdl.OFF
+    if gpu:
+        assert registry.explain("gated_rms_norm", problem, 8, SM90, True, gpu).chosen.rule == "tuned"

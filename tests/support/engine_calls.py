@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import functools
 import tempfile
 from importlib import import_module
@@ -21,9 +22,11 @@ from ssmgen.compat import sglang, vllm
 
 @functools.cache
 def published(package: str) -> tempfile.TemporaryDirectory:
-    """A folder with the package's stand-in, for all tests of this process: Python compiles its files once."""
+    """A folder with the package's stand-in, compiled, for all tests of this process. Imports do not compile it if the caller's environment
+    has PYTHONDONTWRITEBYTECODE."""
     folder = tempfile.TemporaryDirectory(prefix="ssmgen-engine-")
     write(Path(folder.name), package)
+    compileall.compile_dir(folder.name, quiet=1)
     return folder
 
 

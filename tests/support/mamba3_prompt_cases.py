@@ -65,11 +65,11 @@ def exact(call: Call, wide: Mapping[str, Tensor] = {}, **more: Any) -> dict[str,
     return found | {"out": found["out"].reshape(built.operands["out"].shape)}
 
 
-def variant(**how: Any) -> Any:
+def variant(kind: type[Mamba3ScanSpec] = Mamba3ScanSpec, **how: Any) -> Any:
     """A function that makes a problem's variant."""
 
     def of(problem: Mamba3PromptProblem) -> Mamba3ScanSpec:
-        return Mamba3ScanSpec(**{f.name: getattr(problem, f.name) for f in fields(Mamba3PromptProblem)}, **how)
+        return kind(**{f.name: getattr(problem, f.name) for f in fields(Mamba3PromptProblem)}, **how)
 
     return of
 

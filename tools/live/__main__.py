@@ -33,7 +33,7 @@ STEP = 64  # tokens of the engine's step, fewer than prompts have: the longest c
 WIDER = 80  # the same in the batch-invariant mode, which needs 65
 SERVED = {
     "causal_conv1d_fn", "causal_conv1d_update", "mamba_chunk_scan_combined_varlen", "selective_state_update",
-    "UnquantizedLinearMethod.apply",
+    "Mixer2RMSNormGated.forward_native", "UnquantizedLinearMethod.apply",
 }  # fmt: skip
 WITHIN = 1e-4  # of log-probabilities: f32, two layers, and rounded to 1e-5 by the engine's side
 

@@ -229,8 +229,6 @@ class ConvSpec(KernelSpec, ConvProblem):
             "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # holds the tokens before the first
             "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # receives the last tokens
             "gates": self.gates,
-            "dilated": self.dilation > 1,
-            "width": "kTaps" if self.dilation > 1 else "kWidth",  # number of taps
         }
 
 

@@ -242,8 +242,6 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "advance": self.advance.value,
             "saves": self.saves,
             "gates": self.gates,
-            "dilated": self.dilation > 1,
-            "width": "kTaps" if self.dilation > 1 else "kWidth",  # number of taps
         }
 
 

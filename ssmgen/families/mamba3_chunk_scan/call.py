@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...calls.operator import operator, run
 from ...calls.scalars import NOT_NEGATIVE, one_of
+from ...engine.chunks.segments import SEGMENTS
 from ...engine.recurrences.mamba3.problem import Rate, Rotary
 from .operands import OPERANDS, POOLS
 from .planning import CALLER
@@ -19,6 +20,7 @@ FORMS = {
     "rotary": one_of("'pairs' or 'halves'", *[rotary.value for rotary in Rotary]),
     "eps": NOT_NEGATIVE,
     "A_floor": NOT_NEGATIVE,
+    "segments": SEGMENTS,
 }
 
 
@@ -62,6 +64,7 @@ def mamba3_chunk_scan(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     pad_slot_id: int = -1,
+    segments: int | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -97,6 +100,10 @@ def mamba3_chunk_scan(
     state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
     pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
 
+    Launch and segments:
+    segments: most parts of a sequence that blocks of a cluster scan at once, from sm_90 on, 1 … 1024 (the kernel uses at most 8, each of
+        one chunk or more). 1 leaves the sequence whole; 2 give the same bits, three or more do not. None: the sequence's length and H
+        decide; above 40 heads also the number of sequences, which then changes no bit
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Types and precision:
@@ -104,9 +111,9 @@ def mamba3_chunk_scan(
     dt, A, trap, angle, weights and states may each be f32, f16 or bf16. Tokens, ranks, heads and groups may have any stride; rows are
     contiguous, and rows of x, B, C, z and out begin at multiples of 4 bytes (fastest: of 16). Products are of x's dtype, summed in f32;
     rotated rows are rounded to it once. dt, decays, angles and the state between chunks of 64 / R tokens, rounded down, are f32. The bits
-    do not depend on the batch or on packing. A sequence cut at multiples of the chunk, with f32 states, gives the same bits as the whole
-    sequence. A call without states rounds like one with k_state and v_state of x's dtype. With x of f16, the state, and x mimo_x and the
-    products of rows with their weights, must stay within f16's range.
+    do not depend on the batch or on packing. With up to two segments, a sequence cut at multiples of the chunk, with f32 states,
+    gives the same bits as the whole sequence. A call without states rounds like one with k_state and v_state of x's dtype. With x of f16,
+    the state, and x mimo_x and the products of rows with their weights, must stay within f16's range.
 
     Returns out, or (out, state, k_state, v_state[, angle_state]). CPU tensors run the reference implementation, token by token; there x may
     be f32.
@@ -127,7 +134,7 @@ def mamba3_chunk_scan(
         x, B, C, dt, A, trap, angle, D, z, dt_bias, B_norm, C_norm, B_bias, C_bias, mimo_x, mimo_z, mimo_o, norm_weight, cu_seqlens,
         initial_states, initial_k, initial_v, initial_angles, state, k_state, v_state, angle_state, state_indices, has_initial_state, out,
     )  # fmt: skip
-    options = Options(A_form, rotary, dt_softplus, trap_sigmoid, eps, A_floor, pad_slot_id, final)
+    options = Options(A_form, rotary, dt_softplus, trap_sigmoid, eps, A_floor, pad_slot_id, final, segments)
     returns = tuple(name for name in POOLS if getattr(tensors, name) is not None) if return_final_states else ()
     return run(CALLER, tensors, options, pdl, returns=("out", *returns))
 

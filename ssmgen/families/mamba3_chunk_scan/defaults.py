@@ -7,15 +7,16 @@ from ...select.models import Wanted, find_model
 from ...spec.kernel import DType, Index, Loads, changed
 from ...variants.defaults import Default, FixedSpec
 from .models import ASKS
-from .problem import Mamba3PromptProblem
-from .spec import OPERATOR, tiled
+from .problem import LEAST, Mamba3PromptProblem, by_rule
+from .rules import tiled
+from .spec import OPERATOR
 
-HEADS = 64  # of both models
+HEADS, FEW = 64, 24  # of both models, and of a smaller one
 
 
 def _of(model: str) -> tuple[Mamba3PromptProblem, Mamba3PromptProblem]:
     """(a batch from zeros, packed with pools)"""
-    new, _, packed = ASKS[OPERATOR].problems(find_model(model), Wanted())
+    new, _, packed, *_ = ASKS[OPERATOR].problems(find_model(model), Wanted())
     return new, packed
 
 
@@ -41,5 +42,7 @@ DEFAULTS = {
         HEADS,
     ),
     "SISO, two blocks for a head": FixedSpec(tiled(SISO, 2)),
+    "SISO, a long prompt of few heads": Default(changed(SISO, segments=by_rule(FEW), segment_chunks=LEAST), FEW),
+    "MIMO, packed, with pools, long prompts of few heads": Default(changed(MIMO_POOL, segments=by_rule(FEW), segment_chunks=LEAST), FEW),
     "rank 3, A by softplus": Default(changed(MIMO_POOL, rank=3, rate=Rate.SOFTPLUS), HEADS),
 }  # fmt: skip

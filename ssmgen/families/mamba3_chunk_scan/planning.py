@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ...engine.recurrences.mamba3.problem import Rate, Rotary
 from ...spec.arguments import Value
 from ...spec.kernel import Index, Loads
 from .operands import OPERANDS
-from .problem import Mamba3PromptProblem
+from .problem import ROWS, Mamba3PromptProblem, asked
 from .reference import reference
 from .spec import OPERATOR, Mamba3ScanSpec
 from .views import Options, views_of
@@ -39,7 +40,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     """The problem of checked operands and their addresses."""
     x = views["x"]
     first = {field: next((n for n in names if n in views), None) for field, names in _TYPED.items()}
-    typed = {field: DTYPES[views[name].dtype] for field, name in first.items() if name is not None}
+    typed: dict[str, Any] = {field: DTYPES[views[name].dtype] for field, name in first.items() if name is not None}
     typed |= {field: DTYPES[x.dtype] for field in ("k_state", "v_state") if field not in typed}  # of the pair between two chunks
     angles = views["angle"].shape[-1] if "angle" in views else 0
     states = [n for n in ("initial_states", "state") if n in views]
@@ -47,6 +48,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
 
+    longest = -(-x.shape[1] // (ROWS // views["B"].shape[2]))  # chunks of all tokens, if they are packed
     vector = all(checks.aligned(views[n], pointers[n], 2) for n in states)
     return Mamba3PromptProblem(
         headdim=x.shape[3],
@@ -68,6 +70,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         copy=prompts.together(views, pointers, OPERANDS.alike("x")),
         state_loads=Loads.VECTOR if vector else Loads.ELEMENT,
         **typed,
+        **asked(options.segments, x.shape[2], longest, _sequences(views)),
     )
 
 
@@ -90,7 +93,7 @@ FAMILY = Family(
     OPERANDS.written,
     problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles,
+    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles * spec.parts,
     values_of=kernel_values,
 )
 

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ...engine.recurrences.mamba3.problem import MOST_RANK, Rate, Rotary
-from ...spec.kernel import DType, Index, Loads, Problem, must
+from ...spec.kernel import LATER, SM90, Arch, DType, Index, Loads, Problem, must
 
 ROWS = 64  # of a chunk's products: one for each token and rank
+
+# If a sequence has few heads, the blocks of a cluster scan parts of it at once: first the state that each part leaves, for all parts but
+# the last, then outputs. With P parts a sequence takes the P-th part of both; leaving a state takes less than outputs do, as it needs
+# neither C nor M. In a batch that fills the card, parts only add the first half.
+MOST = 8  # parts: the blocks of a cluster
+# (heads at most, parts) by the rule: all clusters of one sequence run at once, if each of 8 groups of SMs has 16 of them for its clusters.
+PARTS = ((16, 8), (24, 5), (32, 4), (40, 3))
+# Two parts have the bits of the whole, so they may depend on the number of sequences: on their heads in all, of which each takes two SMs.
+HALVES = 64
+LEAST = 4  # chunks of a part by the rule: a join, which has no product and two barriers, takes less than they do
+
+
+def by_rule(heads: int, sequences: int = 1) -> int:
+    """Most parts of a sequence, by its heads."""
+    return next((parts for most, parts in PARTS if 0 < heads <= most), 2 if 0 < heads * sequences <= HALVES else 1)
+
+
+def asked(segments: int | None, heads: int, chunks: int, sequences: int = 1) -> dict[str, Any]:
+    """The fields of a problem that say how sequences of at most `chunks` chunks are cut: by the call, or by the rule if it gives None."""
+    most, least = (by_rule(heads, sequences), LEAST) if segments is None else (min(segments, MOST), 1)
+    return {"segments": most, "segment_chunks": least} if most > 1 and chunks >= 2 * least else {}
+
+
+def why_whole(problem: Mamba3PromptProblem, heads: int, arch: Arch) -> str:
+    """Why a call's sequences are not cut."""
+    if arch < SM90:
+        return f"arch is {arch}; parts need sm_90, which has the first clusters"
+    if heads > PARTS[-1][0]:
+        return f"{heads} heads; sequences of at most {PARTS[-1][0]} are cut, and others in two if they are at most {HALVES} heads in all"
+    return f"the call asks for one segment, or no sequence has {2 * LEAST} chunks of {problem.chunk} tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +77,8 @@ class Mamba3PromptProblem(Problem):
     index: Index = Index.NONE  # type of state_indices
     copy: int = 16  # bytes of x, B, C, z and out that are contiguous and aligned
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
+    segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
+    segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a short sequence has fewer segments
 
     @property
     def rotates(self) -> bool:
@@ -59,6 +92,13 @@ class Mamba3PromptProblem(Problem):
     def chunk(self) -> int:
         """Tokens of a chunk; part of the result's bits."""
         return ROWS // self.rank
+
+    def cut(self, tokens: int) -> tuple[int, int]:
+        """(parts, tokens of each part except the last) of a sequence of `tokens` tokens."""
+        chunks = -(-tokens // self.chunk)
+        wanted = max(1, min(self.segments, chunks // self.segment_chunks))
+        each = max(1, -(-chunks // wanted)) * self.chunk
+        return max(1, -(-tokens // each)), each
 
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
@@ -81,4 +121,6 @@ class Mamba3PromptProblem(Problem):
                 not (self.final and (self.index is not Index.NONE or self.started)),
                 "final is yes with index or started; expected new states in the order of the sequences",
             ),
+            *must(1 <= self.segments <= MOST, f"segments is {self.segments}; expected 1 … {MOST}"),
+            *must(self.segment_chunks >= 1, f"segment_chunks is {self.segment_chunks}; expected 1 or more"),
         ]

@@ -17,8 +17,7 @@ Bytes per token and head: 4 P of x and out, 2 P of z, and 4 N R / (heads of a gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
@@ -27,27 +26,35 @@ from .operands import OPERANDS
 from .problem import ROWS, Mamba3PromptProblem
 
 OPERATOR = "mamba3_chunk_scan"
-SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
 WARPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
-    """A problem, and how one variant computes it. No choice here changes a bit of the result."""
+    """A problem, and how one variant computes it. Only `parts` changes bits of the result."""
 
     family: ClassVar[str] = OPERATOR
     template: ClassVar[str] = "mamba3_chunk_scan/mamba3_chunk_scan.cu.j2"
+    word: ClassVar[str] = "mamba3_scan"  # in names of kernels
+    by_roles: ClassVar[bool] = False  # whether a warp does one part of every chunk (roles.py)
+    state_warps: ClassVar[int] = WARPS  # that hold the state
 
     stages: int = 2  # chunks in shared memory: with 2, one is loaded while another one is scanned
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
     tiles: int = field(default=1, metadata=LATER)  # blocks that share the rows of a head; each makes the rows of B and C ready
+    parts: int = field(default=1, metadata=LATER)  # of a sequence, at most, each by a block of a cluster: the problem's segments, or 1
 
     @property
     def needs(self) -> Needs:
         return Needs(
-            math=True, matrices=True, copies=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value
-        )
+            math=True, circle=self.rotates, matrices=True, copies=True, elements=self.state_loads is Loads.ELEMENT, bytes=self.started,
+            mma=self.x.value, peers=self.parts > 1,
+        )  # fmt: skip
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        return (self.parts,)
 
     @property
     def threads_per_block(self) -> int:
@@ -65,8 +72,8 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
 
     @property
     def cluster_blocks(self) -> int:
-        """Blocks of a head form a cluster if one of them replaces states that the others read."""
-        return self.tiles if self.started else 1
+        """The parts of a sequence; or blocks of a head, if one of them replaces states that the others read."""
+        return max(self.parts, self.tiles if self.started else 1)
 
     @property
     def row_warps(self) -> int:
@@ -76,13 +83,15 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def column_warps(self) -> int:
         """Warps that divide the state's columns."""
-        return max(n for n in range(1, WARPS // self.row_warps + 1) if self.d_state // 16 % n == 0)
+        found = (n for n in range(1, self.state_warps // self.row_warps + 1) if self.d_state // 16 % n == 0)
+        return max(found, default=1)
 
     @property
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}r{self.rank}_{self.state.value}_{self.x.value}"
         how = (f"t{self.tile}" if self.tiles > 1 else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
-        return f"mamba3_scan_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        how += f"k{self.parts}" if self.parts > 1 else ""
+        return f"{self.word}_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight rows use all banks when they are read as matrices.
     @property
@@ -141,6 +150,14 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
                 arch >= SM90 or self.cluster_blocks == 1,
                 f"tiles is {self.tiles} on {arch}; expected 1 before sm_90: one block replaces states that the others read",
             ),
+            *must(self.parts in (1, self.segments), f"parts is {self.parts}; expected 1 or the problem's segments {self.segments}"),
+            *must(
+                self.parts == 1 or self.tiles == 1,
+                f"parts is {self.parts} with tiles {self.tiles}; expected 1 of either, as each forms clusters",
+            ),
+            *must(
+                arch >= SM90 or self.parts == 1, f"parts is {self.parts} on {arch}; expected 1 before sm_90, which has the first clusters"
+            ),
             *must(self.min_blocks >= 1, f"min_blocks is {self.min_blocks}; expected 1 or more"),
             *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
             *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for asynchronous copies and bf16"),
@@ -186,28 +203,3 @@ def _sums(sizes: Any) -> list[int]:
         found.append(total)
         total += size
     return found
-
-
-def _spec(problem: Mamba3PromptProblem, **how: Any) -> Mamba3ScanSpec:
-    return Mamba3ScanSpec(**{f.name: getattr(problem, f.name) for f in fields(Mamba3PromptProblem)}, **how)
-
-
-def tiled(problem: Mamba3PromptProblem, tiles: int) -> Mamba3ScanSpec:
-    """The variant in which `tiles` blocks share a head."""
-    return _spec(problem, tiles=tiles, stages=1, pdl=Pdl.TRIGGER_LOADED)
-
-
-def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
-    """Every legal variant of a problem, within the axes that are worth a trial."""
-    for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4)):
-        for pdl in Pdl:
-            spec = _spec(problem, stages=stages, min_blocks=min_blocks, tiles=tiles, pdl=pdl)
-            if not spec.violations(arch):
-                yield spec
-
-
-def candidates(problem: Mamba3PromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba3ScanSpec | None, str]]:
-    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
-    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
-    for stages in (2, 1):
-        yield "1 stage" if stages == 1 else f"{stages} stages", _spec(problem, stages=stages, pdl=wait), ""

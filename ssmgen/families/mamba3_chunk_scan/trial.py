@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor
@@ -13,6 +14,7 @@ from ...engine.trial import Trial, boundaries, ordered, slot_indices, trial, wid
 from ...spec.kernel import DType, Index, Loads
 from .planning import CALLER
 from .problem import Mamba3PromptProblem
+from .roles import Mamba3RolesSpec
 from .spec import Mamba3ScanSpec
 from .views import Options
 
@@ -25,8 +27,9 @@ ANGLES = 1e-5  # of f32 sums of tens of tokens, in radians; angles are up to pi
 def operands(spec: Mamba3PromptProblem, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
     """Sequences longer than two chunks; packed ones also shorter, of one token and without tokens."""
     g = torch.Generator().manual_seed(seed)
+    longest = spec.segments * spec.segment_chunks * spec.chunk + 5 if spec.segments > 1 else 0  # of all its parts
     H, P, N, G, R, n = HEADS, spec.headdim, spec.d_state, GROUPS, spec.rank, spec.angles
-    lead, counts = tokens_of(spec, batch, max(2 * spec.chunk + 5, tokens), spec.chunk)
+    lead, counts = tokens_of(spec, batch, max(2 * spec.chunk + 5, longest, tokens), spec.chunk)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g)
@@ -77,9 +80,9 @@ def mamba3_chunk_scan(spec: Mamba3ScanSpec, batch: int, seed: int, tokens: int =
     named = operands(spec, batch, seed, tokens)
     if not spec.by_rank and spec.rank == 1 and not spec.mimo:
         named |= {name: named[name].squeeze(2) for name in ("B", "C")}
-    options = Options(spec.rate.value, spec.rotary.value, spec.dt_softplus, spec.trap_sigmoid, final=spec.final)
+    options = Options(spec.rate.value, spec.rotary.value, spec.dt_softplus, spec.trap_sigmoid, final=spec.final, segments=spec.segments)
     slack = dict.fromkeys(CALLER.family.written, SLACK[spec.x]) | {"angle_state": ANGLES}
     return trial(CALLER, named, options, slack=slack)
 
 
-TRIALS = {Mamba3ScanSpec: mamba3_chunk_scan}
+TRIALS: dict[type[Mamba3ScanSpec], Callable[..., Trial]] = {Mamba3ScanSpec: mamba3_chunk_scan, Mamba3RolesSpec: mamba3_chunk_scan}

@@ -28,6 +28,7 @@ class Options(NamedTuple):
     A_floor: float = 1e-4
     pad_slot_id: int = -1
     final: bool = False  # the pools are new tensors for the final states: sequences without tokens fill theirs too
+    segments: int | None = None  # most parts of a sequence; None: the rule decides
 
 
 def views_of(given: Views, options: Options, problems: list[str]) -> dict[str, Tensor]:

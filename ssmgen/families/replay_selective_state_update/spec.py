@@ -47,13 +47,11 @@ class ReplaySpec(ReplayArguments):
     @property
     def needs(self) -> Needs:
         narrow = self.scaled and self.part is not Part.PRECOMPUTE
-        by_byte = narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT
+        by_byte = self.caches or (narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT)
         ahead = self.prefetch > 0
         noise = self.by_group and self.philox_rounds > 0 and not self.scaled
         needs = replace(super().needs, matrix_turns=self.by_group, noise_at_once=noise)
-        return replace(
-            needs, mma="bf16", prefetch=ahead, lines=ahead and (narrow or self.prefetch_inputs), narrow=narrow, bytes=by_byte or self.caches
-        )
+        return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and (narrow or self.prefetch_inputs), narrow=narrow, bytes=by_byte)
 
     @property
     def tile(self) -> int:

@@ -72,6 +72,7 @@ def test_prompts_have_the_bits_of_a_wider_weight(function, gates, form, dtype, l
     assert len(got) == len(want) and all(equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@costly(3)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(("width", "dilation"), [(4, 3), (2, 16), (8, 2)])
 def test_torch_s_convolution_in_float64(function, width, dilation):

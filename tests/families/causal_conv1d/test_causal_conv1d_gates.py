@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conv_laws import Draw, emulated, equal, needs_emulator
+from selection import costly
 
 import ssmgen
 from ssmgen.errors import ArgumentError
@@ -43,6 +44,7 @@ def make(form: dict[str, Any], draw: Draw, gates: tuple[str, ...]) -> dict[str, 
     return call | ({"intermediate_conv_window": draw(3, tokens, draw.dim, draw.width - 1)} if "saved" in form else {})
 
 
+@costly(54)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize("form", FORMS)

@@ -150,7 +150,7 @@ EDITS = {
     ),
     "no padding": (replace(LAST, lengths=SHORT, **POOL), "if (u64(slot) >= u64(slots) || slot == pad_slot_id)", "if (false)", "outside"),
     "past kept by all pieces": (replace(LAST, **STATEFUL), "if (first == 0) {\n    Pack", "if (true) {\n    Pack", "no barrier between"),
-    "other segments": (replace(LAST, seq_idx=True), "id[t + k] == id[t + kWidth - 1]", "true", "off by"),
+    "other segments": (replace(LAST, seq_idx=True), "id[t + k * kDilation] == id[t + kWidth - 1]", "true", "off by"),
     "channels past the last": (ODD, "if (c < dim && lane > 0) store", "if (lane > 0) store", "no barrier between"),
     "heads of the piece before": (
         replace(FIRST, lengths=(510, 90)),

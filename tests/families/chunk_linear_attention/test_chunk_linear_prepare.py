@@ -223,6 +223,7 @@ LENGTHS = (0, 1, 15, 64, 0, 65, 63, 130)
 PACKED = {"delta": Sizes(), "low rank": Sizes(rule=Rule.LOW_RANK, read=True, write=True)}
 
 
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("sizes", PACKED.values(), ids=PACKED)
 def test_sequences_have_numbers_of_their_own(sizes):

@@ -72,6 +72,7 @@ def test_kernels_are_within_rounding_of_float64(form):
 # The mean.
 
 
+@costly(2)
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("function", [ssmgen.gated_delta_rule, ssmgen.kda])
 def test_a_step_is_unbiased(function, dtype):

@@ -44,6 +44,7 @@ def by(**how: Any) -> Callable[[SelectiveProblem], RolesSpec]:
 run = partial(emulated, spec=by(abreast=2, aides=2))
 
 
+@costly(4)
 @needs_emulator
 @pytest.mark.parametrize("x", [F32, BF16])
 @pytest.mark.parametrize("kind", [{}, {"z": False}, {"step": 3.0, "decay": 4.0}, {"step": 0.01, "decay": 1e-3}])

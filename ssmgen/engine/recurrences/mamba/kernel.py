@@ -98,6 +98,8 @@ def constants_of(spec: Any) -> dict[str, Any]:
         "tree": spec.parents is not Index.NONE,
         "rows_by_index": spec.intermediate_indices is not Index.NONE,
         "rounded": spec.rounded,
+        "noisy": spec.state.value in spec.rounded,
+        "noisy_kept": spec.intermediates and spec.intermediate_states.value in spec.rounded,
         "kept_scaled": spec.kept_scaled,
         "narrow_noise": spec.rounded & {t.value for t in spec.narrow},
         "tail": spec.headdim % spec.tile != 0,

@@ -1,0 +1,57 @@
+"""The variants of mamba3_chunk_scan for a problem, and the choice for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from ...spec.kernel import SM90, Arch, Pdl
+from .problem import Mamba3PromptProblem, why_whole
+from .roles import Mamba3RolesSpec
+from .spec import Mamba3ScanSpec
+
+SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
+
+
+def _spec(kind: type[Mamba3ScanSpec], problem: Mamba3PromptProblem, **how: Any) -> Mamba3ScanSpec:
+    return kind(**{f.name: getattr(problem, f.name) for f in fields(Mamba3PromptProblem)}, **how)
+
+
+def tiled(problem: Mamba3PromptProblem, tiles: int) -> Mamba3ScanSpec:
+    """The variant in which `tiles` blocks share a head."""
+    return _spec(Mamba3ScanSpec, problem, tiles=tiles, stages=1, pdl=Pdl.TRIGGER_LOADED)
+
+
+def parts_of(problem: Mamba3PromptProblem, arch: Arch) -> int:
+    """Parts of a sequence, at most, each by a block of a cluster."""
+    return problem.segments if arch >= SM90 else 1
+
+
+def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
+    """Every legal variant of a problem, within the axes that are worth a trial."""
+    tried: list[Mamba3ScanSpec] = []
+    parts = parts_of(problem, arch)
+    for pdl in Pdl:
+        tried += [_spec(Mamba3RolesSpec, problem, tiles=tiles, parts=parts, pdl=pdl) for tiles in (1, 2, 4)]
+        tried += [
+            _spec(Mamba3ScanSpec, problem, stages=stages, min_blocks=min_blocks, tiles=tiles, parts=parts, pdl=pdl)
+            for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4))
+        ]
+    yield from (spec for spec in tried if not spec.violations(arch))
+
+
+def candidates(problem: Mamba3PromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba3ScanSpec | None, str]]:
+    """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
+    wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    most = parts_of(problem, arch)
+    if most == 1:
+        yield "parts", None, why_whole(problem, size, arch)
+    if most == 2:  # takes longer than warps with roles
+        yield "warps with roles", _spec(Mamba3RolesSpec, problem, pdl=wait), ""
+    for parts in (most, 1) if most > 1 else (1,):
+        said = f"up to {parts} parts, " if parts > 1 else ""
+        yield f"{said}warps with roles", _spec(Mamba3RolesSpec, problem, parts=parts, pdl=wait), ""
+        for stages in (2, 1):
+            how = "1 stage" if stages == 1 else f"{stages} stages"
+            yield f"{said}{how}", _spec(Mamba3ScanSpec, problem, stages=stages, parts=parts, pdl=wait), ""
