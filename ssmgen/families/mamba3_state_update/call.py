@@ -72,7 +72,9 @@ def mamba3_state_update(
     H heads of P rows (headdim), N = d_state, a multiple of 4; G groups of heads that share B and C; R ranks, 1 … 8 (SISO: 1, without
     the axis R and without mimo_*); n angles of a head, up to N / 2. […] is [batch], or [batch, T] for several tokens. Every floating
     tensor may be f32, f16 or bf16. C has the type of B, C_norm of B_norm, C_bias of B_bias, mimo_z and mimo_o of mimo_x. Arithmetic is
-    f32, states are carried from token to token in f32, and the output uses the new state before it is rounded.
+    f32; for one token, four ranks and a bf16 state, tensor cores multiply sums of two terms of bf16, 2^-18 from a number, if P is a
+    multiple of 16 up to 128 and N is a multiple of 32 up to 128. States are carried from token to token in f32, and the output
+    uses the new state before it is rounded.
 
     state: [slots, H, P, N], k_state: [slots, R, H, N], v_state: [slots, H, P], angle_state: [slots, H, n] f32: updated in place. Slots
         may lie at any distance, so all four may share a page. k is the last token's normed, biased and rotated row, and v is its x.

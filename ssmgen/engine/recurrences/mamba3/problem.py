@@ -9,6 +9,7 @@ from ....spec.kernel import LATER, DType, Index, Loads, PoolMode, Update, must
 from ..problem import StepProblem
 
 MOST_RANK = 8
+MOST_ROWS = MOST_ELEMENTS = 128  # of a head, for products: four lanes hold two rows in registers
 
 
 class Rate(Enum):
@@ -85,6 +86,17 @@ class Mamba3Problem(StepProblem):
     @property
     def row_dtype(self) -> DType:
         return self.state
+
+    @property
+    def products(self) -> bool:
+        """Whether tensor cores multiply: for one token, four ranks and a bf16 state, whose rows of 32 columns are operands as they are."""
+        rows, elements = self.headdim, self.d_state
+        fits = rows % 16 == 0 and rows <= MOST_ROWS and elements % 32 == 0 and elements <= MOST_ELEMENTS
+        return fits and self.rank == 4 and self.state is DType.BF16 and not self.several
+
+    @property
+    def lanes_per_row(self) -> int | None:
+        return 4 if self.products else None  # as the tensor cores' operands lie
 
     @property
     def rotates(self) -> bool:
