@@ -59,7 +59,8 @@ def test_a_norm_waits_for_a_late_producer(rows):
 @pytest.mark.parametrize("last", ["skinny_linear", "rms_norm", "selective_state_update"])
 def test_memory_of_the_kernel_before_the_previous_one(last, rows):
     """The first kernel writes late, the second does not access that memory, and the third one reads it. Its wait covers the first kernel,
-    because the second one waits before it ends."""
+    because the second one waits before it ends. Without the third one's wait the results are wrong. (Without the second one's they were
+    right on an H200, so that is no control.)"""
     torch.manual_seed(0)
     between = norm_of(rows)
     if last == "skinny_linear":
@@ -81,16 +82,16 @@ def test_memory_of_the_kernel_before_the_previous_one(last, rows):
     function, out = getattr(ssmgen, last), given["out"]
     state = given.get("state", out)
 
-    def chain(middle: Callable[[], None]) -> Callable[[], None]:
-        third = early(function, **given)
+    def chain(hasty: bool = False) -> Callable[[], None]:
+        middle, third = early(ssmgen.rms_norm, **between), early(function, hasty=hasty, **given)
         return lambda: (middle(), third())[0]
 
     def produced(run: Callable[[], Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return after_a_producer(written, state, out, torch.zeros_like(state), run)
 
     right = produced(lambda: (ssmgen.rms_norm(**between, pdl=False), function(**given, pdl=False)))
-    assert pairs_equal(right, produced(chain(early(ssmgen.rms_norm, **between))))
-    assert not pairs_equal(right, produced(chain(early(ssmgen.rms_norm, hasty=True, **between))))
+    assert pairs_equal(right, produced(chain()))
+    assert not pairs_equal(right, produced(chain(hasty=True)))
 
 
 LAYERS = [named_of(NEMOTRON, batch=2), named_of(MAMBA2, batch=8, state=F32), named_of(WINDOWED, tokens=4, batch=2)]
@@ -99,8 +100,9 @@ LAYERS = [named_of(NEMOTRON, batch=2), named_of(MAMBA2, batch=8, state=F32), nam
 @named(LAYERS)
 @pytest.mark.parametrize("first", [{"norm_pdl": FIRST}, {"pdl": FIRST}, {"pdl": FIRST, "norm_pdl": FIRST}], ids=["norm", "layer", "both"])
 def test_a_layer_waits_for_a_late_producer(case, first):
-    """A norm after a first kernel that triggers before its wait must not read the gate early: the same chain with such a norm fails."""
-    assert_waits_for_its_producer(case, **first)
+    """A norm after a first kernel that triggers before its wait must not read the gate early: the same chain with such a norm fails, if the
+    first kernel leaves room for it. On an H200, eight sequences with states of f32 do not."""
+    assert_waits_for_its_producer(case, room=case.batch < 8, **first)
 
 
 @named([named_of(QWEN35_35B, batch=2), named_of(QWEN35_35B, batch=40), named_of(KIMI, batch=1)])

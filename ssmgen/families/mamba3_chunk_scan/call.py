@@ -102,8 +102,7 @@ def mamba3_chunk_scan(
 
     Launch and segments:
     segments: most parts of a sequence that blocks of a cluster scan at once, from sm_90 on, 1 … 1024 (the kernel uses at most 8, each of
-        one chunk or more). 1 leaves the sequence whole; 2 give the same bits, three or more do not. None: the sequence's length and H
-        decide, whole above 32 heads
+        one chunk or more). None or 1 leave the sequence whole; 2 give the same bits, three or more do not
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Types and precision:

@@ -7,11 +7,11 @@ from ...select.models import Wanted, find_model
 from ...spec.kernel import DType, Index, Loads, changed
 from ...variants.defaults import Default, FixedSpec
 from .models import ASKS
-from .problem import LEAST, Mamba3PromptProblem, by_rule
+from .problem import Mamba3PromptProblem
 from .rules import tiled
 from .spec import OPERATOR
 
-HEADS, FEW = 64, 24  # of both models, and of a smaller one
+HEADS = 64  # of both models
 
 
 def _of(model: str) -> tuple[Mamba3PromptProblem, Mamba3PromptProblem]:
@@ -42,7 +42,7 @@ DEFAULTS = {
         HEADS,
     ),
     "SISO, two blocks for a head": FixedSpec(tiled(SISO, 2)),
-    "SISO, a long prompt of few heads": Default(changed(SISO, segments=by_rule(FEW), segment_chunks=LEAST), FEW),
-    "MIMO, packed, with pools, long prompts of few heads": Default(changed(MIMO_POOL, segments=by_rule(FEW), segment_chunks=LEAST), FEW),
+    "SISO, in 8 parts": Default(changed(SISO, segments=8), HEADS),
+    "MIMO, packed, with pools, in 8 parts": Default(changed(MIMO_POOL, segments=8), HEADS),
     "rank 3, A by softplus": Default(changed(MIMO_POOL, rank=3, rate=Rate.SOFTPLUS), HEADS),
 }  # fmt: skip

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...engine.recurrences.mamba3.model import Mamba3Model
 from ...select.models import Ask, Client, Model, Role, Wanted
 from ...spec.kernel import DType, Index
-from .problem import Mamba3PromptProblem, asked
+from .problem import Mamba3PromptProblem
 from .spec import OPERATOR
 
 # States of a call without slots: new ones, from zeros and after given states.
@@ -23,7 +21,7 @@ class Mamba3PromptAsk(Ask):
     """Prompts of Mamba-3 models; the problems fix neither tokens nor heads.
 
     Without slots: batches that return their states, new and after a cache; of patched layers, with their cache in place. With slots: packed
-    sequences with pools, where a flag per sequence tells whether it continues. With few heads, also prompts that are long enough to be cut.
+    sequences with pools, where a flag per sequence tells whether it continues.
     """
 
     operator = OPERATOR
@@ -49,9 +47,7 @@ class Mamba3PromptAsk(Ask):
         same |= {"mimo": DType.F32 if model.rank > 1 else None, "norm_weight": io if model.norm else None}
         batches = LAYERS if wanted.caller is Client.MAMBA_SSM else BATCHES
         kinds = [kind for index in wanted.indices for kind in (batches if index is Index.NONE else (_packed(index),))]
-        found = [Mamba3PromptProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds]
-        few = asked(None, model.nheads, sys.maxsize)
-        return found + [replace(problem, **few) for problem in found if few]  # and for prompts that are cut
+        return [Mamba3PromptProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds]
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         return model.nheads

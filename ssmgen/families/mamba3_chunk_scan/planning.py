@@ -70,7 +70,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         copy=prompts.together(views, pointers, OPERANDS.alike("x")),
         state_loads=Loads.VECTOR if vector else Loads.ELEMENT,
         **typed,
-        **asked(options.segments, x.shape[2], longest),
+        **asked(options.segments, longest),
     )
 
 

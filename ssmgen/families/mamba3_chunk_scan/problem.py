@@ -10,34 +10,23 @@ from ...spec.kernel import LATER, SM90, Arch, DType, Index, Loads, Problem, must
 
 ROWS = 64  # of a chunk's products: one for each token and rank
 
-# If a sequence has few heads, the blocks of a cluster scan parts of it at once: first the state that each part leaves, for all parts but
-# the last, then outputs. With P parts a sequence takes the P-th part of both; leaving a state takes less than outputs do, as it needs
-# neither C nor M. In a batch that fills the card, parts only add the first half.
+# If a sequence has few heads, the blocks of a cluster can scan parts of it at once: first the state that each part leaves, for all parts
+# but the last, then outputs. Only a call asks for parts. On an H200, whole sequences by warps with roles took less: 4096 tokens of 24 heads
+# 252 us, in 5 parts 466 to 555; and 16 sequences of 2048 tokens and 24 heads 389 us, in 5 parts 2297.
 MOST = 8  # parts: the blocks of a cluster
-# (heads at most, parts) by the rule: all clusters of one sequence run at once, if each of 8 groups of SMs has 16 of them for its clusters.
-# With three parts or fewer, the added half leaves less gain than warps with roles have, which scan whole sequences only.
-PARTS = ((16, 8), (24, 5), (32, 4))
-LEAST = 4  # chunks of a part by the rule: a join, which has no product and two barriers, takes less than they do
 
 
-def by_rule(heads: int) -> int:
-    """Most parts of a sequence, by its heads."""
-    return next((parts for most, parts in PARTS if 0 < heads <= most), 1)
+def asked(segments: int | None, chunks: int) -> dict[str, Any]:
+    """The fields of a problem that say how sequences of at most `chunks` chunks are cut: as the call asks; whole if it gives None."""
+    parts = min(segments or 1, MOST)
+    return {"segments": parts} if parts > 1 and chunks > 1 else {}
 
 
-def asked(segments: int | None, heads: int, chunks: int) -> dict[str, Any]:
-    """The fields of a problem that say how sequences of at most `chunks` chunks are cut: by the call, or by the rule if it gives None."""
-    most, least = (by_rule(heads), LEAST) if segments is None else (min(segments, MOST), 1)
-    return {"segments": most, "segment_chunks": least} if most > 1 and chunks >= 2 * least else {}
-
-
-def why_whole(problem: Mamba3PromptProblem, heads: int, arch: Arch) -> str:
+def why_whole(problem: Mamba3PromptProblem, arch: Arch) -> str:
     """Why a call's sequences are not cut."""
     if arch < SM90:
         return f"arch is {arch}; parts need sm_90, which has the first clusters"
-    if heads > PARTS[-1][0]:
-        return f"{heads} heads; the rule cuts sequences of at most {PARTS[-1][0]}"
-    return f"the call asks for one segment, or no sequence has {2 * LEAST} chunks of {problem.chunk} tokens"
+    return f"the call asks for one segment or for none, or no sequence has two chunks of {problem.chunk} tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +66,6 @@ class Mamba3PromptProblem(Problem):
     copy: int = 16  # bytes of x, B, C, z and out that are contiguous and aligned
     state_loads: Loads = Loads.VECTOR  # of states: pairs of numbers
     segments: int = field(default=1, metadata=LATER)  # of a sequence, at most
-    segment_chunks: int = field(default=1, metadata=LATER)  # of a segment, at least: a short sequence has fewer segments
 
     @property
     def rotates(self) -> bool:
@@ -95,7 +83,7 @@ class Mamba3PromptProblem(Problem):
     def cut(self, tokens: int) -> tuple[int, int]:
         """(parts, tokens of each part except the last) of a sequence of `tokens` tokens."""
         chunks = -(-tokens // self.chunk)
-        wanted = max(1, min(self.segments, chunks // self.segment_chunks))
+        wanted = max(1, min(self.segments, chunks))
         each = max(1, -(-chunks // wanted)) * self.chunk
         return max(1, -(-tokens // each)), each
 
@@ -121,5 +109,4 @@ class Mamba3PromptProblem(Problem):
                 "final is yes with index or started; expected new states in the order of the sequences",
             ),
             *must(1 <= self.segments <= MOST, f"segments is {self.segments}; expected 1 … {MOST}"),
-            *must(self.segment_chunks >= 1, f"segment_chunks is {self.segment_chunks}; expected 1 or more"),
         ]

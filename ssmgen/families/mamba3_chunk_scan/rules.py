@@ -48,7 +48,7 @@ def candidates(problem: Mamba3PromptProblem, size: int, arch: Arch, pdl: bool) -
         for stages in (2, 1):
             yield f"up to {parts} parts, {_said(stages)}", _spec(Mamba3ScanSpec, problem, stages=stages, parts=parts, pdl=wait), ""
     else:
-        yield "parts", None, why_whole(problem, size, arch)
+        yield "parts", None, why_whole(problem, arch)
     yield "warps with roles", _spec(Mamba3RolesSpec, problem, pdl=wait), ""
     for stages in (2, 1):
         yield _said(stages), _spec(Mamba3ScanSpec, problem, stages=stages, pdl=wait), ""

@@ -27,7 +27,7 @@ ANGLES = 1e-5  # of f32 sums of tens of tokens, in radians; angles are up to pi
 def operands(spec: Mamba3PromptProblem, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
     """Sequences longer than two chunks; packed ones also shorter, of one token and without tokens."""
     g = torch.Generator().manual_seed(seed)
-    longest = spec.segments * spec.segment_chunks * spec.chunk + 5 if spec.segments > 1 else 0  # of all its parts
+    longest = spec.segments * spec.chunk + 5 if spec.segments > 1 else 0  # of all its parts
     H, P, N, G, R, n = HEADS, spec.headdim, spec.d_state, GROUPS, spec.rank, spec.angles
     lead, counts = tokens_of(spec, batch, max(2 * spec.chunk + 5, longest, tokens), spec.chunk)
 

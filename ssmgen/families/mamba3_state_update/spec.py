@@ -158,6 +158,6 @@ def candidates(problem: Mamba3Problem, batch: int, arch: Arch, pdl: bool) -> Ite
             how = _whole(problem, how)
             if problem.accepted is not Index.NONE or problem.headdim % how["tile"]:
                 how["prefetch"] = 0
-            if problem.products and rule == "bandwidth" and problem.state_loads is Loads.VECTOR:
+            if problem.products and problem.state_loads is Loads.VECTOR:
                 how["staged"] = problem.headdim * problem.d_state <= MOST_STAGED
         yield rule, None if how is None else _spec(problem, how), reason

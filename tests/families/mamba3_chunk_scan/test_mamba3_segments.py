@@ -19,7 +19,7 @@ import ssmgen
 from ssmgen.compile.render import code_digest
 from ssmgen.emulator.check import check
 from ssmgen.errors import ArgumentError, SpecError
-from ssmgen.families.mamba3_chunk_scan.problem import LEAST, MOST, PARTS, Mamba3PromptProblem
+from ssmgen.families.mamba3_chunk_scan.problem import MOST, Mamba3PromptProblem
 from ssmgen.families.mamba3_chunk_scan.rules import space
 from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR
 from ssmgen.select.registry import select
@@ -211,26 +211,24 @@ def posed(H: int, tokens: int, segments: int | None = None, R: int = 1, batch: i
     return problem
 
 
-def test_few_heads_and_many_tokens_are_cut():
-    long = 2 * LEAST * 64
-    for most, parts in PARTS:
-        assert posed(most, long).segments == parts
-    assert posed(PARTS[-1][0] + 1, long).segments == 1 and posed(PARTS[-1][0], long, batch=9).segments == PARTS[-1][1]
-    assert posed(8, long - 64).segments == 1 and posed(8, long - 63).segments == MOST
-    assert posed(8, 2 * LEAST * 16 - 16, R=4).segments == 1 and posed(8, 2 * LEAST * 16, R=4).segments == MOST
+def test_a_call_asks_for_parts():
+    """None and 1: whole sequences. Others: as many, up to a cluster's blocks, if there are two chunks."""
+    for heads, batch in ((8, 1), (64, 9)):
+        assert posed(heads, 2048, batch=batch).segments == posed(heads, 2048, 1, batch=batch).segments == 1
+        assert posed(heads, 2048, 5, batch=batch).segments == 5
     assert posed(64, 65, 3).segments == 3 and posed(64, 64, 3).segments == 1
-    assert posed(8, long, 1).segments == 1 and posed(64, long, 1024).segments == MOST
+    assert posed(8, 17, 3, R=4).segments == 3 and posed(8, 16, 3, R=4).segments == 1
+    assert posed(64, 512, 1024).segments == MOST
 
 
 @pytest.mark.parametrize("rank", [1, 3, 4])
 def test_parts_cover_a_sequence(rank):
-    for most, least in ((2, 1), (8, 1), (5, LEAST)):
-        problem = replace(CASES["mimo"], rank=rank, segments=most, segment_chunks=least)
+    for most in (2, 5, 8):
+        problem = replace(CASES["mimo"], rank=rank, segments=most)
         for tokens in range(0, 3000, 37):
             parts, each = problem.cut(tokens)
-            assert 1 <= parts <= most and each % problem.chunk == 0, (most, least, tokens)
-            assert tokens <= parts * each and (parts == 1 or (parts - 1) * each < tokens), (most, least, tokens)
-            assert parts == 1 or each >= least * problem.chunk
+            assert 1 <= parts <= most and each % problem.chunk == 0, (most, tokens)
+            assert tokens <= parts * each and (parts == 1 or (parts - 1) * each < tokens), (most, tokens)
 
 
 def test_a_whole_sequence_has_the_text_of_a_call_without_segments():
@@ -241,7 +239,7 @@ def test_a_whole_sequence_has_the_text_of_a_call_without_segments():
 
 
 def test_cards_without_clusters_leave_sequences_whole():
-    problem = replace(CASES["siso"], segments=5, segment_chunks=LEAST)
+    problem = replace(CASES["siso"], segments=5)
     assert select(OPERATOR, problem, 24, SM90, True).cluster_blocks == 5
     assert select(OPERATOR, problem, 24, Arch(80), False).cluster_blocks == 1
     assert {spec.parts for spec in space(problem, SM90)} == {5} and {spec.parts for spec in space(problem, Arch(80))} == {1}

@@ -2,8 +2,8 @@
 //   headdim=64  d_state=128  rank=1  angles=32  rotary=pairs  rate=heavy  dt_softplus=yes  trap_sigmoid=yes  x=bf16
 //   dt=bf16  A=bf16  trap=bf16  angle=bf16  D=f32  z=yes  dt_bias=f32  row_norm=bf16  row_bias=f32  mimo=none
 //   norm_weight=none  by_rank=no  state=f32  k_state=bf16  v_state=bf16  cu_seqlens=none  initial=no  pool=yes
-//   final=yes  started=no  index=none  copy=16  state_loads=vector  segments=5  segment_chunks=4  stages=2
-//   min_blocks=1  pdl=trigger_loaded  parts=5
+//   final=yes  started=no  index=none  copy=16  state_loads=vector  segments=8  stages=2  min_blocks=1
+//   pdl=trigger_loaded  parts=8
 // A token t of rank r is row i of a chunk, with v_i = x_t. In a chunk that begins in state S, with s_i = log2(e) times the sum of A dt up to
 // token t, gamma = trap dt, delta = (1 - trap) dt, weight = gamma + delta of the next token of the chunk, if there is one:
 //     M_ij = (q_i . k_j) 2^(s_i - s_j) weight_j for earlier tokens j, (q_i . k_j) gamma_i for the same token
@@ -27,7 +27,7 @@ using X = bf16;
 using State = f32;
 constexpr int kHeadDim = 64;
 constexpr int kTile = kHeadDim;  // rows of a block
-constexpr u32 kParts = 5, kPartChunks = 4;  // of a sequence, at most, and chunks of a part, at least
+constexpr u32 kParts = 8;  // of a sequence, at most
 constexpr int kState = 128;  // columns of a state
 constexpr int kRank = 1;
 constexpr int kAngles = 32;
@@ -443,8 +443,8 @@ DEVICE int second_of(int i) { return 2 * i + 1; }
 
 // ---- The kernel. ----
 
-extern "C" __global__ void __cluster_dims__(5) __launch_bounds__(kThreads, 1)
-mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
+extern "C" __global__ void __cluster_dims__(8) __launch_bounds__(kThreads, 1)
+mamba3_scan_p64n128r1_f32_bf16_s2k8_pdl_f3509079(
     const bf16* x, const bf16* B, const bf16* C, const bf16* dt, const bf16* A, const bf16* trap, const bf16* angle,
     const f32* D, const bf16* z, const f32* dt_bias, const bf16* B_norm, const bf16* C_norm, const f32* B_bias,
     const f32* C_bias, f32* state, bf16* k_state, bf16* v_state, f32* angle_state, bf16* out, i64 x_batch, i64 B_batch,
@@ -465,7 +465,7 @@ mamba3_scan_p64n128r1_f32_bf16_s2k5_pdl_5943c074(
 
   const u32 whole = tokens;
   // A sequence's own length decides its parts, which are of whole chunks, except the last one.
-  const u32 all = (whole + kChunk - 1) / kChunk, wanted = max(min(kParts, all / kPartChunks), 1u);
+  const u32 all = (whole + kChunk - 1) / kChunk, wanted = max(min(kParts, all), 1u);
   const u32 each = max((all + wanted - 1) / wanted, 1u) * kChunk, parts = max((whole + each - 1) / each, 1u);
   if (place >= parts) return;
   const u32 ahead = place * each, length = min(whole - ahead, each);

@@ -3,7 +3,7 @@
 //   trap_sigmoid=no  state=bf16  k_state=bf16  v_state=bf16  x=bf16  B=bf16  dt=bf16  A=bf16  trap=bf16  angle=none
 //   D=none  z=bf16  dt_bias=none  row_norm=none  row_bias=none  mimo=f32  norm_weight=none  out=bf16  by_rank=yes
 //   index=none  pool=single  state_loads=vector  operand_loads=vector  lanes=4  vec=8  ilp=2  tile=64  threads=128
-//   min_blocks=0  prefetch=0  pdl=off
+//   min_blocks=0  prefetch=0  pdl=off  staged=yes
 // A row of the state, S:
 //     S = exp(dt A) S + sum over ranks of (1 - trap) dt exp(dt A) v mimo_x k_before + trap dt x mimo_x k
 //     o = <S, q>, times silu(z mimo_z)
@@ -130,6 +130,25 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], T* from, u32 i) {
                : "r"(u32(__cvta_generic_to_shared(from + i)))
                : "memory");
 }
+
+// Asynchronous copies to shared memory: Size bytes (16, past L1; or 8 or 4) from an aligned address to element i of an array. Only the
+// first `bytes` are read; the rest becomes zero. The issuing thread sees the data after it has waited for the copy's group or for all
+// copies, the other threads after a barrier that follows. Until then no thread may access the destination.
+template <u32 Size = 16, class T>
+DEVICE void copy_async(T* to, u32 i, const void* from, u32 bytes = Size) {
+  static_assert(Size == 4 || Size == 8 || Size == 16, "a copy has 4, 8 or 16 bytes");
+  const u32 there = u32(__cvta_generic_to_shared(to + i));
+  if constexpr (Size == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(there), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(there), "l"(from), "n"(Size), "r"(bytes) : "memory");
+}
+// A group: all copies that this thread has issued since its last commit.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all of this thread's groups except the last `Left`.
+template <u32 Left>
+DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
+DEVICE void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Four words of shared memory, aligned.
 template <class T>
@@ -382,7 +401,7 @@ DEVICE Terms terms_of(float low, float high) {
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-mamba3_h64p64n128g1r4_bf16_l4v8i2t64x128_a0bcf65e(
+mamba3_h64p64n128g1r4_bf16_l4v8i2t64x128_staged_86dd0c3a(
     bf16* state, bf16* k_state, bf16* v_state, const bf16* x, const bf16* B, const bf16* C, const bf16* dt,
     const bf16* A, const bf16* trap, const bf16* z, const f32* mimo_x, const f32* mimo_z, bf16* out, i64 state_slot,
     i64 k_state_slot, i64 v_state_slot, u32 x_batch, u32 B_batch, u32 C_batch, u32 dt_batch, u32 A_batch,
@@ -510,7 +529,16 @@ mamba3_h64p64n128g1r4_bf16_l4v8i2t64x128_a0bcf65e(
 #pragma unroll
   for (int m = 0; m < kOwnItems; ++m)
     if (is_item(m)) raw_v[m] = load(v_state + slot * v_state_slot + (head * v_state_head + item_of(m) % kHeadDim));
-  load_state(next, 0);
+  ALIGNED_SHARED(u32, staged, kTile * kDState / 2);
+  const auto place_of_state = [&](int step, int i, int p) { return (((step * kIlp + i) * kPasses + p) * kThreads + threadIdx.x) * 4; };
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) {
+#pragma unroll
+      for (int i = 0; i < kIlp; ++i) copy_async(staged, place_of_state(step, i, p), src + element_of(step, i) + p * (kLanes * kVec));
+    }
+  }
 
   ALIGNED_SHARED(Terms, shared_k, 4 * kDState);
   ALIGNED_SHARED(Terms, shared_rows, 8 * kPitchOfK);  // of k, by outer product; both terms of two elements
@@ -599,11 +627,10 @@ mamba3_h64p64n128g1r4_bf16_l4v8i2t64x128_a0bcf65e(
 #pragma unroll
   for (int m = 0; m < kOwnItems; ++m)
     if (item_of(m) < kHeadDim) store(v_state + slot * v_state_slot + (head * v_state_head + item_of(m)), v[m]);
+  wait_all_copies();
 
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const Rows rows = next;
-    if (step + 1 < kSteps) load_state(next, step + 1);
     {
       u32 factor[2][4];  // of rows g and g + 8: first terms, second terms; and the other way round
       const u32 row = row_of(step, 0) - lane / 4 + lane % 16;
@@ -614,11 +641,13 @@ mamba3_h64p64n128g1r4_bf16_l4v8i2t64x128_a0bcf65e(
         for (int term = 1; term >= 0; --term) mma_bf16(sum, factor[term][0], factor[term][1], factor[term][2], factor[term][3], first, second);
       };
       float products[4] = {}, y[4] = {};  // of rows of k and q; of rows of the state and q
-#pragma unroll
+#pragma unroll 1  // less code and fewer registers, for more blocks per SM
       for (int p = 0; p < kPasses; ++p) {
         u32 q[4];
         load_4_shared(shared_q, lane / 4 * kPitchOfQ + lane % 4 * 4 + 16 * p, q);
-        const Pack<State, kVec> state_of[kIlp] = {rows.state[0][p], rows.state[1][p]};
+        Pack<State, kVec> state_of[kIlp];
+#pragma unroll
+        for (int i = 0; i < kIlp; ++i) load_4_shared(staged, place_of_state(step, i, p), state_of[i].word);
         const auto& one = state_of[0].word;
         const auto& other = state_of[1].word;
 #pragma unroll
