@@ -14,7 +14,7 @@ from ssmgen.variants.defaults import Default, named
 from .edits import EDITS
 
 SM90A = Arch(90, "a")
-PROMPTS = ("chunk_scan", "chunk_delta_rule", "chunk_linear_attention", "selective_scan")
+PROMPTS = ("chunk_scan", "chunk_delta_rule", "chunk_linear_attention", "selective_scan", "mamba3_chunk_scan")
 # 12 chunks of 64 tokens, or 24 of 32, and a rest: each of at most 4 stages is used again and again, and of segments of 256 there are 4.
 TOKENS = 12 * 64 + 5
 LONG = 6 * 8 * 64 + 5  # of which each of 6 blocks has a part
