@@ -788,9 +788,9 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
         }
       }
     };
-    Steps first;
-    load_steps(0, first), load_steps(1, later);
-    sum_steps(0, first), sum_steps(1, later);
+    Steps earliest;
+    load_steps(0, earliest), load_steps(1, later);
+    sum_steps(0, earliest), sum_steps(1, later);
     // 16 rows of the state, a lane rows quad and quad + 8: S[i][2 side + e] is in column 8 i + 2 part + e of the warp's columns.
     float S[kColumns / 8][4] = {};
     const bool holds = true;
@@ -897,8 +897,8 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
       if (n + 1 < chunks) begin_chunk(n + 1);  // while the chunk is made ready
     }
     if (holds) {  // no other thread reads these numbers
-      const i64 slot = load(state_indices + u64(sequence) * state_indices_sequences);  // again, as registers are few
-      State* const to = state + slot * state_slot + u64(head) * state_head + state_row * kState + state_column;
+      const i64 slot_again = load(state_indices + u64(sequence) * state_indices_sequences);  // again, as registers are few
+      State* const to = state + slot_again * state_slot + u64(head) * state_head + state_row * kState + state_column;
 #pragma unroll
       for (int i = 0; i < kColumns / 8; ++i) {
 #pragma unroll
@@ -1006,12 +1006,12 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
         }
       }
       __syncwarp();  // this warp's rows are of whole tokens
-      const u32 first = own_rows * kOwnTokens;
-      const u32 last = min(first + kOwnTokens, count);
+      const u32 own_first = own_rows * kOwnTokens;
+      const u32 last = min(own_first + kOwnTokens, count);
 #pragma unroll 1
-      for (u32 begin = first; begin < last; begin += kTogether) {
-        const Place from_y = place_in(tiles, kAtY + (16 * writer + (begin - first) * kRank) * kYWords + 2 * lane);
-        const Place from_x = place_in(tiles, at + kAtX + begin * kXWords + lane);
+      for (u32 from_token = own_first; from_token < last; from_token += kTogether) {
+        const Place from_y = place_in(tiles, kAtY + (16 * writer + (from_token - own_first) * kRank) * kYWords + 2 * lane);
+        const Place from_x = place_in(tiles, at + kAtX + from_token * kXWords + lane);
         float result[kTogether][kOwnPairs][2] = {};
 #pragma unroll
         for (int r = 0; r < kRank; ++r) {
@@ -1045,12 +1045,12 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
             }
           }
         }
-        X* to = out + (u64(n) * kChunk + begin) * out_token + 2 * lane;
+        X* to = out + (u64(n) * kChunk + from_token) * out_token + 2 * lane;
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
           for (int p = 0; p < kOwnPairs; ++p) {
-            if (begin + i < last && lane + 32 * p < kTile / 2) store_u32(to + 64 * p, round_pair(X{}, result[i][p][0], result[i][p][1]));
+            if (from_token + i < last && lane + 32 * p < kTile / 2) store_u32(to + 64 * p, round_pair(X{}, result[i][p][0], result[i][p][1]));
           }
           to += out_token;
         }    }
@@ -1143,9 +1143,9 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
         for (int is_k = 0; is_k < 2; ++is_k) {
 #pragma unroll
           for (int w = 0; w < 4; w += kPart) {
-            const auto part = load_vector<X, 2 * kPart>(from[is_k] + (w / 2 * (kState / 2) + w % 2 * 2));
+            const auto piece = load_vector<X, 2 * kPart>(from[is_k] + (w / 2 * (kState / 2) + w % 2 * 2));
 #pragma unroll
-            for (int j = 0; j < kPart; ++j) raw[is_k][i][w + j] = part.word[j];
+            for (int j = 0; j < kPart; ++j) raw[is_k][i][w + j] = piece.word[j];
           }
         }
       }
@@ -1264,12 +1264,12 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
     }
   }
   {
-    const i64 slot = load(state_indices + u64(sequence) * state_indices_sequences);  // again, as registers are few
+    const i64 slot_again = load(state_indices + u64(sequence) * state_indices_sequences);  // again, as registers are few
     // The block has read its slot, and is the only one that does.
     __syncthreads();
-    for (u32 i = threadIdx.x; i < kTile; i += kThreads) store(v_state + slot * v_state_slot + u64(head) * v_state_head + i, last_v[(chunks ? kTile : 0) + i]);
+    for (u32 i = threadIdx.x; i < kTile; i += kThreads) store(v_state + slot_again * v_state_slot + u64(head) * v_state_head + i, last_v[(chunks ? kTile : 0) + i]);
     for (u32 i = threadIdx.x; i < kRank * kState; i += kThreads)
-      store(k_state + slot * k_state_slot + u64(i / kState) * k_state_rank + u64(head) * k_state_head + i % kState, last_k[chunks % kKept * (kRank * kState) + i]);
-    for (u32 i = threadIdx.x; i < kAngles; i += kThreads) store(angle_state + slot * angle_state_slot + u64(head) * angle_state_head + i, starts[chunks % 2 * kAngles + i]);
+      store(k_state + slot_again * k_state_slot + u64(i / kState) * k_state_rank + u64(head) * k_state_head + i % kState, last_k[chunks % kKept * (kRank * kState) + i]);
+    for (u32 i = threadIdx.x; i < kAngles; i += kThreads) store(angle_state + slot_again * angle_state_slot + u64(head) * angle_state_head + i, starts[chunks % 2 * kAngles + i]);
   }
 }

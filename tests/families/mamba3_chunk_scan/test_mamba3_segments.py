@@ -162,8 +162,8 @@ def test_all_may_be_forgotten():
 MISTAKES = {
     "too early": ("    cluster_wait();  // the ends of all parts", "    //", "cluster|shared memory"),
     "room too early": ("    cluster_wait();  // no block reads", "    //", "cluster|shared memory|has ended"),
-    "no pair of the part before": ("      if (place) make_token_before();\n", "", "off"),
-    "no pair at the start": ("    if (place) make_token_before();\n    load_steps", "    load_steps", "off"),
+    "no pair of the part before": ("      if (place) make_token_before(kWarps);\n", "", "off"),
+    "no pair at the start": ("    if (place) make_token_before(kWarps);\n    load_steps", "    load_steps", "off"),
     "angles of one part": ("= from ? turned(start, __uint_as_float(by[e])) :", "=", "off"),
     "decay": ("log2_of_part = log2_of_part + sums", "log2_of_part = sums", "off"),
     "an end that is not rotated": ("totals[a + e] = from ? sin_approx(start)", "totals[a + e] = from ? 0.f", "off"),

@@ -64,10 +64,10 @@ def test_variants_are_bit_equal():
 
 
 EDITS = {
-    "a token too many": (CACHE, "valid = before + (empties ? 1 : 0)", "valid = before + 1", "outside"),
-    "no token": (CACHE, "valid = before + (empties ? 1 : 0)", "valid = before", "out"),
+    "a token too many": (CACHE, "valid = held + (empties ? 1 : 0)", "valid = held + 1", "outside"),
+    "no token": (CACHE, "valid = held + (empties ? 1 : 0)", "valid = held", "out"),
     "counted twice": (CACHE, "lane < tokens && !empties ? delta", "lane < tokens ? delta", "out"),
-    "an entry that does not count": (CACHE, "if (row < before)", "if (row <= before)", "out"),
+    "an entry that does not count": (CACHE, "if (row < held)", "if (row <= held)", "out"),
     "stored all the same": (CACHE, "if (row < tokens && !empties)", "if (row < tokens)", "state"),
     "the slot's flag": (CACHE, "load_u8(flush + batch)", "load_u8(flush + slot)", "outside"),
     "no wait": (replace(CACHE, pdl=Pdl.WAIT), "  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
