@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import ssmgen
-from ssmgen.bench.timing import device_us
+from ssmgen.bench.timing import ceilings_tbs, device_us
 from ssmgen.calls.operator import call_of
 from ssmgen.launch import runtime
 from ssmgen.select import registry
@@ -29,7 +29,6 @@ from tools.parallel import Layer
 
 LAYERS, EPS = 8, 1e-5
 BOUND = 5e-2  # of relative errors between forms that round elsewhere; eight layers on the CPU: 1e-2
-COPIED = 2**30  # bytes that the copy reads
 STEPS = 4  # in a graph
 Plan = Callable[[], object]
 
@@ -175,13 +174,6 @@ def checked(chain: Chain, steps: dict[str, Plan]) -> None:
     assert error(found["cublas"][0], found["late"][0]) < BOUND and error(found["fused, late"][0], sums) < BOUND
 
 
-def copy_rate(device: str) -> float:
-    """Bytes per microsecond that a copy reads and writes."""
-    source = torch.empty(COPIED, device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * COPIED / device_us({"copy": lambda i: target.copy_(source)}, 1, least=2)["copy"]
-
-
 def measured(rows: int, layers: int, rounds: int, rate: float) -> dict[str, Any]:
     """Microseconds of a step, by form."""
     torch.manual_seed(0)
@@ -199,7 +191,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true", help="Also print one JSON document, as the last line.")
     chosen = parser.parse_args()
-    rate, found = copy_rate("cuda"), []
+    rate, found = ceilings_tbs()["out_of_place"] * 1e6, []  # bytes per microsecond
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a copy moves {rate / 1e6:.2f} TB/s")
     for rows in chosen.rows:
         found.append(measured(rows, chosen.layers, chosen.rounds, rate))
