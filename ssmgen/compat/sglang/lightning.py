@@ -90,11 +90,16 @@ def _verified(
     operands: tuple[Tensor, Tensor, Tensor, Tensor], s: Tensor, slots: Tensor, count: int, caches: Tensor, rows: Tensor | None,
     scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """The outputs of drafts, whose states go to caches. operands: q, k, v and slopes; rows: of caches, one per sequence."""
+    """The outputs [tokens, H, V] of drafts, whose states go to caches. operands: q, k, v and slopes; rows: of caches, one per sequence.
+
+    Raises ArgumentError.
+    """
     *tokens, slope = operands
-    if tokens[0].shape[0] % count or rows is None:
-        problems = [f"q has {tokens[0].shape[0]} tokens for {count} sequences with caches; expected a multiple"]
-        raise ArgumentError("sglang's seg_la_fwd", problems if rows is not None else ["cache_indices is None; expected a tensor"])
+    problems = ["cache_indices is None; expected a tensor [N] with caches"] if rows is None else []
+    if tokens[0].shape[0] % count:
+        problems.append(f"q has {tokens[0].shape[0]} tokens for {count} sequences with caches; expected a multiple")
+    if problems or rows is None:
+        raise ArgumentError("sglang's seg_la_fwd", problems)
     q, k, v = (t.unflatten(0, (count, -1)) for t in tokens)
     out = _new_output(tokens[0], tokens[2])
     lightning_attn(

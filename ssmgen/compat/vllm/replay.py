@@ -125,11 +125,12 @@ def selective_state_update_replayssm_output_only(
     vLLM decides in which steps a sequence's state is written: it then includes the new token, and nothing goes to the cache. In other steps
     the token goes to the cache, and no state changes.
 
-    state: [slots, H, P, N]          x, z, out: [N, H, P]; dt likewise, one value per head          B, C: [N, G, N]
+    state: [slots, H, P, N]          x, z, out: [batch, H, P]; dt likewise, one value per head          B, C: [batch, G, N]
     A: [H, P, N], D, dt_bias: [H, P], one value of A and dt_bias per head, expanded
     x_cache: [slots, H, L, P], B_cache: [slots, G, L, N], dt_cache: [slots, H, L] f32
-    write_pos: [N] int32, how many entries of each sequence count, below L          is_flush: [N] bool or int8, whether its state is written
-    state_batch_indices: [N], or [N, T], whose first column is read; null_block_id and negative slots are padding: a zero output
+    write_pos: [batch] int32, how many entries of each sequence count, below L
+    is_flush: [batch] bool or int8, whether its state is written
+    state_batch_indices: [batch], or [batch, T], whose first column is read; null_block_id and negative slots are padding: a zero output
     enable_stochastic_rounding: rounds the states that are written with noise
 
     Returns out, written. Products are exact to 2^-24.

@@ -271,6 +271,7 @@ def test_sglang_verifies_drafts_of_lightning_attention(sglang):
     [
         ({"cache_indices": None}, ArgumentError, "cache_indices is None; expected a tensor"),
         ({n: torch.zeros(8, HK, K) for n in "qkv"}, ArgumentError, "q has 8 tokens for 3 sequences with caches; expected a multiple"),
+        ({"cache_indices": None, **{n: torch.zeros(8, HK, K) for n in "qkv"}}, ArgumentError, r"(?s)cache_indices is None.*a multiple"),
         ({"meta": SimpleNamespace(mask=torch.zeros(1))}, UnsupportedError, "meta.mask is given; expected None"),
     ],
 )
