@@ -16,7 +16,6 @@ from ssmgen.families.mamba3_chunk_scan.problem import Mamba3PromptProblem
 from ssmgen.families.mamba3_chunk_scan.spec import Mamba3ScanSpec
 
 NAN = float("nan")
-POOLS = ("state", "k_state", "v_state", "angle_state")
 INITIAL = ("initial_states", "initial_k", "initial_v", "initial_angles")
 PER_TOKEN = ("x", "z", "B", "C", "dt", "A", "trap", "angle")
 SISO = ("mimo_x", "mimo_z", "mimo_o")

@@ -11,7 +11,8 @@ import torch
 from bits import all_same, error, same
 from compiled import compiled
 from kernel_laws import edited, found, waits_before_any_of
-from mamba3_prompt_cases import INITIAL, NAN, PER_TOKEN, POOLS, Call, cut, emulated, exact, make, starts_of, states, variant
+from mamba3_cases import POOLS
+from mamba3_prompt_cases import INITIAL, NAN, PER_TOKEN, Call, cut, emulated, exact, make, starts_of, states, variant
 from selection import costly
 
 import ssmgen
