@@ -245,7 +245,7 @@ def test_rows_that_are_not_contiguous_are_copied():
 )
 def test_limits_that_say_nothing_ask_for_no_other_kernel(more, passed, monkeypatch):
     seen = []
-    monkeypatch.setattr(mamba_prompts, "chunk_scan", lambda *args, dt_limit, **rest: seen.append(dt_limit))
+    monkeypatch.setattr(mamba_prompts, "chunk_scan", lambda *args, dt_limit=None, **rest: seen.append(dt_limit))
     vllm.mamba_chunk_scan_combined_varlen(**vllm_call() | more)
     assert seen == [passed]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from bits import error
 from kernel_laws import edited, found
-from mamba3_prompt_cases import INITIAL, POOLS, emulated, exact, make, states, variant
+from mamba3_cases import POOLS
+from mamba3_prompt_cases import INITIAL, emulated, exact, make, states, variant
 from selection import costly
 from test_mamba3_chunk_scan import BOUND, CASES, SM90, STATE, chosen
 
