@@ -7,12 +7,13 @@ convolution of width 4 moves 16 bytes per channel, 12 of them for the window.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
 from ...engine.window import MAX_REACH, MAX_WIDTH, Saved, StateLayout, Windowed, reach_of
 from ...spec.kernel import LATER, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec.variants import spec_of, trials
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d_update"
@@ -254,18 +255,10 @@ def tokens_of(reach: int, length: int, query_start_loc: Index, tree: Index = Ind
     return (length, Tokens.FIXED) if length in fixed else (some, Tokens.COUNTED)
 
 
-def _spec(problem: UpdateProblem, **how: Any) -> UpdateSpec:
-    return UpdateSpec(**{f.name: getattr(problem, f.name) for f in fields(UpdateProblem)}, **how)
-
-
 def space(problem: UpdateProblem, arch: Arch) -> Iterator[UpdateSpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
-    for vec in (4 // problem.x.size, 8 // problem.x.size):
-        for threads in (64, 128, 256):
-            for pdl in Pdl:
-                spec = _spec(problem, vec=vec, threads=threads, pdl=pdl)
-                if not spec.violations(arch):
-                    yield spec
+    vec = (4 // problem.x.size, 8 // problem.x.size)
+    return trials(UpdateSpec, problem, arch, {"vec": vec, "threads": (64, 128, 256), "pdl": Pdl})
 
 
 def candidates(problem: UpdateProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, UpdateSpec | None, str]]:
@@ -273,5 +266,9 @@ def candidates(problem: UpdateProblem, batch: int, arch: Arch, pdl: bool) -> Ite
     one = problem.tokens == 1 and problem.saved is Saved.NO
     how: dict[str, Any] = {"min_blocks": 0 if one else 1}  # otherwise ptxas spills a few bytes, to stay below 64 registers
     if one and batch == 1 and problem.layout is StateLayout.RUNS and problem.x.size < 4:  # measured on an H100 and an H200
-        yield "one sequence", _spec(problem, **how, vec=4 // problem.x.size, threads=64, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
-    yield "single", _spec(problem, **how, vec=8 // problem.x.size, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
+        yield (
+            "one sequence",
+            spec_of(UpdateSpec, problem, **how, vec=4 // problem.x.size, threads=64, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF),
+            "",
+        )
+    yield "single", spec_of(UpdateSpec, problem, **how, vec=8 // problem.x.size, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""

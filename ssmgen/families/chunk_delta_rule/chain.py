@@ -87,5 +87,5 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
         return super().constants() | ({"stage_words": self.stage_bytes // 4} if self.grouped else {})
 
 
-_VARIANTS = Variants(chain=ChainSpec, problem=DeltaProblem, fetchers=(1, 2), by_copy={16: 1, 8: 2}, wide=(2, 3))
+_VARIANTS = Variants(chain=ChainSpec, fetchers=(1, 2), by_copy={16: 1, 8: 2}, wide=(2, 3))
 warpgroup_space, space, candidates = _VARIANTS.warpgroup_space, _VARIANTS.space, _VARIANTS.candidates

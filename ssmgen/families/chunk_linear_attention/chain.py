@@ -114,5 +114,5 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
 WEIGHING = (56, 88, 248)
 
 
-_VARIANTS = Variants(chain=ChainSpec, problem=LinearPromptProblem, fetchers=(1, 2, 4), by_copy={16: 2}, fewest=FEWEST)
+_VARIANTS = Variants(chain=ChainSpec, fetchers=(1, 2, 4), by_copy={16: 2}, fewest=FEWEST)
 warpgroup_space, space, candidates = _VARIANTS.warpgroup_space, _VARIANTS.space, _VARIANTS.candidates

@@ -16,7 +16,7 @@ these weights in x's type, and the same sums, which the epilogue multiplies by t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...compile.occupancy import SHARED_RESERVED, most_shared
@@ -161,11 +161,6 @@ class SkinnySpec(SkinnyKernel):
             "columns": self.rows // 8,
             "pad": PAD[self.weight.size],
         }
-
-
-def of(kind: type[Any], problem: SkinnyProblem, **how: Any) -> Any:
-    """The spec of a class for a problem."""
-    return kind(**{f.name: getattr(problem, f.name) for f in fields(SkinnyProblem)}, **how)
 
 
 def tiles_of(n: int) -> int:
