@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import INDEX, STATES
+from ...calls.checks import STATES, index_of
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...engine.recurrences.attention.operands import KEY_VECTORS, OPERANDS
 from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from ...engine.recurrences.attention.reference import reference
 from ...engine.rows import loaded
-from ...spec.kernel import Index, Layout, Loads, PoolMode, Ring, Update
+from ...spec.kernel import Layout, Loads, PoolMode, Ring, Update
 from . import commit
 from .operands import FUNCTIONS
 from .spec import OPERATOR, LinearAttentionSpec
@@ -36,15 +36,13 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
 
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> LinearAttentionProblem:
     """The problem of checked operands and their addresses."""
-    if options.commit:
-        return commit.problem_of(views, pointers, options)
-    state, form = views["state"], options.form
-    _, HV, V, K = state.shape
+    state, form, commits = views["state"], options.form, options.commit
+    HV, V, K = state.shape[-3:]
     ragged = "cu_seqlens" in views
     kept, target = views.get("intermediate_states"), views.get("dst_state_indices")
     each = target is not None and target.dim() == 2
     ring = "ring_k" in views
-    several = ragged or each or ring or kept is not None or views["q"].shape[1] != 1
+    several = commits or ragged or each or ring or kept is not None or views["q"].shape[1] != 1
     lane = min(16 // state.element_size(), K & -K)  # elements of a lane's vector
 
     along = -1 if options.layout == "vk" else -2
@@ -53,38 +51,37 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     vectors = [n for n in (*KEY_VECTORS, "ring_k", "ring_gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
     present: dict[str, Any] = {field: STATES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
 
-    def index(name: str) -> Index:
-        return INDEX[views[name].dtype if name in views else None]
-
     problem = LinearAttentionProblem(
         dim_k=K,
         dim_v=V,
         nheads=HV,
-        key_heads=views["q"].shape[2],
+        key_heads=views["k"].shape[-2],
         delta=Delta(form.delta),
         layout=Layout(options.layout),
         tokens=Tokens.RAGGED if ragged else Tokens.MANY if several else Tokens.ONE,
         **present,
         gate=Gate(form.gate),
         beta_form=Beta(form.beta),
-        beta_rows="beta" in views and views["beta"].dim() == 4,
+        beta_rows="beta" in views and views["beta"].dim() == 4 + commits,
         l2norm=form.l2norm,
-        index=index("state_indices"),
-        accepted=index("num_accepted_tokens"),
-        cu_seqlens=index("cu_seqlens"),
+        index=index_of(views, "state_indices"),
+        accepted=index_of(views, "num_accepted_tokens"),
+        cu_seqlens=index_of(views, "cu_seqlens"),
         update=Update.NONE if not options.update_state else Update.EACH if each else Update.FINAL,
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
-        ring=Ring.STORE if ring else Ring.NONE,
+        ring=Ring.COMMIT if commits else Ring.STORE if ring else Ring.NONE,
+        layers=commits and state.shape[0] > 1,
         intermediates=kept is not None,
-        parents=index("parents"),
-        kept_index=index("intermediate_state_indices"),
+        parents=index_of(views, "parents"),
+        kept_index=index_of(views, "intermediate_state_indices"),
         state_loads=Loads.VECTOR if all(checks.aligned(t, pointers[n], wide, along) for n, t in states) else Loads.ELEMENT,
-        heads_apart=HV > 1 and state.stride(1) != V * K,
+        heads_apart=not commits and HV > 1 and state.stride(1) != V * K,
         zero_padding=options.zero_padding,
         philox_rounds=options.philox_rounds,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     )
-    return loaded(problem).for_tokens(views["q"].shape[1])
+    found = loaded(problem)
+    return found if commits else found.for_tokens(views["q"].shape[1])
 
 
 _COLUMNS = {
