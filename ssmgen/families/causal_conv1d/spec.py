@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...engine.window import MAX_REACH, MAX_WIDTH, reach_of
+from ...engine.window import MAX_WIDTH, Convolution
 from ...spec.kernel import LATER, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
 from ...spec.variants import spec_of, trials
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d"
 SIZE, MAX_SIZE = "KiB of x", 2**22  # the rules compare this size
-
-
-GATES = ("input_gate", "output_gate")
 
 
 class ConvLayout(Enum):
@@ -33,7 +30,7 @@ class ConvLayout(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvProblem(Problem):
+class ConvProblem(Problem, Convolution):
     """The fields that a call fixes: layout, dtypes and present operands. Sizes are not fixed."""
 
     layout: ConvLayout
@@ -59,16 +56,6 @@ class ConvProblem(Problem):
     dilation: int = field(default=1, metadata=LATER)  # distance between the inputs of neighbouring taps
 
     @property
-    def reach(self) -> int:
-        """Inputs that a window spans."""
-        return reach_of(self.width, self.dilation)
-
-    @property
-    def gates(self) -> tuple[str, ...]:
-        """The gates that are given."""
-        return tuple(name for name in GATES if getattr(self, name))
-
-    @property
     def ragged(self) -> bool:
         return self.query_start_loc is not Index.NONE
 
@@ -86,10 +73,6 @@ class ConvProblem(Problem):
     def across(self) -> bool:
         """Whether kernels take the distance between channels."""
         return self.layout is ConvLayout.FIRST or (self.loads is Loads.ELEMENT and not self.unit)
-
-    @property
-    def loose_taps(self) -> bool:
-        return self.taps is Loads.ELEMENT
 
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
@@ -120,10 +103,7 @@ class ConvProblem(Problem):
                 not (self.ragged and self.seq_idx),
                 f"seq_idx is yes and query_start_loc is {self.query_start_loc.value}; expected one of them",
             ),
-            *must(
-                self.dilation >= 1 and self.reach <= MAX_REACH,
-                f"dilation is {self.dilation} with width {self.width}; expected 1 or more, and a window of at most {MAX_REACH} inputs",
-            ),
+            *self.reach_faults(),
             *must(
                 self.dilation == 1 or (self.layout is ConvLayout.LAST and not self.unit),
                 f"dilation is {self.dilation} with layout={self.layout.value}, unit={'yes' if self.unit else 'no'}; "
