@@ -51,7 +51,7 @@ def valid_slots(views: Mapping[str, Tensor], slots: Tensor, pad_slot_id: int) ->
 
 def located(views: Mapping[str, Tensor], slots: Tensor, pad_slot_id: int) -> dict[str, Tensor]:
     """The recurrence's operands that say where states come from and go to. slots: of the windows, as in `slots_of`."""
-    names = ("num_accepted_tokens", "intermediate_states", "rand_seed")
+    names: tuple[str, ...] = ("num_accepted_tokens", "intermediate_states", "rand_seed")
     names += ("intermediate_state_indices",) if "intermediate_states" in views else ()
     found = {"state_indices": slots, **{name: views[name] for name in names if name in views}}
     if "num_accepted_tokens" in views:
