@@ -24,8 +24,7 @@ from ...engine.recurrences.attention.problem import Beta
 from ...spec.kernel import DType, KernelSpec, Loads, Needs
 from .prepare import PrepareSpec
 from .problem import COEFFICIENTS, MAX_SIZE, OPERATOR, PANEL_BYTES, PANELS, SIZE, ChunkProblem, DeltaProblem, Gate
-from .segments import JoinSpec
-from .spec import DeltaSpec
+from .spec import DeltaSpec, JoinSpec
 
 __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space", "warpgroup_space"]
 

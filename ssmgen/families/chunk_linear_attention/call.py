@@ -16,7 +16,7 @@ from ...errors import ArgumentError
 from .operands import GATED, OPERANDS
 from .planning import CALLERS, WHAT, Options
 from .problem import OPERATOR, Rule
-from .segments import workspace_for
+from .spec import workspace_for
 
 
 @operator(like="v", segments=SEGMENTS)

@@ -12,7 +12,6 @@ from ...calls import checks
 from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
-from ...engine.layers import tokens as layer_tokens
 from ...engine.layers import views as layer_views
 from ...engine.noise import check_seed
 from ...engine.norm_calls import ACTIVATIONS
@@ -58,8 +57,8 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
-    several = layer_tokens.asked_for(named, "mixed_qkv", options.update_state)
-    if several and not layer_tokens.check_axis(named, "mixed_qkv", options.update_state, problems):
+    several = layer_views.asked_for(named, "mixed_qkv", options.update_state)
+    if several and not layer_views.check_axis(named, "mixed_qkv", options.update_state, problems):
         return {}
     if not _check_operands(named, options, problems):
         return {}
@@ -72,7 +71,7 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
 
 def _check_tokens(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> None:
     separate = "kda" if "g" in named else "gated_delta_rule"
-    if not layer_tokens.check_tokens(named, "mixed_qkv", separate, options.update_state, problems):
+    if not layer_views.check_tokens(named, "mixed_qkv", separate, options.update_state, problems):
         return
     if "intermediate_states" in named and named["intermediate_states"].dtype != named["state"].dtype:
         problems.append(f"intermediate_states is {named['intermediate_states'].dtype}; expected {named['state'].dtype}, the dtype of state")

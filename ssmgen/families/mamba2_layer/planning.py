@@ -12,7 +12,6 @@ from ...calls import checks
 from ...calls.checks import DTYPES
 from ...calls.dispatch import callers
 from ...calls.planning import Family
-from ...engine.layers import tokens as layer_tokens
 from ...engine.layers import views as layer_views
 from ...engine.noise import check_seed
 from ...spec.kernel import KernelSpec, Loads
@@ -42,13 +41,13 @@ def views_of(named: Mapping[str, Tensor], options: Options, problems: list[str])
     check_seed(named, options.update_state, problems)
     if not checks.check_tensors(named, problems):
         return {}
-    several = layer_tokens.asked_for(named, "xBC", options.update_state)
-    if several and not layer_tokens.check_axis(named, "xBC", options.update_state, problems):
+    several = layer_views.asked_for(named, "xBC", options.update_state)
+    if several and not layer_views.check_axis(named, "xBC", options.update_state, problems):
         return {}
     if not _check_operands(named, options, problems):
         return {}
     if several:
-        layer_tokens.check_tokens(named, "xBC", "selective_state_update", options.update_state, problems)
+        layer_views.check_tokens(named, "xBC", "selective_state_update", options.update_state, problems)
     elif named["xBC"].dim() == 3:  # a tokens axis of one
         named = dict(named) | {n: named[n].squeeze(1) for n in OPERANDS.tokenwise if n in named}
     return {} if problems else _with_heads(named, options)

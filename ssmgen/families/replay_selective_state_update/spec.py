@@ -20,10 +20,9 @@ from typing import Any, ClassVar
 
 from ...spec.kernel import FP8, LATER, SM90, Arch, DType, Index, Loads, Narrow, Needs, Pdl, must
 from ...spec.variants import spec_of, trials
-from .arguments import Part as Part
-from .arguments import ReplayArguments
 from .operands import LATE
-from .problem import History, ReplayProblem
+from .problem import History, ReplayArguments, ReplayProblem
+from .problem import Part as Part
 
 OPERATOR = "replay_selective_state_update"
 

@@ -7,9 +7,8 @@ from itertools import product
 
 from ...spec.kernel import SM90, Arch, DType, KernelSpec, Pdl
 from ...spec.variants import legal, spec_of
-from .fma import FmaSpec
 from .problem import SkinnyProblem
-from .spec import CHAINS, SLOT, SkinnySpec, pdls, tiles_of
+from .spec import CHAINS, SLOT, FmaSpec, SkinnySpec, pdls, tiles_of
 
 SIZE, MAX_SIZE = "rows of the weights", 2**18  # the rules compare this size; beyond the maximum, nothing changes
 SMS = 132  # of an H100 and an H200
