@@ -233,7 +233,7 @@ class Model:
     @property
     def function(self) -> str:
         """The public function that decodes it."""
-        raise NotImplementedError
+        return self.operator
 
     @property
     def shape(self) -> tuple[int, int, int]:

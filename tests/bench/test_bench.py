@@ -11,7 +11,7 @@ from ssmgen.bench import bench_of, case, report, rows, table, timing
 from ssmgen.bench.progress import Watch
 from ssmgen.bench.suite import Suite
 from ssmgen.errors import SsmgenError
-from ssmgen.families.linear_attention import TIMED, bench, bench_peers
+from ssmgen.families.linear_attention import TIMED, bench
 from ssmgen.spec.kernel import DType, PoolMode
 
 HEADS, DIM, BATCH = 4, 8, 5
@@ -151,7 +151,7 @@ def wide(op: str = "gated_delta_rule", state: DType = DType.BF16, **how) -> case
 @pytest.mark.parametrize("how", CASES.values(), ids=CASES)
 def test_flashinfer_gets_the_same_call(called, how):
     case = wide(**how)
-    bench_peers.flashinfer(case)(0)
+    bench.flashinfer(case)(0)
     ((name, given),) = called.items()
     ours = case.arguments(0)
     assert name.endswith("gated_delta_rule" if case.at.tokens == 1 else "gated_delta_rule_mtp")
@@ -163,14 +163,14 @@ def test_flashinfer_gets_the_same_call(called, how):
 
 
 def test_flashinfer_is_asked_only_for_what_it_has(called):
-    assert bench_peers.flashinfer(case_of(dtype=BF16)) is None, "not of 128 x 128"
-    assert bench_peers.flashinfer(wide(state=DType.F32)) is None and bench_peers.flashinfer(wide("kda")) is None
+    assert bench.flashinfer(case_of(dtype=BF16)) is None, "not of 128 x 128"
+    assert bench.flashinfer(wide(state=DType.F32)) is None and bench.flashinfer(wide("kda")) is None
 
 
 @pytest.mark.parametrize("op", bench.OPS)
 def test_fla_gets_contiguous_f32_states(called, op):
     case = case_of(op, BF16, key_heads=HEADS, batch=2)
-    call = bench_peers.fla(case)
+    call = bench.fla(case)
     call(case.sets - 1)
     (given,) = called.values()
     assert given["initial_state"].shape == (2, HEADS, DIM, DIM) and given["initial_state"].dtype == F32
@@ -181,7 +181,7 @@ def test_fla_gets_contiguous_f32_states(called, op):
 
 
 def test_fla_without_groups_is_left_out(called):
-    assert bench_peers.fla(case_of("gla")) is None and bench_peers.fla(case_of("kda")) is not None
+    assert bench.fla(case_of("gla")) is None and bench.fla(case_of("kda")) is not None
 
 
 def test_a_missing_peer_is_silent_and_a_broken_one_is_named(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import ssmgen
 from ssmgen.bench import case, rows, table
 from ssmgen.bench.suite import Suite
 from ssmgen.errors import SsmgenError
-from ssmgen.families.linear_attention import bench_peers
+from ssmgen.families.linear_attention import bench
 
 pytestmark = pytest.mark.usefixtures("one_compile")
 
@@ -63,5 +63,5 @@ def test_a_tree_is_timed_beside_its_chain(op, tokens, monkeypatch):
 
 def test_nothing_else_is_timed_beside_a_tree():
     tree, plain = case_of(tokens=3, tree=True), case_of(tokens=3)
-    assert bench_peers.flashinfer(tree) is bench_peers.fla(tree) is None and case.without_tree(plain) is None
+    assert bench.flashinfer(tree) is bench.fla(tree) is None and case.without_tree(plain) is None
     assert case.without_tree(update_case(tokens=3)) is None and case.without_tree(tree) is not None

@@ -11,11 +11,11 @@ from torch import Tensor
 from ssmgen import emulator
 from ssmgen.calls.checks import NARROW
 from ssmgen.families.skinny_linear import call as op
-from ssmgen.families.skinny_linear.fma import FmaSpec
 from ssmgen.families.skinny_linear.operands import BIASES, OUTS, SCALES, WEIGHTS
 from ssmgen.families.skinny_linear.problem import SkinnyProblem
 from ssmgen.families.skinny_linear.reference import skinny_linear as reference
 from ssmgen.families.skinny_linear.rules import space
+from ssmgen.families.skinny_linear.spec import FmaSpec
 from ssmgen.select import registry
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, Pdl, changed

@@ -12,9 +12,8 @@ from ...calls.operator import run
 from ...engine.noise import seeded
 from ...engine.recurrences.attention.operands import OPERANDS
 from ...engine.recurrences.attention.switches import Form
-from .planning import CALLERS
-from .views import Options, ring_objections
-from .views import RawInputs as Ring
+from .planning import CALLERS, Options, ring_objections
+from .planning import RawInputs as Ring
 
 
 class PoolOptions(NamedTuple):

@@ -13,9 +13,8 @@ from ...engine.recurrences.attention.problem import FROZEN_TOKENS, Beta, Gate, T
 from ...engine.recurrences.attention.switches import Form
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slot_indices, slots_of, states, trial
 from ...spec.kernel import Index, Loads, PoolMode, Update
-from .planning import CALLERS
+from .planning import CALLERS, Options
 from .spec import LinearAttentionSpec
-from .views import Options
 
 LOWER_BOUND = -5.0  # for bounded log decays
 

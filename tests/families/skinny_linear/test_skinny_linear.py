@@ -14,12 +14,11 @@ import ssmgen
 from ssmgen import emulator
 from ssmgen.compile.render import render
 from ssmgen.families.skinny_linear import call as op
-from ssmgen.families.skinny_linear.fma import FmaSpec
 from ssmgen.families.skinny_linear.operands import OUTS, WEIGHTS
 from ssmgen.families.skinny_linear.problem import SkinnyProblem
 from ssmgen.families.skinny_linear.reference import skinny_linear as reference
 from ssmgen.families.skinny_linear.rules import candidates
-from ssmgen.families.skinny_linear.spec import SkinnySpec
+from ssmgen.families.skinny_linear.spec import FmaSpec, SkinnySpec
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, DType, Loads
 

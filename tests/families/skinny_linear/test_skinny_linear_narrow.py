@@ -8,11 +8,10 @@ import torch
 from skinny_cases import SM90, WITH_GXX, by_name, emulate, fields_of, narrow_operands, problem_of, served
 
 import ssmgen
-from ssmgen.families.skinny_linear.fma import FmaSpec
 from ssmgen.families.skinny_linear.operands import SCALES, WEIGHTS
 from ssmgen.families.skinny_linear.problem import SkinnyProblem
 from ssmgen.families.skinny_linear.reference import skinny_linear as reference
-from ssmgen.families.skinny_linear.spec import SkinnySpec
+from ssmgen.families.skinny_linear.spec import FmaSpec, SkinnySpec
 from ssmgen.spec.kernel import Arch, DType, Narrow
 
 I8, E4M3, BF16, F16, F32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
