@@ -178,6 +178,10 @@ SIGNATURES = {
         "intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, retrieve_parent_token=None, "
         "cache_ring=False, replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, replayssm_beta=None, match_cutedsl_decode=False"
     ),
+    (f"{_ATTENTION}.linear.kda_replayssm_spec_decode", "commit_kda_replayssm_spec_all_layers"): (
+        "checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens, max_cache_len, num_k_heads, "
+        "mamba_track_indices=None, mamba_steps_to_track=None, use_qk_l2norm_in_kernel=True, null_block_id=0"
+    ),
     (f"{_ATTENTION}.fla.chunk", "chunk_gated_delta_rule"): (
         "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None, head_first=False, "
         "use_qk_l2norm_in_kernel=False, inplace_update=True"

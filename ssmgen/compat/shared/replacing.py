@@ -48,7 +48,7 @@ NAMES = (
     "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update",
     "kda_fused_decode", "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
     "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2", "rms_norm_gated",
-    "seg_la_fwd", "selective_scan_fn", "selective_state_update",
+    "commit_kda_replayssm_spec_all_layers", "seg_la_fwd", "selective_scan_fn", "selective_state_update",
     "selective_state_update_replayssm_flashinfer", "selective_state_update_replayssm_output_only",
     "Glm5NextLinearAttention._flashkda_prefill", "Lfm2MoeShortConv.forward",
     "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",

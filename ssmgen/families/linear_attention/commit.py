@@ -13,7 +13,7 @@ from ...calls.checks import DTYPES
 from ...engine.recurrences.attention.operands import OPERANDS, RINGED
 from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from ...engine.recurrences.attention.reference import one_token
-from ...engine.recurrences.slots import check_room
+from ...engine.recurrences.slots import check_room, check_target
 from ...engine.rows import loaded
 from ...spec.kernel import Index, Layout, Loads, PoolMode, Ring
 
@@ -35,7 +35,9 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
             "or both with a layers axis in front"
         )
         return {}
-    views = {n: t if layered or n in ("state_indices", "num_accepted_tokens") else t.unsqueeze(0) for n, t in named.items()}
+    views = {
+        n: t if layered or n in ("state_indices", "dst_state_indices", "num_accepted_tokens") else t.unsqueeze(0) for n, t in named.items()
+    }
     if layout == "kv":
         views["state"] = views["state"].transpose(3, 4)
     L, slots, HV, V, state_k = views["state"].shape
@@ -59,6 +61,7 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
     if checks.check_dense("state", views["state"], problems, 3, layout == "kv"):
         checks.check_distinct(views, ("state",), problems)
     check_room(views, batch, problems, slots)
+    check_target(views, problems)
     for name, t in views.items():
         if name != "state":
             checks.check_strides_fit(name, t, {"A_log": 1, "dt_bias": 1}.get(name, 0 if t.dim() == 1 else 2), problems)
@@ -88,7 +91,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         l2norm=form.l2norm,
         index=_INDEX[views["state_indices"].dtype] if "state_indices" in views else Index.NONE,
         accepted=_INDEX[views["num_accepted_tokens"].dtype],
-        pool=PoolMode.SINGLE,
+        pool=PoolMode.SPLIT if "dst_state_indices" in views else PoolMode.SINGLE,
         ring=Ring.COMMIT,
         layers=L > 1,
         state_loads=Loads.VECTOR if checks.aligned(state, pointers["state"], wide, along) else Loads.ELEMENT,
@@ -112,4 +115,6 @@ def reference(views: Mapping[str, Tensor], form: Any, pad_slot_id: int, lower_bo
                 x = {n: views[n][layer, slot, t].to(dtype) for n in tokenwise}
                 x["k"] = x["q"] = x["k"].repeat_interleave(S.shape[0] // x["k"].shape[0], 0)
                 S, _ = one_token(S, x | weights, form, 1.0, lower_bound)
-            state[layer, slot] = S.to(state.dtype)
+            target = int(views["dst_state_indices"][b]) if "dst_state_indices" in views else slot
+            if 0 <= target < state.shape[1] and target != pad_slot_id:
+                state[layer, target] = S.to(state.dtype)

@@ -74,7 +74,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         cu_seqlens=index("cu_seqlens"),
         update=Update.NONE if not options.update_state else Update.EACH if each else Update.FINAL,
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
-        ring=Ring.STORE if ring else Ring.NONE,
+        ring=Ring.NONE if not ring else Ring.READY if options.ring_ready else Ring.STORE,
         intermediates=kept is not None,
         parents=index("parents"),
         kept_index=index("intermediate_state_indices"),
@@ -92,6 +92,7 @@ _COLUMNS = {
     "dst_columns": "dst_state_indices",
     "rows_kept": "intermediate_states",
     "parent_columns": "parents",
+    "ring_rows": "ring_k",
 }
 
 
@@ -131,12 +132,13 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    form, scale, lower_bound, layout, pad_slot_id, update_state, is_commit, zero_padding, philox_rounds = options
+    form, scale, lower_bound, layout, pad_slot_id, update_state, is_commit, zero_padding, philox_rounds, ring_ready = options
     if is_commit:
         commit.reference(views, form, pad_slot_id, lower_bound, dtype)
     else:
         how: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "pad_slot_id": pad_slot_id, "update_state": update_state}
         how |= {"zero_padding": zero_padding, "philox_rounds": philox_rounds, "keys_first": layout == "kv"}
+        how["ring_ready"] = ring_ready
         reference(views, form, **how, dtype=dtype)
 
 

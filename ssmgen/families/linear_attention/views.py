@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...calls import checks
@@ -47,6 +48,7 @@ class Options(NamedTuple):
     commit: bool = False  # k, v, g and beta are a ring's; there are neither q nor output
     zero_padding: bool = True
     philox_rounds: int = 0
+    ring_ready: bool = False
 
 
 def token_views(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -88,7 +90,9 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     words = {(1, False): "batch", (2, False): "batch, tokens", (1, True): "tokens", (2, True): "1, tokens"}[len(lead), ragged]
     own = _own_shapes(views, sizes, ragged)
     if any(n in views for n in RINGS):
-        own |= _ring_shapes(views, lead, ragged, problems)
+        own |= _ring_shapes(views, lead, ragged, options.ring_ready, problems)
+    elif options.ring_ready:
+        problems.append("ring_ready is True without a ring; expected both. Pass ring.")
     fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n != "state"}, sizes, problems, own, (words, lead))]
     if len(problems) > before or not all(fits):
         return {}
@@ -120,11 +124,14 @@ def _own_shapes(views: Mapping[str, Tensor], sizes: Mapping[str, int], ragged: b
     return allowed
 
 
-def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool, problems: list[str]) -> Shapes:
-    """Allowed shapes of a ring's tensors: [slots, tokens or more, …], the rest as in the operand they keep."""
-    T = 1 if len(lead) == 1 else lead[1]
+def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool, ready: bool, problems: list[str]) -> Shapes:
+    """Allowed shapes of a ring's tensors: [slots, tokens or more, …], the rest as in the operand they keep.
+
+    ragged: with any number of tokens, the same in all. ready: log decays and step sizes are f32.
+    """
+    T, first = 1 if len(lead) == 1 else lead[1], views.get("ring_k")
     if ragged:
-        problems.append("ring is given with cu_seqlens; expected the same number of tokens in each sequence. Leave out one.")
+        T = first.shape[1] if first is not None and first.dim() > 1 else 0
     if "state_indices" not in views:
         problems.append("ring is given without state_indices; expected both. Pass state_indices.")
     kept = [n for n in RINGED if n in views]
@@ -135,9 +142,13 @@ def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool,
         ring = views.get(f"ring_{name}")
         if ring is None:
             continue
-        tokens = ring.shape[1] if ring.dim() > 1 and ring.shape[1] >= T else T
-        shapes[f"ring_{name}"] = {"[slots, tokens or more, …]": (views["state"].shape[0], tokens, *views[name].shape[len(lead) :])}
-        if ring.dtype != views[name].dtype:
+        tokens = ring.shape[1] if ring.dim() > 1 and ring.shape[1] >= T and not ragged else T
+        words = "[slots, tokens, …], as many tokens as ring.k," if ragged else "[slots, tokens or more, …]"
+        shapes[f"ring_{name}"] = {words: (views["state"].shape[0], tokens, *views[name].shape[len(lead) :])}
+        if ready and name not in ("k", "v"):
+            if ring.dtype != torch.float32:
+                problems.append(f"ring_{name} is {ring.dtype} with ring_ready=True; expected torch.float32")
+        elif ring.dtype != views[name].dtype:
             problems.append(f"ring_{name} is {ring.dtype}; expected {views[name].dtype}, the dtype of {name}")
         if ring.dim() > 3 and ring.stride(-1) != 1:
             problems.append(f"ring_{name} has strides {list(ring.stride())}; expected 1 for its last axis")
