@@ -174,7 +174,7 @@ def gated_delta_rule_commit(
     state: [slots, HV, V, K], updated in place and returned; [layers, slots, …] with ring, A_log and dt_bias likewise, in one launch
     ring: the ring that gated_delta_rule(…, update_state=False, ring=ring) has filled: k, v, g and beta, [slots, T or more, …] each
     num_accepted_tokens: [batch] int32 or int64: how many of the sequence's tokens to replay; 0, or a number out of range, changes nothing
-    dst_state_indices: [batch], the slot that receives the state; None for in place
+    dst_state_indices: [batch], the slot that receives the state, which no other sequence may read; None for in place
 
     Other arguments as in gated_delta_rule and PoolOptions. The state equals gated_delta_rule's on these tokens, bit for bit.
     Source: Yang et al. 2024 (arXiv 2412.06464).
