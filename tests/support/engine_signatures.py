@@ -159,6 +159,9 @@ SIGNATURES = {
         "track_end_locs=None"
     ),
     (f"{_LAYERS}.mamba.mamba1", "MambaMixer1._selective_scan"): "*, x, dt, A, B, C, h0",  # a static method
+    (f"{_LAYERS}.mamba.mamba1", "MambaMixer1._forward_prefill"): (
+        "self, *, x, gate, out, A, conv_state, ssm_state, conv_weights, state_indices, query_start_loc, metadata, use_triton_causal_conv"
+    ),
     (f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update"): (
         "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, num_accept_tokens=None, "
         "intermediate_conv_window=None, intermediate_state_indices=None, retrieve_next_token=None, retrieve_next_sibling=None, "

@@ -47,6 +47,7 @@ from .layers import lfm2_forward as lfm2_forward
 from .lightning import seg_la_fwd as seg_la_fwd
 from .linears import compute_lm_head as compute_lm_head
 from .linears import linear_apply as linear_apply
+from .mamba import mamba1_prompts as mamba1_prompts
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 from .ple import ple_short_conv as ple_short_conv
 from .rings import commit_kda_replayssm_spec_all_layers as commit_kda_replayssm_spec_all_layers
@@ -355,7 +356,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
             f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update, impossible=_noise.impossible
         ),
         replacing.Replacement(f"{_MAMBA}.triton_ops.ssd_combined", "mamba_chunk_scan_combined", mamba_chunk_scan_combined),
-        replacing.Replacement(f"{_LAYERS}.mamba.mamba1", _mamba.METHOD, _mamba.selective_scan),
+        *_mamba.REPLACEMENTS,
         replacing.Replacement(f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update", causal_conv1d_update_triton),
         replacing.Replacement(f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
         replacing.Replacement(f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn),
