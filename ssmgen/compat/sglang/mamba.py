@@ -83,7 +83,8 @@ def mamba1_prompts(
     slots = _first(state_indices, sequences)
     started = None if mixed is None else _first(mixed.has_initial_states, sequences)
     rows, windows, held = x.to(conv_state.dtype), conv_state[..., : width - 1], ssm_state.squeeze(2)
-    weight, bias = (t if t is None else t.to(conv_state.dtype) for t in (conv_weights, self.conv1d.bias))
+    weight, bias = conv_weights.to(conv_state.dtype), self.conv1d.bias
+    bias = None if bias is None else bias.to(conv_state.dtype)
     places = slots.clamp(min=0)
     convolved, before = torch.empty_like(rows, memory_format=torch.contiguous_format), windows[places]
     causal_conv1d(
