@@ -98,6 +98,9 @@ SIGNATURES = {
     ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._flashkda_prefill"): (
         "self, q, k, v, g, beta, initial_state, cu_seqlens, out, checkpoint=None, raw_qkv=None, conv_state=None, recurrent_state=None"
     ),
+    (f"{_GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
+    ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
+    ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._forward"): "self, qkv_proj_states, g1, beta, core_attn_out",
     (f"{_FLA}.kda", "fused_recurrent_kda"): (
         "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
         "ssm_state_indices=None, **kwargs"
@@ -324,7 +327,7 @@ IMPORTS = {
         f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\n{_WORKSPACES}\n{_CONTEXT}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}"
     ),
     f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
-    f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}",
+    f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}\n{_CONTEXT}",
     "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\nfrom {_FLA}.kda import {_BAILING}",
     _KIMI: (
         "from .chunk import chunk_kda_with_fused_gate\nfrom .fused_recurrent import fused_recurrent_kda, fused_recurrent_kda_packed_decode"
@@ -334,11 +337,11 @@ IMPORTS = {
     "vllm.model_executor.layers.mamba.linear.minimax_linear_attn": (
         "from vllm.model_executor.layers.lightning_attn import lightning_attention, linear_decode_forward_triton"
     ),
-    "vllm.models.kimi_k3.nvidia.kda": f"{_CONV}\n{_ALIGNMENT}\n{_PREFILL}",
+    "vllm.models.kimi_k3.nvidia.kda": f"{_CONV}\n{_ALIGNMENT}\n{_PREFILL}\n{_WORKSPACES}\n{_CONTEXT}",
     "vllm.models.kimi_k3.nvidia.mla": _MERGE,
     "vllm.models.kimi_k3.amd.kda": _CONV,
     "vllm.models.glm5next.common.kda": (
-        f"{_CONV}\n{_ALIGNMENT}\n{_WORKSPACES}\nfrom {_GLM} import chunk_kda_with_fused_gate, fused_recurrent_kda"
+        f"{_CONV}\n{_ALIGNMENT}\n{_WORKSPACES}\n{_CONTEXT}\nfrom {_GLM} import chunk_kda_with_fused_gate, fused_recurrent_kda"
     ),
     "vllm.v1.attention.backends.flash_attn": _MERGE,
     "vllm.v1.attention.backends.rocm_aiter_fa": _MERGE,
