@@ -1,4 +1,4 @@
-"""`python -m tools.demo --ops`: what a token of an accelerated model launches, counted without a GPU. The counts may not rise."""
+"""`python -m tools.demo --ops` counts the launches of an accelerated model's token without a GPU. The counts may not rise."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Listing:
 
 
 def shape_of(value: Any) -> str:
-    """Such as "bf16[1, 1, 4096]"."""
+    """The type and the sizes of a tensor, as in bf16[1, 1, 4096]."""
     short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int64": "i64", "int32": "i32"}
     name = str(value.dtype).removeprefix("torch.")
     return f"{short.get(name, name)}{list(value.shape)}"
@@ -187,7 +187,7 @@ def listed(model: torch.nn.Module, batch: int = 1, prompt: int = 2) -> Listing:
     with accelerate(model, [batch]), torch.no_grad():
         steps = generate.Steps(model, batch, generate.ROOM)
         steps.begin(torch.zeros(batch, prompt, dtype=torch.long, device=device), None)
-        for _ in range(2):  # norms behind sums, and what libraries do first
+        for _ in range(2):  # the first steps learn which norms follow sums
             steps.step()
         with _sites(layers, model, stack), _calls(found.ops, stack), _Attention(found.ops, stack), _Watch(found.ops, stack):
             steps.step()
@@ -204,7 +204,7 @@ def launched(model: torch.nn.Module, batch: int = 1) -> dict[str, Launches]:
 
 
 def listings(presets: list[Preset], layers: int, batch: int) -> Iterator[str]:
-    """The text of each model. With a GPU its kernels follow, by the names that CUPTI sees."""
+    """The text of each model, followed by CUPTI's names of its kernels if there is a GPU."""
     for preset in presets:
         found = listed(preset.build(layers, torch.bfloat16, "meta"), batch)
         yield as_text(f"{preset.name}, as wide as {preset.like}, batch {batch}", found)
