@@ -156,7 +156,8 @@ def _sites(layers: dict[torch.nn.Module, str], model: torch.nn.Module, stack: li
     def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
         stack.pop()
 
-    hooks = [hook for m in model.modules() for hook in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
+    others = [m for m in model.modules() if not isinstance(m, torch.nn.Linear)]  # which do not share a launch if something listens to them
+    hooks = [hook for m in others for hook in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
     try:
         yield
     finally:
