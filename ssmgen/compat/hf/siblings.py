@@ -1,7 +1,7 @@
 """Linear layers of a model that multiply the same x share a launch: q, k and v of attention, gate and up of an MLP.
 
-The groups are learned from calls: the first time each layer multiplies by itself. Afterwards the first layer of a group computes all results,
-and the others find theirs when they are called with that x. A result that is not called for ends the sharing of its layers.
+The groups are learned from calls: the first time each layer multiplies by itself. Afterwards the first layer of a group computes all
+results, and the others find theirs when they are called with that x. A result that is not called for ends the sharing of its layers.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ pytest.importorskip("transformers", minversion="5.15", reason="needs transformer
 
 from hf_cases import built
 from hf_cases import nothing_stays_patched as nothing_stays_patched
+from selection import costly
 from torch.nn.functional import silu
 
 import ssmgen
@@ -274,6 +275,7 @@ def test_gated_mlps_of_transformers_are_found(name):
 IDS = torch.arange(3, 13).view(2, 5)
 
 
+@costly(4)
 @pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h", "qwen3_5", "kimi_linear", "zamba2", "jamba", "olmo_hybrid", "bailing_hybrid"])
 def test_greedy_tokens_stay_the_models_with_shared_launches(name):
     """In f32, where one row is multiplied by skinny_linear. Also of a second prompt, when all groups are known."""
