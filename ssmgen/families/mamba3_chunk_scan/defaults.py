@@ -8,7 +8,7 @@ from ...spec.kernel import DType, Index, Loads, changed
 from ...variants.defaults import Default, FixedSpec
 from .models import ASKS
 from .problem import Mamba3PromptProblem
-from .rules import tiled
+from .rules import tiled, together
 from .spec import OPERATOR
 
 HEADS = 64  # of both models
@@ -42,6 +42,8 @@ DEFAULTS = {
         HEADS,
     ),
     "SISO, two blocks for a head": FixedSpec(tiled(SISO, 2)),
+    "SISO, two blocks make a head's rows": FixedSpec(together(SISO)),
+    "MIMO, packed, with pools, two blocks make a head's rows": FixedSpec(together(MIMO_POOL)),
     "SISO, in 8 parts": Default(changed(SISO, segments=8), HEADS),
     "MIMO, packed, with pools, in 8 parts": Default(changed(MIMO_POOL, segments=8), HEADS),
     "rank 3, A by softplus": Default(changed(MIMO_POOL, rank=3, rate=Rate.SOFTPLUS), HEADS),

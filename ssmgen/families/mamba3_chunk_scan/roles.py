@@ -45,7 +45,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         return Needs(
             math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True,
             places=True, placed_pairs=True, placed_pair_stores=True, shared_quads=True,
-            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
+            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value, peers=self.together,
         )  # fmt: skip
 
     @property
@@ -88,7 +88,18 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
             *must(self.parts == 1, f"parts is {self.parts}; expected 1 with warps of several roles"),
             *must(self.stages == 2, f"stages is {self.stages}; expected 2, with warps of several roles"),
             *must(self.min_blocks == 1, f"min_blocks is {self.min_blocks}; expected 1: a block has all registers of an SM"),
+            *self._why_apart(),
             *must(self.d_state <= MOST_COLUMNS, f"d_state is {self.d_state}; expected at most {MOST_COLUMNS}, with warps of several roles"),
             *must(self.tile <= MOST_TILE, f"a block has {self.tile} rows; expected at most {MOST_TILE}, with warps of several roles"),
             *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
+        ]
+
+    def _why_apart(self) -> list[str]:
+        """Reasons why two blocks cannot divide the making of rows."""
+        if not self.together:
+            return []
+        return [
+            *must(self.tiles == 2, f"together is yes and tiles is {self.tiles}; expected 2 blocks of a head"),
+            *must(self.rank in (1, 2, 4), f"together is yes and rank is {self.rank}; expected 1, 2 or 4: each block makes whole tokens"),
+            *must(self.d_state > 32, f"together is yes and d_state is {self.d_state}; expected more than 32, so that a block makes whole rows"),
         ]
