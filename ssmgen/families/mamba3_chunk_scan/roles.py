@@ -46,6 +46,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
             math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True,
             places=True, placed_pairs=True, placed_pair_stores=True, shared_quads=True,
             elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value, peers=self.together,
+            pinned=True,
         )  # fmt: skip
 
     @property
