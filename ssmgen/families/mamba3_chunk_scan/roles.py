@@ -5,6 +5,9 @@ shared memory; they also add up the angles. Four warps hold the state, 16 rows e
 16 rows each, which stay in registers as an operand of M V, and the outputs. The roles meet at barriers in shared memory, with room for
 two chunks between them. The sums have the order of the other variants, so the bits are the same.
 
+`together`: the two blocks of a head form a cluster, and each has half of the head's columns. Each makes half of the rows of B and C, and
+stores them to the other block too. Barriers of the cluster keep both blocks at the same chunk.
+
 A warp that holds the state has at most 64 of its numbers per thread, and 512 threads have 128 registers each. Larger states, and
 architectures before sm_90, have the variants of spec.py.
 """
@@ -102,5 +105,5 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         return [
             *must(self.tiles == 2, f"together is yes and tiles is {self.tiles}; expected 2 blocks of a head"),
             *must(self.rank in (1, 2, 4), f"together is yes and rank is {self.rank}; expected 1, 2 or 4: each block makes whole tokens"),
-            *must(self.d_state > 32, f"together is yes and d_state is {self.d_state}; expected more than 32, so that a block makes whole rows"),
+            *must(self.d_state > 32, f"together is yes and d_state is {self.d_state}; expected more than 32, for whole rows"),
         ]

@@ -90,7 +90,8 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}r{self.rank}_{self.state.value}_{self.x.value}"
-        how = (f"t{self.tile}" if self.tiles > 1 else "") + ("x" if self.together else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how = (f"t{self.tile}" if self.tiles > 1 else "") + "x" * self.together
+        how += f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         how += f"k{self.parts}" if self.parts > 1 else ""
         return f"{self.word}_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 

@@ -101,7 +101,7 @@ TOGETHER_EDITS = {
     "no k for the other block": ("begin <= last && last < begin + kMadeRows", "false", "off|shared memory"),
     "no angle for the next chunk": ("if (last < kSpan)", "if (last == 0)", "shared memory"),
     "no wait for the other block's consumers": ("if (n) cluster_wait();", "if (n >= 2) cluster_wait();", "cluster|shared memory"),
-    "rows that the warp has not finished": ("last = (count - 1) * kRank;\n      __syncwarp();", "last = (count - 1) * kRank;", "shared memory"),
+    "rows that the warp has not finished": ("kRank;\n      __syncwarp();", "kRank;", "shared memory"),
     "a peer that has not begun": ("cluster_arrive(), cluster_wait();", "", "may not have begun|cluster"),
 }
 
