@@ -180,7 +180,7 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
     [
         ("__syncthreads();  // all threads see tile n", "// all threads see tile n"),
         ("if (token < rows && channel < int(width)) store", "store"),
-        ("there && n < kState ? kLog2E", "n < kState ? kLog2E"),
+        ("has_channel && n < kState ? kLog2E", "n < kState ? kLog2E"),
     ],
     ids=["barrier", "bounds", "channels"],
 )
