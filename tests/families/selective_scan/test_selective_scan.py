@@ -166,7 +166,7 @@ def test_variants_are_bit_equal(first, d_state):
     [
         ("__syncthreads();  // all threads see tile n", "// all threads see tile n"),
         ("if (token < rows && channel < int(width)) store", "store"),
-        ("there && n < kState ? kLog2E", "n < kState ? kLog2E"),
+        ("has_channel && n < kState ? kLog2E", "n < kState ? kLog2E"),
     ],
     ids=["barrier", "bounds", "channels"],
 )
