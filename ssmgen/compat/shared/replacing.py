@@ -53,6 +53,7 @@ NAMES = (
     "Glm5NextLinearAttention._flashkda_prefill", "Glm5NextLinearAttention._forward", "KimiGatedDeltaNetAttention._forward",
     "KimiK3DeltaAttention._forward", "Lfm2MoeShortConv.forward",
     "Lfm2ShortConv.forward", "MambaMixer1._forward_prefill", "MambaMixer1._selective_scan",
+    "OlmoHybridGatedDeltaNetAttention._forward_core",
     "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
     "Qwen4ExpPLELayer._short_conv", "QwenGatedDeltaNetAttention._forward_core", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
     "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",

@@ -33,6 +33,7 @@ from . import layers as _layers
 from . import linears as _linears
 from . import noise as _noise
 from . import norms as _norms
+from . import olmo as _olmo
 from . import replay as _replay
 from . import steps as _steps
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -64,6 +65,7 @@ from .norms import native_fused_rms_norm as native_fused_rms_norm
 from .norms import native_mixer2_norm as native_mixer2_norm
 from .norms import native_rms_norm as native_rms_norm
 from .norms import rms_norm_gated as rms_norm_gated
+from .olmo import olmo_forward_core as olmo_forward_core
 from .replay import selective_state_update_replayssm_flashinfer as selective_state_update_replayssm_flashinfer
 from .replay import selective_state_update_replayssm_output_only as selective_state_update_replayssm_output_only
 from .steps import bailing_linear_attention_decode_spec as bailing_linear_attention_decode_spec
@@ -266,6 +268,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         *_flashkda.REPLACEMENTS,
         *_gdn.REPLACEMENTS,
         *_kda_prompts.REPLACEMENTS,
+        *_olmo.REPLACEMENTS,
         *_layers.REPLACEMENTS,
         *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,
