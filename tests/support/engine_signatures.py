@@ -122,6 +122,12 @@ SIGNATURES = {
         "ssm_state_indices=None, num_accepted_tokens=None, out=None, sigmoid_beta=False, a_log=None, g_bias=None, compute_gate=False, "
         "lower_bound=-5.0, **kwargs"
     ),
+    ("vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "clear_linear_attention_cache_for_new_sequences"): (
+        "kv_cache, state_indices_tensor, attn_metadata"
+    ),
+    ("vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "linear_attention_prefill_and_mix"): (
+        "q, k, v, kv_cache, state_indices_tensor, attn_metadata, slope_rate, block_size, decode_fn, prefix_fn, layer_idx=None"
+    ),
     ("vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "bailing_linear_attention_decode_spec"): (
         "q, k, v, kv_cache, slope_rate, state_indices_tensor, query_start_loc, num_accepted_tokens, q_start, q_end, slot_start, slot_end, "
         "block_size"

@@ -23,6 +23,7 @@ from ..shared.lightning import linear_decode_forward_triton as linear_decode_for
 from ..shared.noise import of as _noise_of
 from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
+from . import bailing as _bailing
 from . import delta as _delta
 from . import delta_steps as _delta_steps
 from . import flashkda as _flashkda
@@ -36,6 +37,8 @@ from . import norms as _norms
 from . import olmo as _olmo
 from . import replay as _replay
 from . import steps as _steps
+from .bailing import clear_linear_attention_cache_for_new_sequences as clear_linear_attention_cache_for_new_sequences
+from .bailing import linear_attention_prefill_and_mix as linear_attention_prefill_and_mix
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .delta import chunk_kda as chunk_kda
 from .delta import chunk_kda_with_fused_gate as chunk_kda_with_fused_gate
@@ -263,6 +266,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         replacing.Replacement(f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen", mamba_chunk_scan_combined_varlen),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn),
+        *_bailing.REPLACEMENTS,
         *_delta.REPLACEMENTS,
         *_delta_steps.REPLACEMENTS,
         *_flashkda.REPLACEMENTS,
