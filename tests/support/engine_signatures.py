@@ -101,6 +101,9 @@ SIGNATURES = {
     (f"{_GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention._forward_core"): "self, mixed_qkv, b, a, core_attn_out",
     (f"{_GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
     ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
+    ("vllm.model_executor.models.bailing_moe_v3", "BailingMoeV3KimiDeltaAttention._forward"): (
+        "self, q_proj_states, k_proj_states, v_proj_states, g1, beta, core_attn_out"
+    ),
     ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._forward"): "self, qkv_proj_states, g1, beta, core_attn_out",
     (f"{_FLA}.kda", "fused_recurrent_kda"): (
         "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
@@ -335,7 +338,7 @@ IMPORTS = {
     ),
     f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\n{_CONTEXT}\nfrom {_FLA} import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
     f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}\n{_CONTEXT}",
-    "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\nfrom {_FLA}.kda import {_BAILING}",
+    "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\n{_CONTEXT}\nfrom {_FLA}.kda import {_BAILING}",
     _KIMI: (
         "from .chunk import chunk_kda_with_fused_gate\nfrom .fused_recurrent import fused_recurrent_kda, fused_recurrent_kda_packed_decode"
     ),

@@ -42,7 +42,7 @@ class NotReplaced(Exception):  # noqa: N818
 # The names that SSMGEN_ENGINE_KEEP accepts, for all engines.
 NAMES = (
     "bailing_linear_attention_decode_spec", "clear_linear_attention_cache_for_new_sequences", "linear_attention_prefill_and_mix",
-    "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
+    "BailingMoeV3KimiDeltaAttention._forward", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
     "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "flashinfer_gdn_prefill_default", "fused_gdn_decode_post_conv_mtp",
     "fused_kda_decode", "fused_lfm_short_conv_decode", "fused_lfm_short_conv_prefill", "fused_qkv_split_gdn_prefill",
     "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update",

@@ -52,6 +52,7 @@ from .flashkda import glm_flashkda_prefill as glm_flashkda_prefill
 from .flashkda import kda_prefill_checkpoint_alignment as kda_prefill_checkpoint_alignment
 from .gdn import forward_core as forward_core
 from .gdn import forward_decode as forward_decode
+from .kda_prompts import bailing_v3_forward as bailing_v3_forward
 from .kda_prompts import glm_forward as glm_forward
 from .kda_prompts import kimi_k3_forward as kimi_k3_forward
 from .kda_prompts import kimi_linear_forward as kimi_linear_forward
