@@ -7,6 +7,7 @@ IMPORTS: {module: import statements}: the statements of the same releases that b
 
 from __future__ import annotations
 
+from engine_methods import METHODS
 from engine_wrapped import BACKENDS as BACKENDS
 from engine_wrapped import WRAPPED
 
@@ -98,13 +99,7 @@ SIGNATURES = {
     ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._flashkda_prefill"): (
         "self, q, k, v, g, beta, initial_state, cu_seqlens, out, checkpoint=None, raw_qkv=None, conv_state=None, recurrent_state=None"
     ),
-    (f"{_GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention._forward_core"): "self, mixed_qkv, b, a, core_attn_out",
-    (f"{_GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
-    ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
-    ("vllm.model_executor.models.bailing_moe_v3", "BailingMoeV3KimiDeltaAttention._forward"): (
-        "self, q_proj_states, k_proj_states, v_proj_states, g1, beta, core_attn_out"
-    ),
-    ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._forward"): "self, qkv_proj_states, g1, beta, core_attn_out",
+    **METHODS,
     (f"{_FLA}.kda", "fused_recurrent_kda"): (
         "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
         "ssm_state_indices=None, **kwargs"
@@ -124,12 +119,6 @@ SIGNATURES = {
         "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
         "ssm_state_indices=None, num_accepted_tokens=None, out=None, sigmoid_beta=False, a_log=None, g_bias=None, compute_gate=False, "
         "lower_bound=-5.0, **kwargs"
-    ),
-    ("vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "clear_linear_attention_cache_for_new_sequences"): (
-        "kv_cache, state_indices_tensor, attn_metadata"
-    ),
-    ("vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "linear_attention_prefill_and_mix"): (
-        "q, k, v, kv_cache, state_indices_tensor, attn_metadata, slope_rate, block_size, decode_fn, prefix_fn, layer_idx=None"
     ),
     ("vllm.model_executor.layers.mamba.linear.bailing_linear_attn", "bailing_linear_attention_decode_spec"): (
         "q, k, v, kv_cache, slope_rate, state_indices_tensor, query_start_loc, num_accepted_tokens, q_start, q_end, slot_start, slot_end, "
