@@ -7,6 +7,7 @@ IMPORTS: {module: import statements}: the statements of the same releases that b
 
 from __future__ import annotations
 
+from engine_methods import METHODS
 from engine_wrapped import BACKENDS as BACKENDS
 from engine_wrapped import WRAPPED
 
@@ -98,9 +99,7 @@ SIGNATURES = {
     ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._flashkda_prefill"): (
         "self, q, k, v, g, beta, initial_state, cu_seqlens, out, checkpoint=None, raw_qkv=None, conv_state=None, recurrent_state=None"
     ),
-    (f"{_GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
-    ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
-    ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._forward"): "self, qkv_proj_states, g1, beta, core_attn_out",
+    **METHODS,
     (f"{_FLA}.kda", "fused_recurrent_kda"): (
         "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
         "ssm_state_indices=None, **kwargs"
@@ -326,9 +325,9 @@ IMPORTS = {
     f"{_GDN}.qwen_gdn_linear_attn": (
         f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\n{_WORKSPACES}\n{_CONTEXT}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}"
     ),
-    f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
+    f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\n{_CONTEXT}\nfrom {_FLA} import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
     f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}\n{_CONTEXT}",
-    "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\nfrom {_FLA}.kda import {_BAILING}",
+    "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\n{_CONTEXT}\nfrom {_FLA}.kda import {_BAILING}",
     _KIMI: (
         "from .chunk import chunk_kda_with_fused_gate\nfrom .fused_recurrent import fused_recurrent_kda, fused_recurrent_kda_packed_decode"
     ),

@@ -13,6 +13,7 @@ from ...families.linear_attention.call import lightning_attn
 from ..shared import delta_prompts as _prompts
 from ..shared import invariance
 from ..shared.gated_delta import new_output as _new_output
+from ..shared.lightning import scatter
 from ..shared.operands import takes as _takes
 
 
@@ -81,8 +82,8 @@ def seg_la_fwd(
         lens, places = (t[:count] for t in tracked)
         inner = _inner(q, k, v, slope, before, starts, lens.clamp(min=0), torch.empty_like(after))
         nowhere = (lens <= 0) | (lens > starts.diff()) | (slots < 0)
-        _scatter(s, places.masked_fill(nowhere, -1), inner.transpose(-1, -2))
-    _scatter(s, slots, after.transpose(-1, -2))
+        scatter(s, places.masked_fill(nowhere, -1), inner.transpose(-1, -2))
+    scatter(s, slots, after.transpose(-1, -2))
     return out
 
 
@@ -129,13 +130,3 @@ def _inner(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, before: Tensor, start
         cu_seqlens=edges,
     )
     return after
-
-
-def _scatter(pool: Tensor, slots: Tensor, states: Tensor) -> None:
-    """Writes states to their slots of a pool, without the host. A row without a slot repeats the write of the first row that has one."""
-    if not pool.shape[0] or not slots.shape[0]:
-        return
-    there = (slots >= 0) & (slots < pool.shape[0])
-    rows = torch.where(there, torch.arange(slots.shape[0], device=slots.device), there.int().argmax())
-    place = slots[rows].clamp(0, pool.shape[0] - 1).long()
-    pool.index_copy_(0, place, torch.where(there.any(), states[rows], pool[place]))

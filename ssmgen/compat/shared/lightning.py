@@ -57,3 +57,13 @@ def linear_decode_forward_triton(
         kv_caches, q[:, :, 0], k[:, :, 0], v[:, :, 0], slope_rate.reshape(-1), scale=1.0, state_layout="kv", state_indices=slot_idx, out=out
     )
     return out.flatten(1)
+
+
+def scatter(pool: Tensor, slots: Tensor, states: Tensor) -> None:
+    """Writes states to their slots of a pool, without the host. A row without a slot repeats the write of the first row that has one."""
+    if not pool.shape[0] or not slots.shape[0]:
+        return
+    there = (slots >= 0) & (slots < pool.shape[0])
+    rows = torch.where(there, torch.arange(slots.shape[0], device=slots.device), there.int().argmax())
+    place = slots[rows].clamp(0, pool.shape[0] - 1).long()
+    pool.index_copy_(0, place, torch.where(there.any(), states[rows], pool[place]))

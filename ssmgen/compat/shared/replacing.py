@@ -41,7 +41,8 @@ class NotReplaced(Exception):  # noqa: N818
 
 # The names that SSMGEN_ENGINE_KEEP accepts, for all engines.
 NAMES = (
-    "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
+    "bailing_linear_attention_decode_spec", "clear_linear_attention_cache_for_new_sequences", "linear_attention_prefill_and_mix",
+    "BailingMoeV3KimiDeltaAttention._forward", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "chunk_kda",
     "chunk_kda_with_fused_gate", "fi_chunk_gated_delta_rule", "flashinfer_gdn_prefill_default", "fused_gdn_decode_post_conv_mtp",
     "fused_kda_decode", "fused_lfm_short_conv_decode", "fused_lfm_short_conv_prefill", "fused_qkv_split_gdn_prefill",
     "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update",
@@ -53,6 +54,7 @@ NAMES = (
     "Glm5NextLinearAttention._flashkda_prefill", "Glm5NextLinearAttention._forward", "KimiGatedDeltaNetAttention._forward",
     "KimiK3DeltaAttention._forward", "Lfm2MoeShortConv.forward",
     "Lfm2ShortConv.forward", "MambaMixer1._forward_prefill", "MambaMixer1._selective_scan",
+    "OlmoHybridGatedDeltaNetAttention._forward_core",
     "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
     "Qwen4ExpPLELayer._short_conv", "QwenGatedDeltaNetAttention._forward_core", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
     "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",

@@ -23,6 +23,7 @@ from ..shared.lightning import linear_decode_forward_triton as linear_decode_for
 from ..shared.noise import of as _noise_of
 from ..shared.operands import one as _one
 from ..shared.operands import takes as _takes
+from . import bailing as _bailing
 from . import delta as _delta
 from . import delta_steps as _delta_steps
 from . import flashkda as _flashkda
@@ -33,8 +34,11 @@ from . import layers as _layers
 from . import linears as _linears
 from . import noise as _noise
 from . import norms as _norms
+from . import olmo as _olmo
 from . import replay as _replay
 from . import steps as _steps
+from .bailing import clear_linear_attention_cache_for_new_sequences as clear_linear_attention_cache_for_new_sequences
+from .bailing import linear_attention_prefill_and_mix as linear_attention_prefill_and_mix
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .delta import chunk_kda as chunk_kda
 from .delta import chunk_kda_with_fused_gate as chunk_kda_with_fused_gate
@@ -48,6 +52,7 @@ from .flashkda import glm_flashkda_prefill as glm_flashkda_prefill
 from .flashkda import kda_prefill_checkpoint_alignment as kda_prefill_checkpoint_alignment
 from .gdn import forward_core as forward_core
 from .gdn import forward_decode as forward_decode
+from .kda_prompts import bailing_v3_forward as bailing_v3_forward
 from .kda_prompts import glm_forward as glm_forward
 from .kda_prompts import kimi_k3_forward as kimi_k3_forward
 from .kda_prompts import kimi_linear_forward as kimi_linear_forward
@@ -64,6 +69,7 @@ from .norms import native_fused_rms_norm as native_fused_rms_norm
 from .norms import native_mixer2_norm as native_mixer2_norm
 from .norms import native_rms_norm as native_rms_norm
 from .norms import rms_norm_gated as rms_norm_gated
+from .olmo import olmo_forward_core as olmo_forward_core
 from .replay import selective_state_update_replayssm_flashinfer as selective_state_update_replayssm_flashinfer
 from .replay import selective_state_update_replayssm_output_only as selective_state_update_replayssm_output_only
 from .steps import bailing_linear_attention_decode_spec as bailing_linear_attention_decode_spec
@@ -261,11 +267,13 @@ _ENGINE: replacing.Engine = replacing.Engine(
         replacing.Replacement(f"{_OPS}.ssd_combined", "mamba_chunk_scan_combined_varlen", mamba_chunk_scan_combined_varlen),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
         replacing.Replacement(f"{_OPS}.causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn),
+        *_bailing.REPLACEMENTS,
         *_delta.REPLACEMENTS,
         *_delta_steps.REPLACEMENTS,
         *_flashkda.REPLACEMENTS,
         *_gdn.REPLACEMENTS,
         *_kda_prompts.REPLACEMENTS,
+        *_olmo.REPLACEMENTS,
         *_layers.REPLACEMENTS,
         *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,

@@ -37,24 +37,40 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
     drafts in such a step are gathered, and their outputs scattered, as in vLLM.
     Steps without prompts, and other backends than FlashInfer's and Triton's are vLLM's own method, without a warning.
     """
-    engine = import_module(_MODULE)
-    step = engine.get_forward_context().attn_metadata
-    step = step.get(self.prefix) if isinstance(step, dict) else None
-    if step is None or not step.num_prefills or step.num_decodes != step.num_decode_tokens:
+    engine, step = import_module(_MODULE), step_of(_MODULE, self.prefix)
+    if not step.num_prefills or self.chunk_gated_delta_rule.gdn_prefill_backend not in ("flashinfer", "triton"):
         raise NotReplaced
-    drafts = step.spec_sequence_masks is not None
-    if drafts and (step.num_decodes or invariance.on()):
+    with_prompts(self, engine, step, mixed_qkv, b, a, core_attn_out)
+
+
+def step_of(module: str, prefix: str) -> Any:
+    """The metadata of a layer's step. Raises NotReplaced without it, and for drafts in the batch-invariant mode."""
+    step = import_module(module).get_forward_context().attn_metadata
+    step = step.get(prefix) if isinstance(step, dict) else None
+    if step is None or step.num_decodes != step.num_decode_tokens:
         raise NotReplaced
+    if step.spec_sequence_masks is not None and (step.num_decodes or invariance.on()):
+        raise NotReplaced
+    return step
+
+
+def window_of(layer: Any, engine: Any) -> Tensor:
+    """The windows [slots, channels, entries], in either layout."""
+    window: Tensor = layer.kv_cache[0]
+    return window if engine.is_conv_state_dim_first() else window.transpose(-1, -2)
+
+
+def with_prompts(
+    self: Any, engine: Any, step: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, twice: bool = False
+) -> None:
+    """A step with prompts. twice: beta is twice the sigmoid of its logit."""
     if invariance.on() and mixed_qkv.shape[1] * mixed_qkv.element_size() % VECTOR:
         raise NotReplaced  # where prompts begin in the step decides about the form of their kernel
-    if self.chunk_gated_delta_rule.gdn_prefill_backend not in ("flashinfer", "triton"):
-        raise NotReplaced
-    window, state = self.kv_cache[:2]
-    if not engine.is_conv_state_dim_first():
-        window = window.transpose(-1, -2)
+    window, state, drafts = window_of(self, engine), self.kv_cache[1], step.spec_sequence_masks is not None
+    beta = {"use_qk_l2norm": True, "beta_sigmoid": True, "allow_neg_eigval": twice}
     tokens, steps, plan = step.num_actual_tokens, step.num_decodes, step.flashinfer_checkpoint_plan
     mixed_qkv, a, b, whole = (t[:tokens] for t in (mixed_qkv, a, b, core_attn_out))
-    verified = _verified(self, step, window, state, mixed_qkv, a, b, whole) if drafts else None
+    verified = drafted(self, step, window, mixed_qkv, a, b, whole, twice, step.spec_token_indx) if drafts else None
     out = whole
     if verified is not None:
         mixed_qkv, a, b = (t.index_select(0, step.non_spec_token_indx) for t in (mixed_qkv, a, b))
@@ -64,18 +80,16 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
     # The scans' objections come here, while window and states are as they were.
     prompts = call_of(
         _prompts.chunk_gated_delta_rule, *(t[None, steps:] for t in (*unpacked(_NAME, convolved, state), a, b)), *gates,
-        use_qk_l2norm=True, beta_sigmoid=True, cu_seqlens=step.prefill_query_start_loc, state=state,
-        state_indices=step.prefill_state_indices, has_initial_state=step.prefill_has_initial_state, pad_slot_id=0,
-        checkpoint_positions=places, checkpoints_out=kept, out=out[None, steps:],
-        **invariance.whole(_prompts.chunk_gated_delta_rule),
+        cu_seqlens=step.prefill_query_start_loc, state=state, state_indices=step.prefill_state_indices,
+        has_initial_state=step.prefill_has_initial_state, pad_slot_id=0, checkpoint_positions=places, checkpoints_out=kept,
+        out=out[None, steps:], **beta, **invariance.whole(_prompts.chunk_gated_delta_rule),
     ).plan()  # fmt: skip
     slots = step.non_spec_state_indices_tensor
     decode = None
     if steps:
         rows = (t[:steps] for t in (*unpacked(_NAME, convolved, state), a, b))
         decode = call_of(
-            gated_delta_rule, state, *rows, *gates, use_qk_l2norm=True, beta_sigmoid=True, state_indices=slots[:steps], pad_slot_id=0,
-            out=out[:steps], **noise.of(state),
+            gated_delta_rule, state, *rows, *gates, state_indices=slots[:steps], pad_slot_id=0, out=out[:steps], **beta, **noise.of(state),
         ).plan()  # fmt: skip
     weight, starts = self.conv1d.weight.squeeze(1), step.non_spec_query_start_loc
     sequences = starts.shape[0] - 1
@@ -98,16 +112,16 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
         whole.index_copy_(0, step.non_spec_token_indx, out)
 
 
-def _verified(
-    self: Any, step: Any, window: Tensor, state: Tensor, mixed_qkv: Tensor, a: Tensor, b: Tensor, out: Tensor
+def drafted(
+    self: Any, step: Any, window: Tensor, mixed_qkv: Tensor, a: Tensor, b: Tensor, out: Tensor, twice: bool, where: Tensor | None
 ) -> Callable[[], None]:
-    """The launches for the drafts of a step with prompts, whose objections come now; out: of all tokens of the step."""
-    where, table, starts = step.spec_token_indx, step.spec_state_indices_tensor, step.spec_query_start_loc
+    """The launches for the drafts of a step, whose objections come now. out: of all tokens; where: the places of drafts, None for all."""
+    table, starts, state = step.spec_state_indices_tensor, step.spec_query_start_loc, self.kv_cache[1]
     sequences = step.num_spec_decodes
     starts, table, accepted = first(starts, sequences + 1), first(table, sequences), first(step.num_accepted_tokens, sequences)
-    rows, a, b = (t.index_select(0, where) for t in (mixed_qkv, a, b))
-    convolved = torch.empty_like(rows)
-    found = torch.empty((1, rows.shape[0], *out.shape[1:]), dtype=out.dtype, device=out.device)
+    rows, a, b = (t if where is None else t.index_select(0, where) for t in (mixed_qkv, a, b))
+    convolved = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    found = out[None] if where is None else torch.empty((1, rows.shape[0], *out.shape[1:]), dtype=out.dtype, device=out.device)
     conv = call_of(
         causal_conv1d_update, rows, window, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation,
         conv_state_indices=first_column(table, sequences), num_accepted_tokens=accepted, query_start_loc=starts, pad_slot_id=0,
@@ -115,14 +129,15 @@ def _verified(
     ).plan()  # fmt: skip
     q, k, v = (t[None] for t in unpacked(_NAME, convolved, state))
     rule = call_of(
-        gated_delta_rule, state, q, k, v, a[None], b[None], self.A_log, self.dt_bias, use_qk_l2norm=True, beta_sigmoid=True, out=found,
-        **on_a_pool(_NAME, v, state, True, starts, table, accepted), **noise.of(state),
+        gated_delta_rule, state, q, k, v, a[None], b[None], self.A_log, self.dt_bias, use_qk_l2norm=True, beta_sigmoid=True,
+        allow_neg_eigval=twice, out=found, **on_a_pool(_NAME, v, state, True, starts, table, accepted), **noise.of(state),
     ).plan()  # fmt: skip
 
     def launch() -> None:
         conv()
         rule()
-        out.index_copy_(0, where, found[0])
+        if where is not None:
+            out.index_copy_(0, where, found[0])
 
     return launch
 

@@ -21,6 +21,7 @@ from . import flashkda
 
 _LAYERS, _GRAPHS = "vllm.model_executor.layers.mamba", "vllm.compilation.breakable_cudagraph"
 _LINEAR, _KIMI, _GLM = f"{_LAYERS}.gdn.kimi_gdn_linear_attn", "vllm.models.kimi_k3.nvidia.kda", "vllm.models.glm5next.common.kda"
+_BAILING = "vllm.model_executor.models.bailing_moe_v3"
 _OPERANDS = {"g1": "[1, tokens, H, K]", "beta": "[1, tokens, H]", "core_attn_out": "[1, tokens, H, V]"}
 
 
@@ -64,6 +65,21 @@ def glm_forward(self: Any, qkv_proj_states: Tensor, g1: Tensor, beta: Tensor, co
     _scan(self, step, qkv_proj_states, g1, beta, core_attn_out, window, weight, self.q_conv1d.bias, bound, kept)
 
 
+@_takes(q_proj_states="[tokens, H K]", k_proj_states="[tokens, H K]", v_proj_states="[tokens, H V]", **_OPERANDS)
+def bailing_v3_forward(
+    self: Any, q_proj_states: Tensor, k_proj_states: Tensor, v_proj_states: Tensor, g1: Tensor, beta: Tensor, core_attn_out: Tensor
+) -> None:
+    """The same of Bailing V3, whose gates are log decays and step sizes, and whose norm comes after this method.
+
+    Its three convolutions have a weight each. vLLM also clears the states of new sequences, and reads a mask on the host for that.
+    """
+    step = _step(_BAILING, self.prefix)
+    windows = _window(self, import_module(_BAILING).is_conv_state_dim_first()).chunk(3, dim=-2)
+    parts = ((q_proj_states, self.q_conv1d), (k_proj_states, self.k_conv1d), (v_proj_states, self.v_conv1d))
+    convolutions = [(x, window, conv.weight.squeeze(1), conv.bias) for (x, conv), window in zip(parts, windows, strict=True)]
+    _run(step, convolutions, g1, beta, core_attn_out, self.kv_cache[1][..., : self.head_dim])
+
+
 def _step(module: str, prefix: str) -> Any:
     """The metadata of the layer's step. Raises NotReplaced for a step without prompts, or with drafts."""
     step = import_module(module).get_forward_context().attn_metadata
@@ -94,32 +110,48 @@ def _scan(
     layer: Any, step: Any, mixed: Tensor, g: Tensor, beta: Tensor, out: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None,
     bound: float | None, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Convolution and scan of all sequences of a step, into the first rows of out."""
-    if invariance.on() and mixed.shape[1] * mixed.element_size() % VECTOR:
-        raise NotReplaced  # where prompts begin in the step decides about the form of their kernel
-    tokens, starts, state = step.num_actual_tokens, step.non_spec_query_start_loc, layer.kv_cache[1]
-    mixed, g, beta, out = mixed[:tokens], g[:, :tokens], beta[:, :tokens], out[:, :tokens]
-    sequences = starts.shape[0] - 1
-    slots, started = first(step.non_spec_state_indices_tensor, sequences), first(step.has_initial_state, sequences)
-    convolved = torch.empty_like(mixed, memory_format=torch.contiguous_format)
-    q, k, v = (t[None] for t in unpacked("vllm's layer of Kimi delta attention", convolved, state))
-    gate, logit = shaped(g, (1, tokens, v.shape[2], k.shape[3])), shaped(beta, (1, tokens, v.shape[2]))
+    """Convolution and scan of all sequences of a step, from raw gates and logits, into the first rows of out."""
+    mixed, starts, state = mixed[: step.num_actual_tokens], step.non_spec_query_start_loc, layer.kv_cache[1]
+    raw = {"A_log": layer.A_log.reshape(-1), "dt_bias": layer.dt_bias.reshape(-1), "lower_bound": bound, "beta_sigmoid": True}
     places = None if kept is None else torch.add(starts[:-1], step.checkpoint.checkpoint_offsets)
-    # The scan's objections come here, while window and states are as they were.
-    scan = call_of(
-        chunk_kda, q, k, v, rows_of(gate), logit, layer.A_log.reshape(-1), layer.dt_bias.reshape(-1), lower_bound=bound,
-        use_qk_l2norm=True, beta_sigmoid=True, cu_seqlens=starts, state=state, state_indices=slots, has_initial_state=started,
-        pad_slot_id=0, checkpoint_positions=places, checkpoints_out=kept, out=out, **invariance.whole(chunk_kda),
-    ).plan()  # fmt: skip
-    causal_conv1d(
-        mixed.t(), weight, bias, activation="silu", query_start_loc=starts, conv_states=window[..., : weight.shape[1] - 1],
-        conv_state_indices=slots, has_initial_state=started, pad_slot_id=0, out=convolved.t(),
-    )  # fmt: skip
-    scan()
+    _run(step, [(mixed, window, weight, bias)], g, beta, out, state, checkpoint_positions=places, checkpoints_out=kept, **raw)
     if kept is not None:
         layer._checkpoint_exporter.export(
             step.checkpoint, raw_qkv=mixed, conv_state=window, recurrent_checkpoint=kept, recurrent_state=state, cu_seqlens=starts
         )
+
+
+def _run(
+    step: Any, convolutions: list[tuple[Tensor, Tensor, Tensor, Tensor | None]], g: Tensor, beta: Tensor, out: Tensor, state: Tensor,
+    **more: Any,
+) -> None:  # fmt: skip
+    """Convolutions of q, k and v, together or each, and a scan on the pool. convolutions: (inputs, windows, weight, bias) of each."""
+    tokens, starts = step.num_actual_tokens, step.non_spec_query_start_loc
+    widths = [x.shape[1] for x, *_ in convolutions]
+    if invariance.on() and any(n * convolutions[0][0].element_size() % VECTOR for n in widths):
+        raise NotReplaced  # where prompts begin in the step decides about the form of their kernel
+    g, beta, out = g[:, :tokens], beta[:, :tokens], out[:, :tokens]
+    sequences = starts.shape[0] - 1
+    slots, started = first(step.non_spec_state_indices_tensor, sequences), first(step.has_initial_state, sequences)
+    inputs = convolutions[0][0]
+    convolved = torch.empty((tokens, sum(widths)), dtype=inputs.dtype, device=inputs.device)
+    q, k, v = (t[None] for t in unpacked("vllm's layer of Kimi delta attention", convolved, state))
+    gate, step_size = shaped(g, (1, tokens, v.shape[2], k.shape[3])), shaped(beta, (1, tokens, v.shape[2]))
+    # The scan's objections come here, while window and states are as they were.
+    scan = call_of(
+        chunk_kda, q, k, v, rows_of(gate), step_size, use_qk_l2norm=True, cu_seqlens=starts, state=state, state_indices=slots,
+        has_initial_state=started, pad_slot_id=0, out=out, **more, **invariance.whole(chunk_kda),
+    ).plan()  # fmt: skip
+    launches = [
+        call_of(
+            causal_conv1d, x[:tokens].t(), weight, bias, activation="silu", query_start_loc=starts,
+            conv_states=window[..., : weight.shape[1] - 1], conv_state_indices=slots, has_initial_state=started, pad_slot_id=0,
+            out=rows.t(),
+        ).plan()
+        for (x, window, weight, bias), rows in zip(convolutions, convolved.split(widths, 1), strict=True)
+    ]  # fmt: skip
+    for launch in (*launches, scan):
+        launch()
 
 
 def eager_break(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,6 +168,10 @@ REPLACEMENTS = [
     ),
     Replacement(
         _KIMI, "KimiK3DeltaAttention._forward", kimi_k3_forward, needs=(_CONV, _CHUNK, f"{_KIMI}._flashkda_prefill"), decorated=eager_break
+    ),
+    Replacement(
+        _BAILING, "BailingMoeV3KimiDeltaAttention._forward", bailing_v3_forward,
+        needs=(_CONV, "vllm.third_party.flash_linear_attention.ops.kda.chunk_kda"),
     ),
     Replacement(
         _GLM, "Glm5NextLinearAttention._forward", glm_forward, decorated=eager_break,

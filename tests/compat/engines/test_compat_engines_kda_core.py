@@ -22,6 +22,7 @@ LAYERS = {
     "linear": ("vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"),
     "k3": ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention"),
     "glm": ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention"),
+    "bailing": ("vllm.model_executor.models.bailing_moe_v3", "BailingMoeV3KimiDeltaAttention"),
 }
 H, WIDTH, PAD = 2, 4, 3
 CHANNELS, LENGTHS = 3 * H * K, [1, 66, 5]
@@ -55,7 +56,8 @@ class Step:
             "qkv_proj_states" if kind == "glm" else "mixed_qkv": wide[:, :CHANNELS], "g1": randn(1, total, H, K, seed=2),
             "beta": randn(1, total, H, seed=3), "core_attn_out": torch.full((1, total, H, K), 7.0, dtype=BF16),
         }  # fmt: skip
-        if kind != "glm":
+        self.rows, self.raw = wide[:, :CHANNELS], {n: self.call[n] for n in ("g1", "beta")}
+        if kind in ("linear", "k3"):
             self.call["g2"] = randn(total, H, K, seed=4)
         self.exported: dict[str, Any] = {}
         weight = randn(CHANNELS, 1, WIDTH, seed=5, dtype=F32) / 2
@@ -67,12 +69,24 @@ class Step:
             _flashkda_buffer_specs=tuple(((4, H, K, K), dtype) for _ in range(4)),
             _checkpoint_exporter=SimpleNamespace(export=lambda checkpoint, **more: self.exported.update(more, checkpoint=checkpoint)),
         )  # fmt: skip
+        if kind == "bailing":  # its gates come ready, and its convolutions one by one
+            del self.call["mixed_qkv"]
+            self.call |= dict(zip(("q_proj_states", "k_proj_states", "v_proj_states"), self.rows.split(H * K, 1), strict=True))
+            for name, part in zip("qkv", weight.split(H * K), strict=True):
+                vars(self.layer)[f"{name}_conv1d"] = SimpleNamespace(weight=part, bias=None)
+            self.layer.head_dim = K
+            self.call |= {"g1": self.gates().float()[None], "beta": self.raw["beta"].float().sigmoid()}
         offsets = [0, CHUNK, 0]
         kept = SimpleNamespace(checkpoint_offsets=torch.tensor(offsets), offsets=offsets) if checkpoint else None
         self.metadata = SimpleNamespace(
             num_prefills=3, num_decodes=0, num_spec_decodes=0, spec_sequence_masks=None, num_actual_tokens=self.tokens,
             non_spec_query_start_loc=starts_of(LENGTHS), non_spec_state_indices_tensor=SLOTS, has_initial_state=STARTED, checkpoint=kept,
         )  # fmt: skip
+
+    def gates(self) -> Tensor:
+        """Log decays [tokens, H, K] in float64, of the raw gates."""
+        raw, rate = self.raw["g1"][0].double() + self.layer.dt_bias.double().view(H, K), self.layer.A_log.double().exp().view(H, 1)
+        return -rate * raw.exp().log1p() if self.bound is None else self.bound * (rate * raw).sigmoid()
 
     def norm(self, y: Tensor, z: Tensor) -> Tensor:
         """In the place of the layer's: without a rounding."""
@@ -90,6 +104,7 @@ CASES = [
     pytest.param("linear", "auto", False, id="kimi-linear"), pytest.param("k3", "triton", False, id="k3-triton"),
     pytest.param("k3", "flashkda", True, id="k3-checkpoints"), pytest.param("glm", "flashkda", False, id="glm"),
     pytest.param("glm", "flashkda", True, id="glm-checkpoints"), pytest.param("glm", "triton", False, id="glm-triton"),
+    pytest.param("bailing", "", False, id="bailing"),
 ]  # fmt: skip
 
 
@@ -102,15 +117,12 @@ def test_a_step_with_prompts(vllm, monkeypatch, kind, backend, checkpoint, dtype
     window, kept, call, layer, n = step.window.clone(), step.state.clone(), step.call, step.layer, step.tokens
     assert step.run(monkeypatch) is None
     starts = starts_of(LENGTHS)
-    rows = call["qkv_proj_states" if kind == "glm" else "mixed_qkv"][:n]
+    rows = step.rows[:n]
     mixed = causal_conv1d_fn(rows.t(), layer.conv1d.weight.squeeze(1), None, window, starts, SLOTS, STARTED, activation="silu").t()
     assert torch.equal(step.window, window), "the windows are those that the convolution leaves"
     q, k, v = (t.unflatten(1, (H, K)) for t in mixed.split(H * K, 1))
-    raw = call["g1"][0, :n].double() + layer.dt_bias.double().view(H, K)
-    rate = layer.A_log.double().exp().view(H, 1)
-    gate = -rate * raw.exp().log1p() if step.bound is None else step.bound * (rate * raw).sigmoid()
-    tokens = {"q": q, "k": k, "v": v, "g": gate, "beta": call["beta"][0, :n].double().sigmoid()}
-    got = call["core_attn_out"][0, :n] / (1 if kind == "glm" else 2)
+    tokens = {"q": q, "k": k, "v": v, "g": step.gates()[:n], "beta": step.raw["beta"][0, :n].double().sigmoid()}
+    got = call["core_attn_out"][0, :n] / (1 if kind in ("glm", "bailing") else 2)
     for i, slot in enumerate(SLOTS.tolist()):
         at = slice(int(starts[i]), int(starts[i + 1]))
         y, each = walk({name: t[at] for name, t in tokens.items()}, kept[slot] if STARTED[i] else None)
@@ -122,7 +134,7 @@ def test_a_step_with_prompts(vllm, monkeypatch, kind, backend, checkpoint, dtype
     assert checkpoint == bool(step.exported)
     if checkpoint:
         assert step.exported["recurrent_state"] is step.state and torch.equal(step.exported["raw_qkv"], rows)
-    if kind == "glm":
+    if kind in ("glm", "bailing"):
         assert (call["core_attn_out"][0, n:] == 7).all()
 
 
