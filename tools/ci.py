@@ -29,11 +29,12 @@ NEW = "channel_mix"  # a family's name, of none that there is
 # Test files that a new family cannot affect: kernels of other families, their callers, and code that knows no family. Without them, and
 # without the longest such tests in other files, the suite takes a fourth of its time.
 OTHERS = (
-    "accelerate", "bench_combine", "bench_conv", "bench_layers", "bench_mamba3", "bench_norm", "bench_replay", "bench_trees", "build_out",
-    "cache*", "causal_*", "chunk_*", "combine_*", "compat*", "constraints", "context", "copies", "crew", "demo*",
-    "emulator*", "engine_*", "engines", "fast_path", "first_use", "gated_*", "hf*", "inspect", "layer*", "linear_*", "live", "mamba3*",
-    "models_scans", "narrow_*", "native", "norm_*", "nvrtc", "odd_sizes", "products*", "prompt*", "remote*", "replay*", "ring", "rms_norm",
-    "sanitize", "selection", "selective_*", "serving*", "skinny_*", "state_accuracy", "stochastic", "wheel", "worker_memory",
+    "accelerate", "bench_combine", "bench_conv", "bench_files", "bench_formats", "bench_layers", "bench_mamba3", "bench_norm",
+    "bench_replay", "bench_trees", "build_out", "cache*", "cards_of_tests", "causal_*", "chain", "chunk_*", "combine_*", "compat*",
+    "constraints", "context", "copies", "crew", "demo*", "emulator*", "engine_*", "engines", "fast_path", "first_use", "gated_*",
+    "generated_files", "hf*", "inspect", "layer*", "linear_*", "live", "mamba3*", "models_scans", "narrow_*", "native", "norm_*", "nvrtc",
+    "occupancy", "odd_sizes", "plots", "products*", "prompt*", "remote*", "replay*", "ring", "rms_norm", "sanitize", "selection",
+    "selective_*", "serving*", "skinny_*", "state_accuracy", "stochastic", "tuned_tables", "wheel", "worker_memory",
 )  # fmt: skip
 LONG = (
     "test_build_of_linear_attention", "test_its_tests_pass", "test_the_guides_command_lines_work", "test_two_ranks_agree_with_one",
