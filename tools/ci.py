@@ -188,6 +188,7 @@ def main() -> None:
         parser.error(f"no step is called {' or '.join(unknown)}; there are {', '.join(STEPS)}")
     with tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("SSMGEN_CACHE_DIR", cache)  # one for all steps: three of them need the kernels of generated/
+        os.environ.setdefault("MYPY_CACHE_DIR", f"{cache}/mypy")
         if failed := _one(steps[0]) if len(steps) == 1 else _all(steps):
             raise SystemExit(failed)
 
