@@ -1,6 +1,7 @@
-"""CI's steps: `python -m tools.ci [STEP …]`, or all but ON_REQUEST in their order. `.ci/run` makes an environment and runs all.
+"""CI's steps: `python -m tools.ci [STEP …]`, or all but ON_REQUEST. `.ci/run` makes an environment and runs all.
 
-A step is a function of STEPS; its docstring states the condition for passing. It runs in the checkout with this Python's packages,
+Steps of ALONE run first; of the others, two run at a time, each in a process. After a failure no further step begins. A step is a
+function of STEPS; its docstring states the condition for passing. It runs in the checkout with this Python's packages,
 `.[cu12,test,docs]`, and needs no GPU. `tests`, `matrix` and `build` are the README's own commands and use `.venv`, as these say.
 """
 
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
@@ -26,11 +29,12 @@ NEW = "channel_mix"  # a family's name, of none that there is
 # Test files that a new family cannot affect: kernels of other families, their callers, and code that knows no family. Without them, and
 # without the longest such tests in other files, the suite takes a fourth of its time.
 OTHERS = (
-    "accelerate", "bench_combine", "bench_conv", "bench_layers", "bench_mamba3", "bench_norm", "bench_replay", "bench_trees", "build_out",
-    "cache*", "causal_*", "chunk_*", "combine_*", "compat*", "constraints", "context", "copies", "crew", "demo*",
-    "emulator*", "engine_*", "engines", "fast_path", "first_use", "gated_*", "hf*", "inspect", "layer*", "linear_*", "live", "mamba3*",
-    "models_scans", "narrow_*", "native", "norm_*", "nvrtc", "odd_sizes", "products*", "prompt*", "remote*", "replay*", "ring", "rms_norm",
-    "sanitize", "selection", "selective_*", "serving*", "skinny_*", "state_accuracy", "stochastic", "wheel", "worker_memory",
+    "accelerate", "bench_combine", "bench_conv", "bench_files", "bench_formats", "bench_layers", "bench_mamba3", "bench_norm",
+    "bench_replay", "bench_trees", "build_out", "cache*", "cards_of_tests", "causal_*", "chain", "chunk_*", "combine_*", "compat*",
+    "constraints", "context", "copies", "crew", "demo*", "emulator*", "engine_*", "engines", "fast_path", "first_use", "gated_*",
+    "generated_files", "hf*", "inspect", "layer*", "linear_*", "live", "mamba3*", "models_scans", "narrow_*", "native", "norm_*", "nvrtc",
+    "occupancy", "odd_sizes", "plots", "products*", "prompt*", "remote*", "replay*", "ring", "rms_norm", "sanitize", "selection",
+    "selective_*", "serving*", "skinny_*", "state_accuracy", "stochastic", "tuned_tables", "wheel", "worker_memory",
 )  # fmt: skip
 LONG = (
     "test_build_of_linear_attention", "test_its_tests_pass", "test_the_guides_command_lines_work", "test_two_ranks_agree_with_one",
@@ -128,10 +132,11 @@ def oldest() -> None:
     _report("oldest")
 
 
-_STEPS = (tests, matrix, lint, types, generated, docs, family, build, engines, engine, newest, newest_torch, oldest, newest_engines)
+_STEPS = (tests, docs, matrix, lint, types, generated, engine, family, newest, build, engines, newest_torch, oldest, newest_engines)
 STEPS = {step.__name__: step for step in _STEPS}
 # Too much to download for each change, or a failure that no change here caused: run them when a release is made, or by a schedule.
 ON_REQUEST = ("newest_torch", "oldest", "newest_engines")
+ALONE = ("tests", "docs")  # they install packages into this environment
 
 
 def _report(step: str) -> None:
@@ -177,17 +182,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.ci", description=__doc__, epilog=f"steps:\n{told}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"Default: all but {', '.join(ON_REQUEST)}, in this order.")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"Default: all but {', '.join(ON_REQUEST)}.")
     steps = parser.parse_args().steps or [name for name in STEPS if name not in ON_REQUEST]
     if unknown := [name for name in steps if name not in STEPS]:
         parser.error(f"no step is called {' or '.join(unknown)}; there are {', '.join(STEPS)}")
     with tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("SSMGEN_CACHE_DIR", cache)  # one for all steps: three of them need the kernels of generated/
-        for name in steps:
-            print(f"== {name}: {STEPS[name].__doc__}", flush=True)
-            start = time.monotonic()
-            STEPS[name]()
-            print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+        os.environ.setdefault("MYPY_CACHE_DIR", f"{cache}/mypy")
+        if failed := _one(steps[0]) if len(steps) == 1 else _all(steps):
+            raise SystemExit(failed)
+
+
+def _one(name: str) -> None:
+    print(f"== {name}: {STEPS[name].__doc__}", flush=True)
+    start = time.monotonic()
+    STEPS[name]()
+    print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _all(steps: Sequence[str]) -> str:
+    """Runs steps, two at a time. Returns which have failed, in words."""
+    failed: list[str] = []
+
+    def run(name: str, captured: bool) -> None:
+        if failed:
+            return
+        print(f"== {name} begins", flush=True)
+        code, said = _process(name, captured)
+        print(said, end="", flush=True)
+        failed.extend([f"{name} failed"] * bool(code))
+
+    for name in (name for name in steps if name in ALONE):
+        run(name, captured=False)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(lambda name: run(name, captured=True), [name for name in steps if name not in ALONE]):
+            pass
+    return "; ".join(failed)
+
+
+def _process(name: str, captured: bool) -> tuple[int, str]:
+    """Runs a step in a process. Returns its exit code and its output, which is empty unless it is captured."""
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if captured else {}
+    done = subprocess.run([sys.executable, "-u", "-m", "tools.ci", name], cwd=ROOT, text=True, **how)
+    return done.returncode, done.stdout or ""
 
 
 if __name__ == "__main__":

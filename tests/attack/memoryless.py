@@ -76,7 +76,7 @@ def _families() -> list[tuple[str, Callable[[Any], tuple[Callable[..., Any], Arg
         *(layer_cases.GDN_TOKENS + layer_cases.KDA_TOKENS + layer_cases.MAMBA_TOKENS),
     ]
     return [
-        ("ssu", ssu, [c for c in ssu_cases.matrix() if c.batch < 100]),
+        ("ssu", ssu, ssu_cases.small_matrix()),
         ("tokens", lambda c: (ssmgen.selective_state_update, ssu_token_cases.make_call(c, "cpu").kwargs), ssu_token_cases.matrix()),
         ("la", own(la_cases.make_call), la_cases.matrix() + la_cases.kv_matrix()),
         ("tree", own(la_cases.make_call), la_trees.cases()),

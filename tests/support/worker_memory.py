@@ -92,6 +92,8 @@ def collect(config: pytest.Config) -> None:
         forget_graphs()
         if emulator := sys.modules.get("ssmgen.emulator"):
             emulator.compile_source.cache_clear()
+        if store := sys.modules.get("ssmgen.cache.store"):
+            store._shared = None  # the process's cache, which keeps all kernels that NVRTC has compiled
         gc.collect()
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)

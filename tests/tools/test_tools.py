@@ -19,20 +19,54 @@ from tools import cards, ci, measure
 from tools.demo.__main__ import demo
 
 
-def test_steps_are_named_in_order_and_unknown_ones_refused(monkeypatch, capsys):
+def call(monkeypatch, *steps: str, fails: str = "") -> list[str]:
+    """The steps that a command begins, in their order. fails: the step that does."""
+    began = []
+
+    def process(name, captured):
+        began.append(name)
+        assert captured == (name not in ci.ALONE)
+        return int(name == fails), ""
+
+    monkeypatch.setattr(ci, "_process", process)
+    monkeypatch.setattr(sys, "argv", ["ci", *steps])
+    with pytest.raises(SystemExit, match=f"{fails} failed") if fails else contextlib.nullcontext():
+        ci.main()
+    return began
+
+
+def test_one_step_runs_here(monkeypatch):
     ran = []
     monkeypatch.setattr(ci, "STEPS", {name: lambda name=name: ran.append(name) for name in ci.STEPS})
-    monkeypatch.setattr(sys, "argv", ["ci", "docs", "lint"])
-    ci.main()
-    assert ran == ["docs", "lint"]
-    monkeypatch.setattr(sys, "argv", ["ci"])
-    ci.main()
+    assert call(monkeypatch, "docs") == [] and ran == ["docs"]
+
+
+def test_steps_that_install_run_before_the_others(monkeypatch):
+    assert set(call(monkeypatch, "lint", "types")) == {"lint", "types"}
     usual = [name for name in ci.STEPS if name not in ci.ON_REQUEST]
-    assert ran[2:] == usual and len(usual) == len(ci.STEPS) - len(ci.ON_REQUEST)
+    began = call(monkeypatch)
+    assert began[:2] == ["tests", "docs"] and sorted(began) == sorted(usual) and len(usual) == len(ci.STEPS) - len(ci.ON_REQUEST)
+
+
+def test_unknown_steps_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ci", "lint", "paint"])
     with pytest.raises(SystemExit) as refused:
         ci.main()
-    assert refused.value.code == 2 and "no step is called paint" in capsys.readouterr().err and len(ran) == 2 + len(usual)
+    assert refused.value.code == 2 and "no step is called paint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tests", "docs"])
+def test_no_step_begins_after_a_failure(name, monkeypatch):
+    assert call(monkeypatch, fails=name) == ["tests", "docs"][: 1 + (name == "docs")]
+
+
+def test_a_failure_beside_other_steps_fails_the_command(monkeypatch):
+    assert set(call(monkeypatch, fails="matrix")) >= {"tests", "docs", "matrix"}
+
+
+def test_a_step_in_a_process_has_its_exit_code_and_output():
+    code, said = ci._process("paint", captured=True)
+    assert code == 2 and "no step is called paint" in said
 
 
 def test_a_step_fails_with_its_command():

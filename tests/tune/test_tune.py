@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
-from selection import kept
 
 from ssmgen.cache.store import Cache
 from ssmgen.cli import main
@@ -140,20 +139,23 @@ def test_a_digest_is_of_code(monkeypatch):
         assert (digest(OTHER, SM90) == want) is same
 
 
+SHARES = 4  # of 10 s each, for workers to divide
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("share", kept((16, 1), lambda share: share > 1), ids=("some", "all"))
+@pytest.mark.parametrize("share", range(SHARES))
 def test_no_variant_of_the_packages_tables_spills(monkeypatch, share):
-    """Under this compiler, for no problem that its row may serve; a row that does is taken out."""
+    """Under this compiler, as measured and with the widest slot index, which takes the most registers; a row that does is taken out."""
     monkeypatch.undo()
     registry.forget()
     rows = [r for gpu in table.gpus() for r in table.read(table.SHIPPED / table.file_name(gpu)).values() if not table.staleness(r)]
     work = {}
     for r in rows:
-        arch = Arch.parse(r.arch)
-        specs = [s for s in table.alike(table.parse(r.spec)) if not s.violations(arch)]
+        arch, measured = Arch.parse(r.arch), table.parse(r.spec)
+        specs = [measured, *(s for s in table.alike(measured) if getattr(s, "index", None) is Index.I64 and not s.violations(arch))]
         work |= {(part, arch): r.label for s in specs for part in s.kernels}
     assert len(work) > 100
-    failed = [f"{work[b.spec, b.arch]}: {b.error}" for b in build(list(work)[::share], Cache.from_environment()) if b.error]
+    failed = [f"{work[b.spec, b.arch]}: {b.error}" for b in build(list(work)[share::SHARES], Cache.from_environment()) if b.error]
     assert not failed, "\n".join(failed)
 
 

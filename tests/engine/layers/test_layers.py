@@ -67,12 +67,13 @@ def test_a_new_output_is_like_the_input(case):
 @needs_emulator
 @named([*few(MAMBA_MATRIX), *few([*GDN_MATRIX, *GDN_HEADS]), *few(KDA_MATRIX), *few(MAMBA_TOKENS), *few([*GDN_TOKENS, *KDA_TOKENS])])
 def test_kernels_equal_those_of_the_separate_operators(case):
-    """The rules' choice and, for a delta rule of one token, the one kernel that also normalises."""
+    """The rules' choice and, for a delta rule of one token, the kernel that also normalises, in one of two block sizes. That these are
+    equal is a law of variants."""
     chain = emulated_chain(case)
     problem, size, _, _ = make(case).built().problem()
     spec = registry.select(OPERATOR_OF[type(problem)], problem, size, SM90, False)
     whole = isinstance(case, Gdn) and case.norm and not case.tokens
-    inside = [delta.whole_heads(problem, threads, SM90, False) for threads in ((64, 128) if whole else ())]
+    inside = [delta.whole_heads(problem, (64, 128)[len(case.id) % 2], SM90, False)] if whole else []
     assert not any(variant.violations(SM90) for variant in inside)
     for variant in (spec, *inside):
         call = make(case)

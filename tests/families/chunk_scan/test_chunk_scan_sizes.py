@@ -110,7 +110,7 @@ def test_laws(size, law):
     holds(scan, SIZES[size])
 
 
-@costly(11)
+@costly(11, 11)
 @needs_emulator
 @of_few_sizes
 @pytest.mark.parametrize("law", LAWS_OF_FEW)
