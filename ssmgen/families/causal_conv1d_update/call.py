@@ -24,11 +24,11 @@ from ...engine.convolution_calls import (
     taps_are_runs,
 )
 from ...engine.new_tensors import new_like
+from ...engine.short_conv_reference import step as reference
 from ...engine.window import GATES, MAX_WIDTH, history_in_words, reach_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Index, Loads
 from .operands import CHILDREN, OPERANDS
-from .reference import causal_conv1d_update as reference
 from .spec import MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 
 

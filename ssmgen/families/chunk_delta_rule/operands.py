@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine.chunks.operands import ATTENTION_WORDS, ENDS, TOKENS, attention
-from ...engine.chunks.sharding import rule_of
+from ...engine.chunks.operands import ATTENTION_WORDS, ENDS, TOKENS, attention, rule_of
 from ...spec.operands import Operand, Types, table
 
 _HEADS = f"{TOKENS} head"

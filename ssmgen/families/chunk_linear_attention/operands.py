@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...engine.chunks.operands import ATTENTION_WORDS, ENDS, TOKENS, attention
-from ...engine.chunks.sharding import rule_of
+from ...engine.chunks.operands import ATTENTION_WORDS, ENDS, TOKENS, attention, rule_of
 from ...spec.operands import Operand, Table, Types, table
 
 _HEADS = f"{TOKENS} head"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine.chunks.operands import ATTENTION_WORDS, TOKENS, checkpoints, sequences
-from ...engine.chunks.sharding import rule_of
+from ...engine.chunks.operands import ATTENTION_WORDS, TOKENS, checkpoints, rule_of, sequences
 from ...spec.operands import Operand, Table, Types, table
 
 _STATE = "head value key"

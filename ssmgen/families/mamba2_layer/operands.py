@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...engine.layers.operands import TOKEN, control, convolution
-from ...engine.layers.sharding import rule_of, sizes
+from ...engine.layers.operands import TOKEN, control, convolution, rule_of, sizes
 from ...spec.operands import Operand, Types, table
 
 OPERANDS = table(

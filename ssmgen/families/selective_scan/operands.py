@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...engine.chunks.operands import sequences
-from ...engine.chunks.sharding import rule_of
+from ...engine.chunks.operands import rule_of, sequences
 from ...spec.operands import Operand, Types, table
 
 _BATCH = "batch:64?!ragged"
