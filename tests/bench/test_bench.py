@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import BF16, F16, F32, SILENT, broken, on_the_cpu, options_of, recorded, small_case, usage_error
+from bench_cases import BF16, F16, F32, SILENT, broken, on_the_cpu, recorded, small_case
 
 import ssmgen
 from ssmgen.bench import bench_of, case, report, rows, table, timing
@@ -212,43 +212,8 @@ def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
 # Options.
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["selective_state_update", "--tokens", "2", "--model", "mamba-130m"], "; expected Mamba-2 models for several tokens"),
-        (["selective_state_update", "--intermediates"], "--intermediates is given for one token; expected --tokens of 2 or more"),
-        (["selective_state_update", "--pool-mode", "split", "--no-intermediates"], "No such option"),
-        (["kda", "--model", "mamba-130m"], "No such option"),
-        (["rwkv7", "--key-heads", "4"], "--key-heads does not apply to rwkv7"),
-        (["gla", "--heads", "6", "--key-heads", "4"], "--heads is 6; expected a multiple of 4 key heads"),
-        (["gated_delta_rule", "--intermediates"], "--intermediates is given for one token; expected --tokens of 2 or more"),
-        (["gla", "--ring"], "--ring does not apply to gla, which has no ring"),
-        (
-            ["gated_delta_rule", "--intermediates", "--tokens", "2", "--pool-mode", "split"],
-            "--intermediates is given with --pool-mode split",
-        ),
-        (["gated_delta_rule", "--state", "f8"], "'f8' is not one of"),
-        (["dplr_delta_rule"], "No such command"),
-    ],
-)
-def test_options_that_do_not_apply_are_usage_errors(args, message):
-    assert message in usage_error(*args[:1], args[1:])
-
-
 def test_every_operator_can_be_asked_for():
     assert set(TIMED) == set(bench.OPS) and all(hasattr(ssmgen, op) for op in bench.OPS)
-
-
-@pytest.mark.parametrize(
-    ("op", "own", "wanted"),
-    [
-        ("gated_delta_rule", ["--pool-mode", "single", "--pool-mode", "split"], {"pools": tuple(PoolMode)}),
-        ("selective_state_update", ["--model", "mamba2-130m"], {"names": ("mamba2-130m",)}),
-    ],
-)
-def test_options_reach_the_benchmark(op, own, wanted):
-    seen = options_of(op, "--batch", "2", "--batch", "4", "--state", "f32", "--tokens", "4", *own)
-    assert seen.items() >= ({"batches": (2, 4), "states": (DType.F32,), "tokens": (4,)} | wanted).items()
 
 
 # Reports.

@@ -37,6 +37,7 @@ def gated_delta_rule(
     state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
+    ring_ready: bool = False,
 ) -> Tensor:  # fmt: skip
     """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid): S <- a S + beta (v - a S k) k^T, with a = e^g;  out = scale S q.
 
@@ -62,7 +63,7 @@ def gated_delta_rule(
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
-        rand_seed, philox_rounds,
+        rand_seed, philox_rounds, ring_ready,
     )  # fmt: skip
     return decode("gated_delta_rule", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, objections=objections)
 
@@ -77,6 +78,7 @@ def kda(
     state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
+    ring_ready: bool = False,
 ) -> Tensor:  # fmt: skip
     """Kimi delta attention (Kimi-Linear): S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  out = scale S q.
 
@@ -90,7 +92,7 @@ def kda(
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
-        rand_seed, philox_rounds,
+        rand_seed, philox_rounds, ring_ready,
     )  # fmt: skip
     return decode(
         "kda", form, pool, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, objections=objections
@@ -135,6 +137,7 @@ def delta_rule(
     state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
+    ring_ready: bool = False,
 ) -> Tensor:  # fmt: skip
     """DeltaNet: S <- S + beta (v - S k) k^T;  out = scale S q.
 
@@ -147,7 +150,7 @@ def delta_rule(
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
-        rand_seed, philox_rounds,
+        rand_seed, philox_rounds, ring_ready,
     )  # fmt: skip
     return decode("delta_rule", form, pool, state, q, k, v, None, None, None, beta, objections=objections)
 
@@ -182,13 +185,14 @@ def comba(
 def gated_delta_rule_commit(
     state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
     use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False, state_layout: str = "vk",
-    state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
+    state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Replays the accepted tokens of a speculative step on the state, from a ring of inputs: S <- a S + beta (v - a S k) k^T for each.
 
     state: [slots, HV, V, K], updated in place and returned; [layers, slots, …] with ring, A_log and dt_bias likewise, in one launch
     ring: the ring that gated_delta_rule(…, update_state=False, ring=ring) has filled: k, v, g and beta, [slots, T or more, …] each
     num_accepted_tokens: [batch] int32 or int64: how many of the sequence's tokens to replay; 0, or a number out of range, changes nothing
+    dst_state_indices: [batch], the slot that receives the state, which no other sequence may read; None for in place
 
     Other arguments as in gated_delta_rule and PoolOptions. The state equals gated_delta_rule's on these tokens, bit for bit.
     Source: Yang et al. 2024 (arXiv 2412.06464).
@@ -197,7 +201,8 @@ def gated_delta_rule_commit(
     objections = gate_objections(A_log, dt_bias) + beta_objections(beta_sigmoid, allow_neg_eigval)
     return commit(
         "gated_delta_rule_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, per_channel=False,
-        state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl, objections=objections,
+        state_layout=state_layout, state_indices=state_indices, dst_state_indices=dst_state_indices, pad_slot_id=pad_slot_id, pdl=pdl,
+        objections=objections,
     )  # fmt: skip
 
 
@@ -205,7 +210,8 @@ def gated_delta_rule_commit(
 def kda_commit(
     state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
     lower_bound: float | None = None, use_qk_l2norm: bool = False, beta_sigmoid: bool = False, allow_neg_eigval: bool = False,
-    state_layout: str = "vk", state_indices: Tensor | None = None, pad_slot_id: int = -1, pdl: bool | None = None,
+    state_layout: str = "vk", state_indices: Tensor | None = None, dst_state_indices: Tensor | None = None, pad_slot_id: int = -1,
+    pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """The same as gated_delta_rule_commit, for kda: S <- S D + beta (v - S D k) k^T, with D = diag(e^g).
 
@@ -217,7 +223,8 @@ def kda_commit(
     objections = gate_objections(A_log, dt_bias, lower_bound) + beta_objections(beta_sigmoid, allow_neg_eigval)
     return commit(
         "kda_commit", form, state, ring, num_accepted_tokens, A_log, dt_bias, per_channel=True, lower_bound=lower_bound,
-        state_layout=state_layout, state_indices=state_indices, pad_slot_id=pad_slot_id, pdl=pdl, objections=objections,
+        state_layout=state_layout, state_indices=state_indices, dst_state_indices=dst_state_indices, pad_slot_id=pad_slot_id, pdl=pdl,
+        objections=objections,
     )  # fmt: skip
 
 

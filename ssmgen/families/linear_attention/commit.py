@@ -11,7 +11,7 @@ from torch import Tensor
 from ...calls import checks
 from ...engine.recurrences.attention.operands import OPERANDS, RINGED
 from ...engine.recurrences.attention.reference import one_token
-from ...engine.recurrences.slots import check_room
+from ...engine.recurrences.slots import check_room, check_target
 
 
 def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> dict[str, Tensor]:
@@ -29,7 +29,9 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
             "or both with a layers axis in front"
         )
         return {}
-    views = {n: t if layered or n in ("state_indices", "num_accepted_tokens") else t.unsqueeze(0) for n, t in named.items()}
+    views = {
+        n: t if layered or n in ("state_indices", "dst_state_indices", "num_accepted_tokens") else t.unsqueeze(0) for n, t in named.items()
+    }
     if layout == "kv":
         views["state"] = views["state"].transpose(3, 4)
     L, slots, HV, V, state_k = views["state"].shape
@@ -53,6 +55,7 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
     if checks.check_dense("state", views["state"], problems, 3, layout == "kv"):
         checks.check_distinct(views, ("state",), problems)
     check_room(views, batch, problems, slots)
+    check_target(views, problems)
     for name, t in views.items():
         if name != "state":
             checks.check_strides_fit(name, t, {"A_log": 1, "dt_bias": 1}.get(name, 0 if t.dim() == 1 else 2), problems)
@@ -74,4 +77,6 @@ def reference(views: Mapping[str, Tensor], form: Any, pad_slot_id: int, lower_bo
                 x = {n: views[n][layer, slot, t].to(dtype) for n in tokenwise}
                 x["k"] = x["q"] = x["k"].repeat_interleave(S.shape[0] // x["k"].shape[0], 0)
                 S, _ = one_token(S, x | weights, form, 1.0, lower_bound)
-            state[layer, slot] = S.to(state.dtype)
+            target = int(views["dst_state_indices"][b]) if "dst_state_indices" in views else slot
+            if 0 <= target < state.shape[1] and target != pad_slot_id:
+                state[layer, target] = S.to(state.dtype)

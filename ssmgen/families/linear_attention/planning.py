@@ -58,6 +58,7 @@ class Options(NamedTuple):
     commit: bool = False  # k, v, g and beta are a ring's; there are neither q nor output
     zero_padding: bool = True
     philox_rounds: int = 0
+    ring_ready: bool = False
 
 
 def token_views(named: Mapping[str, Tensor], options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -99,7 +100,9 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     words = {(1, False): "batch", (2, False): "batch, tokens", (1, True): "tokens", (2, True): "1, tokens"}[len(lead), ragged]
     own = _own_shapes(views, sizes, ragged)
     if any(n in views for n in RINGS):
-        own |= _ring_shapes(views, lead, ragged, problems)
+        own |= _ring_shapes(views, lead, ragged, options.ring_ready, problems)
+    elif options.ring_ready:
+        problems.append("ring_ready is True without a ring; expected both. Pass ring.")
     fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n != "state"}, sizes, problems, own, (words, lead))]
     if len(problems) > before or not all(fits):
         return {}
@@ -131,11 +134,14 @@ def _own_shapes(views: Mapping[str, Tensor], sizes: Mapping[str, int], ragged: b
     return allowed
 
 
-def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool, problems: list[str]) -> Shapes:
-    """Allowed shapes of a ring's tensors: [slots, tokens or more, …], the rest as in the operand they keep."""
-    T = 1 if len(lead) == 1 else lead[1]
+def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool, ready: bool, problems: list[str]) -> Shapes:
+    """Allowed shapes of a ring's tensors: [slots, tokens or more, …], the rest as in the operand they keep.
+
+    ragged: with any number of tokens, the same in all. ready: log decays and step sizes are f32.
+    """
+    T, first = 1 if len(lead) == 1 else lead[1], views.get("ring_k")
     if ragged:
-        problems.append("ring is given with cu_seqlens; expected the same number of tokens in each sequence. Leave out one.")
+        T = first.shape[1] if first is not None and first.dim() > 1 else 0
     if "state_indices" not in views:
         problems.append("ring is given without state_indices; expected both. Pass state_indices.")
     kept = [n for n in RINGED if n in views]
@@ -146,9 +152,13 @@ def _ring_shapes(views: Mapping[str, Tensor], lead: Sequence[int], ragged: bool,
         ring = views.get(f"ring_{name}")
         if ring is None:
             continue
-        tokens = ring.shape[1] if ring.dim() > 1 and ring.shape[1] >= T else T
-        shapes[f"ring_{name}"] = {"[slots, tokens or more, …]": (views["state"].shape[0], tokens, *views[name].shape[len(lead) :])}
-        if ring.dtype != views[name].dtype:
+        tokens = ring.shape[1] if ring.dim() > 1 and ring.shape[1] >= T and not ragged else T
+        words = "[slots, tokens, …], as many tokens as ring.k," if ragged else "[slots, tokens or more, …]"
+        shapes[f"ring_{name}"] = {words: (views["state"].shape[0], tokens, *views[name].shape[len(lead) :])}
+        if ready and name not in ("k", "v"):
+            if ring.dtype != torch.float32:
+                problems.append(f"ring_{name} is {ring.dtype} with ring_ready=True; expected torch.float32")
+        elif ring.dtype != views[name].dtype:
             problems.append(f"ring_{name} is {ring.dtype}; expected {views[name].dtype}, the dtype of {name}")
         if ring.dim() > 3 and ring.stride(-1) != 1:
             problems.append(f"ring_{name} has strides {list(ring.stride())}; expected 1 for its last axis")
@@ -229,7 +239,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         cu_seqlens=index_of(views, "cu_seqlens"),
         update=Update.NONE if not options.update_state else Update.EACH if each else Update.FINAL,
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
-        ring=Ring.COMMIT if commits else Ring.STORE if ring else Ring.NONE,
+        ring=Ring.COMMIT if commits else Ring.NONE if not ring else Ring.READY if options.ring_ready else Ring.STORE,
         layers=commits and state.shape[0] > 1,
         intermediates=kept is not None,
         parents=index_of(views, "parents"),
@@ -249,6 +259,7 @@ _COLUMNS = {
     "dst_columns": "dst_state_indices",
     "rows_kept": "intermediate_states",
     "parent_columns": "parents",
+    "ring_rows": "ring_k",
 }
 
 
@@ -288,12 +299,13 @@ FAMILY = Family(
 
 
 def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    form, scale, lower_bound, layout, pad_slot_id, update_state, is_commit, zero_padding, philox_rounds = options
+    form, scale, lower_bound, layout, pad_slot_id, update_state, is_commit, zero_padding, philox_rounds, ring_ready = options
     if is_commit:
         commit.reference(views, form, pad_slot_id, lower_bound, dtype)
     else:
         how: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "pad_slot_id": pad_slot_id, "update_state": update_state}
         how |= {"zero_padding": zero_padding, "philox_rounds": philox_rounds, "keys_first": layout == "kv"}
+        how["ring_ready"] = ring_ready
         reference(views, form, **how, dtype=dtype)
 
 

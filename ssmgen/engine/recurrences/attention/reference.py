@@ -30,6 +30,11 @@ def log_decay(g: Tensor, form: Any, A_log: Tensor | None, dt_bias: Tensor | None
     return lower_bound * torch.sigmoid(biased if rate is None else rate * biased)
 
 
+def step_size(beta: Tensor, form: Any) -> Tensor:
+    """The step size that an operand beta stands for."""
+    return beta if form.beta == "plain" else torch.sigmoid(beta) * (2 if form.beta == "twice_sigmoid" else 1)
+
+
 def one_token(S: Tensor, x: Mapping[str, Tensor], form: Any, scale: float, lower_bound: float) -> tuple[Tensor, Tensor]:
     """(new state [HV, V, K], output [HV, V]) of one sequence's token; `x` in the state's dtype, key heads already repeated."""
     q, k, v = x["q"], x["k"], x["v"]
@@ -59,12 +64,18 @@ def one_token(S: Tensor, x: Mapping[str, Tensor], form: Any, scale: float, lower
         if form.delta != "none":
             e = e - held
         if "beta" in x:
-            beta = x["beta"] if x["beta"].dim() == 2 else x["beta"][:, None]
-            if form.beta != "plain":
-                beta = torch.sigmoid(beta) * (2 if form.beta == "twice_sigmoid" else 1)
-            e = e * beta
+            beta = step_size(x["beta"], form)
+            e = e * (beta if beta.dim() == 2 else beta[:, None])
         S = D * S + e[:, :, None] * k[:, None, :]
     return S, torch.einsum("hvk,hk->hv", S, q) * scale
+
+
+def _ready(name: str, value: Tensor, form: Any, weights: Mapping[str, Tensor], lower_bound: float) -> Tensor:
+    """The log decay or the step size that an operand g, gk or beta stands for."""
+    if name == "beta":
+        return step_size(value, form)
+    A_log, bias = weights.get("A_log"), weights.get("dt_bias")
+    return log_decay(value, form, A_log if A_log is None or name == "g" else A_log[:, None], bias, lower_bound)
 
 
 def reference(
@@ -78,12 +89,14 @@ def reference(
     zero_padding: bool = True,
     philox_rounds: int = 0,
     keys_first: bool = False,
+    ring_ready: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Operands in token form: state [slots, HV, V, K]; q, k, read, write, alpha [B, T, HK, K]; gk, erase [B, T, HV, K]; v, gv, w, out
     [B, T, HV, V]; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]; A_log [HV]; dt_bias [HV] or [HV, K]; intermediate_states
     [rows, T, HV, V, K]; parents [batch, T]; rand_seed [slots]; ring_k and others [slots, T, …], which receive k and others. With
-    cu_seqlens, B is 1 and T counts the tokens of all sequences. keys_first: as in `stepped`.
+    cu_seqlens, B is 1 and T counts the tokens of all sequences. keys_first: as in `stepped`. ring_ready: rings receive log decays and step
+    sizes.
 
     Computes in `dtype`, and rounds as in `stepped`.
     """
@@ -94,8 +107,9 @@ def reference(
         x = {n: views[n][row, t].to(dtype) for n in tokenwise}
         x |= {n: x[n].repeat_interleave(heads // x[n].shape[0], 0) for n in OF_KEY_HEADS if n in x}
         for n in RINGED:
-            if f"ring_{n}" in views:
-                views[f"ring_{n}"][slot, i] = views[n][row, t]
+            if f"ring_{n}" in views and i < views[f"ring_{n}"].shape[1]:
+                gate = ring_ready and n not in ("k", "v")
+                views[f"ring_{n}"][slot, i] = _ready(n, x[n], form, weights, lower_bound) if gate else views[n][row, t]
         return one_token(S, x | weights, form, scale, lower_bound)
 
     how: dict[str, Any] = {"update_state": update_state, "zero_padding": zero_padding, "keys_first": keys_first, "dtype": dtype}
