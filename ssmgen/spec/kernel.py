@@ -55,14 +55,11 @@ class Layout(Enum):
 
 
 class Ring(Enum):
-    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: absent, written, or replayed by a commit.
-
-    READY: written, with log decays and step sizes in f32 for raw gates and logits.
-    """
+    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: absent, written, or replayed by a commit."""
 
     NONE = "none"
     STORE = "store"
-    READY = "ready"
+    READY = "ready"  # written, with log decays and step sizes in f32 for raw gates and logits
     COMMIT = "commit"
 
 
