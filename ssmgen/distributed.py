@@ -19,24 +19,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .spec.family import public_names
+from .spec.family import parts, public_names
 
 __all__ = ["functions"]
 
 
 def functions() -> list[str]:
     """Names of the functions in this module."""
-    return sorted(_rules())
-
-
-def _rules() -> dict[str, Any]:
-    from .calls.context_rules import RULES
-
-    return RULES
+    return sorted(parts("context"))
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    if name.startswith("_") or name not in _rules():
+    if name.startswith("_") or name not in parts("context"):
         there = "" if name.startswith("_") else f"; it has {', '.join(functions())}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
     globals()[name] = found = _over_ranks(name)
@@ -49,7 +43,7 @@ def __dir__() -> list[str]:
 
 def _over_ranks(name: str) -> Callable[..., Any]:
     family, place = public_names()[name]
-    function, rule = family.part(place), _rules()[name]
+    function, rule = family.part(place), parts("context")[name]
 
     @functools.wraps(function)
     def run(*args: Any, group: Any = None, **kwargs: Any) -> Any:

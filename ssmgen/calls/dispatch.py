@@ -70,6 +70,15 @@ def _options(kind: Any, names: Sequence[str], values: Iterator[Any]) -> Any:
     return kind(**given)
 
 
+def by_name(reference: Callable[..., None]) -> Callable[..., None]:
+    """The reference of a family whose options are named like the arguments of `reference`."""
+
+    def run(views: Mapping[str, Any], options: Any, dtype: torch.dtype = torch.float32) -> None:
+        reference(**views, **options._asdict(), dtype=dtype)
+
+    return run
+
+
 def callers(
     family: Family, tables: Mapping[str, Table], options: Any, views_of: Callable[..., Any] | Mapping[str, Callable[..., Any]],
     reference: Callable[..., None], operator: str = "", of_options: Sequence[str] = (), words: Mapping[str, Mapping[str, str]] = {},

@@ -81,8 +81,9 @@ def public_names() -> dict[str, tuple[Family, str]]:
     return {name: (family, place) for family, places in named for name, place in places.items()}
 
 
+@functools.cache
 def parts(field: str) -> dict[Any, Any]:
-    """Merges one field of all records: `sharding`, `context`, `trials`, `models`, `asks` or `defaults`."""
+    """Merges one field of all records: `sharding`, `context`, `trials`, `models`, `asks` or `defaults`. The first call imports them."""
     found: dict[Any, Any] = {}
     for family in records():
         if place := getattr(family, field):

@@ -29,7 +29,6 @@ from ssmgen.engine.chunks import context as delta
 from ssmgen.engine.chunks.parts import Parts, parts_of
 from ssmgen.errors import ArgumentError
 from ssmgen.families.chunk_scan import context as scan
-from ssmgen.families.chunk_scan import parts as scan_parts
 from ssmgen.spec.kernel import Arch, Pdl
 from tools import context as context_tool
 
@@ -170,8 +169,8 @@ def test_kernels_make_ends_and_go_on_from_a_state_that_comes_later(name, kind, t
 def test_a_kernel_makes_what_tokens_add_to_a_state(name, begin, monkeypatch):
     """In parts of 3, 3 and 2 chunks, the last one of which is short; of the first head all of them count, of the second one some. Nothing
     else is read."""
-    monkeypatch.setattr(scan_parts, "LEAST", 2)
-    monkeypatch.setattr(scan_parts, "MOST", 3)
+    monkeypatch.setattr(scan, "LEAST", 2)
+    monkeypatch.setattr(scan, "MOST", 3)
     g, tokens, heads = torch.Generator().manual_seed(0), 500, 2
     x, B, C = (torch.randn(1, tokens, *inner, generator=g).bfloat16() for inner in ((heads, 64), (1, 64), (1, 64)))
     rates = torch.tensor([0.001, 1.0])
@@ -185,7 +184,7 @@ def test_a_kernel_makes_what_tokens_add_to_a_state(name, begin, monkeypatch):
     x[:, : 512 - 4 * 64, 1] = torch.nan  # 4 chunks and a short one are seen, of 1 in 64 tokens
     if begin:
         x[:, :begin] = torch.nan
-    parts = type("Parts", (scan_parts.Parts,), {"launcher": Emulated})(function, call | more, operand)
+    parts = type("Parts", (scan.Parts,), {"launcher": Emulated})(function, call | more, operand)
     sums, growth = scan.sums_of(call | more, operand)
     remaining = scan.to_end(sums[0])
     first = scan.seen_from(remaining, growth[0])

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ssmgen
 from ssmgen.calls import api
-from ssmgen.calls.sharding_rules import RULES
 from ssmgen.errors import ArgumentError
+from ssmgen.spec.family import parts
 
 
 @pytest.mark.matrix
@@ -196,7 +196,7 @@ def test_a_history_whose_groups_are_shared_is_refused():
 
 
 def test_functions_without_a_rule_and_bind_are_refused(monkeypatch):
-    monkeypatch.delitem(RULES, "combine_splits")
+    monkeypatch.delitem(parts("sharding"), "combine_splits")
     with rank_of(0, 2) as mesh:
         o, lse = (on(mesh, torch.zeros(shape), Replicate()) for shape in ((4, 2, 16), (4, 2)))
         with pytest.raises(ArgumentError, match=r"an argument is a DTensor; expected this rank's tensors\. Pass DTensor\.to_local\(\)\."):
@@ -208,7 +208,7 @@ def test_functions_without_a_rule_and_bind_are_refused(monkeypatch):
 def test_every_parameter_that_may_be_a_tensor_has_a_rule():
     """A parameter without a rule would be taken for replicated."""
     for function in api.FUNCTIONS:
-        if (rule := RULES.get(function.__name__)) is None:
+        if (rule := parts("sharding").get(function.__name__)) is None:
             continue
         annotations = function.build.__annotations__
         tensors = {n for n, kind in annotations.items() if n != "return" and "Tensor" in str(kind)}

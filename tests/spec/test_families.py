@@ -12,12 +12,11 @@ import pytest
 from docs_pages import DOCS, ROOT
 from programs import succeeds
 
-from ssmgen.calls.sharding_rules import RULES
 from ssmgen.emulator.check import trial_of
 from ssmgen.errors import SsmgenError
 from ssmgen.select.catalog import SPECS
 from ssmgen.select.models import OPTIONS
-from ssmgen.spec.family import PACKAGE, Family, records
+from ssmgen.spec.family import PACKAGE, Family, parts, records
 from ssmgen.spec.kernel import KernelSpec
 
 FAMILIES = pytest.mark.parametrize("family", records(), ids=lambda family: family.name)
@@ -93,13 +92,13 @@ def test_no_spec_has_more_than_three_levels_of_classes():
 
 
 def test_every_function_has_a_sharding_rule():
-    assert {name for family in records() for name in family.functions} == set(RULES)
+    assert {name for family in records() for name in family.functions} == set(parts("sharding"))
 
 
 def test_records_and_rules_are_read_without_torch():
     program = (
-        "import sys, ssmgen.spec.family, ssmgen.calls.sharding_rules as rules\n"
-        "assert rules.RULES and ssmgen.spec.family.public_names()\n"
+        "import sys, ssmgen.spec.family as family\n"
+        "assert family.parts('sharding') and family.public_names()\n"
         "assert not {'torch', 'cuda.bindings', 'jinja2'} & set(sys.modules)\n"
     )
     succeeds(program)

@@ -183,9 +183,10 @@ DECLARED = {record.name: record for record in records()}
 PUBLIC = {name: record for name, record in DECLARED.items() if record.functions}
 # Of torch, where there is not one of the family's name.
 OPERATORS = {"gated_rms_norm": ("gated_rms_norm", "gated_layer_norm", "rms_norm"), "chunk_scan": ("chunk_scan", "chunk_attention")}
-# Modules that may list tensors: the table, signatures, checks that relate tensors to each other, the reference, trials and benchmarks.
-SIGNATURES = ("call", "attention", "options", "bonus", "delta", "low_rank", "plain", "centred", "context", "layer", "row")
-MAY_LIST = ("operands", *SIGNATURES, "views", "reference", "trial", "models")
+# Modules that may list tensors: the table, signatures, checks that relate tensors to each other, the reference, trials, benchmarks, and
+# default variants, whose problems have fields of the same names.
+SIGNATURES = ("call", "attention", "options", "plain", "centred", "context", "layer", "row")
+MAY_LIST = ("operands", *SIGNATURES, "views", "planning", "reference", "trial", "models", "defaults")
 
 
 def tables(family: str) -> list[Table]:

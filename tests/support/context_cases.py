@@ -13,9 +13,8 @@ import ssmgen
 from ssmgen import distributed
 from ssmgen.calls import context
 from ssmgen.calls.context import Asked, Ends
-from ssmgen.calls.context_rules import RULES as CONTEXTS
-from ssmgen.calls.sharding_rules import RULES
 from ssmgen.errors import ArgumentError
+from ssmgen.spec.family import parts
 
 PIECES = {4: (20, 24, 0, 16)}  # tokens of each rank, by how many ranks there are
 TOKENS = 60
@@ -47,7 +46,7 @@ def divided(function: str, call: Tensors, pieces: tuple[int, ...], rank: int) ->
     dims = {n: t.dim() for n, t in call.items() if isinstance(t, torch.Tensor)}
     first, found = sum(pieces[:rank]), dict(call)
     for n in dims:
-        words = RULES[function].axes_of(n, dims, dims[n])
+        words = parts("sharding")[function].axes_of(n, dims, dims[n])
         if "token" in words:
             found[n] = call[n].narrow(words.index("token"), first, pieces[rank])
     return found
@@ -56,7 +55,7 @@ def divided(function: str, call: Tensors, pieces: tuple[int, ...], rank: int) ->
 def packed(function: str, call: Tensors, starts: tuple[int, ...]) -> Tensors:
     """Its first row, as packed sequences."""
     dims = {n: t.dim() for n, t in call.items() if isinstance(t, torch.Tensor)}
-    rows = {n: call[n][0] if "batch" in RULES[function].axes_of(n, dims, dims[n]) else call[n] for n in dims}
+    rows = {n: call[n][0] if "batch" in parts("sharding")[function].axes_of(n, dims, dims[n]) else call[n] for n in dims}
     word = "query_start_loc" if function == "causal_conv1d" else "cu_seqlens"
     device = next(iter(rows.values())).device
     return call | rows | {word: torch.tensor(starts, dtype=torch.int32, device=device)}
@@ -100,7 +99,7 @@ def agrees(mesh: Any, function: str, call: Tensors, begin: torch.Tensor | None, 
     got, ends = getattr(distributed, function)(**mine, group=group)
     if begin is not None:
         assert ends.dtype == begin.dtype
-    want = divided(function, {next(n for n in RULES[function].returns): out}, pieces, rank)["out"]
+    want = divided(function, {next(n for n in parts("sharding")[function].returns): out}, pieces, rank)["out"]
     starts = call.get("cu_seqlens", call.get("query_start_loc"))
     if starts is not None:  # tokens outside every sequence have no output
         first = sum(pieces[:rank])
@@ -127,7 +126,7 @@ def forms_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float, fl
     call = call | {"initial_states": begin}
     out, final = exact(function, call | {"return_final_states": True})
     mine = divided(function, call, pieces, rank)
-    want = divided(function, {next(n for n in RULES[function].returns): out}, pieces, rank)["out"]
+    want = divided(function, {next(n for n in parts("sharding")[function].returns): out}, pieces, rank)["out"]
 
     def agrees(got: Any) -> None:
         assert isinstance(got, torch.Tensor)
@@ -154,7 +153,7 @@ def dtensors_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float,
     dims = {n: t.dim() for n, t in call.items() if isinstance(t, torch.Tensor)}
 
     def placed(n: str) -> list[Any]:
-        words = RULES[function].axes_of(n, dims, dims[n])
+        words = parts("sharding")[function].axes_of(n, dims, dims[n])
         heads = [Shard(words.index("head")) if "head" in words else Replicate()] if over_heads else []
         return [*heads, Shard(words.index("token")) if "token" in words else Replicate()]
 
@@ -169,7 +168,7 @@ def dtensors_agree(mesh: Any, function: str, call: Tensors, bounds: tuple[float,
 
 def what_is_begun_is_finished(mesh: Any, call: Tensors, form: Tensors) -> None:
     """A family may start before the exchange, also on the last rank, and continue after it. Packed sequences start over."""
-    function, rule, asked = ssmgen.chunk_delta_rule, CONTEXTS["chunk_delta_rule"], []
+    function, rule, asked = ssmgen.chunk_delta_rule, parts("context")["chunk_delta_rule"], []
     ranks, rank, finished = mesh.size(), mesh.get_local_rank(), []
 
     def ends(function: Any, given: Tensors, start: torch.Tensor | None, what: Asked) -> Ends:

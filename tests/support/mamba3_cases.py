@@ -56,7 +56,7 @@ def step(call: Call, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
         name: given[name].reshape(view.shape) if name in POOLS or name == "out" else view_like(given[name], plain[name], view)
         for name, view in shapes.items()
     }
-    planning.run_reference(views, options, torch.float64)
+    planning.reference(views, options, torch.float64)
     return views["out"].squeeze(1), {name: given[name] for name in POOLS if name in given}
 
 

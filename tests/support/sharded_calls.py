@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from family_cases import cases
 
-from ssmgen.calls.sharding_rules import RULES
+from ssmgen.spec.family import parts
 
 BATCH, H, P, N, STEPS = 4, 4, 16, 32, 3
 BF16, F32 = torch.bfloat16, torch.float32
@@ -191,6 +191,7 @@ def calls(device: str) -> dict[str, tuple[str, Tensors]]:
         "gdn-tokens": ("gated_delta_rule", linear(device, "gated_delta_rule", 2, (3,))),
         "kda-pool": ("kda", pool(device, linear(device, "kda"), "state", "state_indices")),
     }
-    forms = [n for n in RULES if "state" in RULES[n].axes and "ring.k" in RULES[n].axes and not n.endswith("commit")]
-    own = {name: (name, call(device)) for name, call in cases("CALLS").items() if name in RULES}
+    rules = parts("sharding")
+    forms = [n for n in rules if "state" in rules[n].axes and "ring.k" in rules[n].axes and not n.endswith("commit")]
+    own = {name: (name, call(device)) for name, call in cases("CALLS").items() if name in rules}
     return found | norms(device) | {name: (name, linear(device, name)) for name in forms} | own

@@ -22,14 +22,14 @@ from sharded_calls import BATCH, BF16, STEPS, H, N, P, Tensors, calls, linear, m
 
 import ssmgen
 from ssmgen.calls.sharding import Axis
-from ssmgen.calls.sharding_rules import RULES
+from ssmgen.spec.family import parts
 
 
 def distribute(mesh: Any, function: str, call: Tensors, over: str | None, placed: str) -> Tensors:
     """The call's tensors on the mesh: all that is written sharded `over` "head" or "batch", the others too ("sharded") or "replicated"."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    rule = RULES[function].of(call)
+    rule = parts("sharding")[function].of(call)
     dims = {n: t.dim() for n, t in call.items() if isinstance(t, torch.Tensor)}
     anchor = next(n for n in rule.anchors if n in dims)
 
@@ -97,7 +97,7 @@ def agrees(mesh: Any, function: str, call: Tensors, over: str, placed: str) -> N
         assert isinstance(first, DTensor) and isinstance(first.placements[0], Shard)
         assert first.stride() == whole(first).stride()
         same(got, want, LOOSE.get(function, 0.0))
-    for name in RULES[function].written:
+    for name in parts("sharding")[function].written:
         if name in call:
             same(theirs[name], mine[name], LOOSE.get(function, 0.0))
 
@@ -111,7 +111,7 @@ def local_shards_agree(mesh: Any, function: str, call: Tensors) -> None:
         want, got = run(**theirs), run(**local)
         for a, b in zip(*[r if isinstance(r, tuple) else (r,) for r in (got, want)], strict=True):
             assert torch.equal(a, b.to_local())
-    for name in RULES[function].written:
+    for name in parts("sharding")[function].written:
         if name in call:
             assert torch.equal(mine[name].to_local(), theirs[name].to_local())
 

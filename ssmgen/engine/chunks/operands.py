@@ -1,4 +1,4 @@
-"""Rows of the operand tables of prompt families: starts of packed sequences, states, checkpoints and the workspace.
+"""Rows of the operand tables of prompt families: packed sequences, states, checkpoints, the workspace; and rules for DTensors.
 
 `of`, `first` and `slots` are conditions on a spec, written as in `Operand.there`. A kernel takes states if `of` holds, initial states if
 `first` holds too, and slots if `slots` holds.
@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ...spec.operands import Operand, Types
+from ...calls.naming import WRITTEN_WORDS
+from ...calls.sharding import Rule
+from ...spec.operands import Operand, Table, Types
 
 TOKENS = "batch:64?!ragged token"  # strides of an operand of tokens
 _BY_SEQUENCE: dict[str, Any] = {"optional": True, "view": "sequence", "strides": "sequence"}
@@ -56,3 +59,17 @@ def attention(*tokens: Operand) -> tuple[Operand, ...]:
 
 
 ATTENTION_WORDS = {"group": "HK", "head": "HV", "key": "K", "value": "V", "starts": "sequences + 1", "position": "count", "byte": "bytes"}
+
+
+OWN = ("workspace",)  # each rank has its own workspace, which is not read after the call
+
+
+def rule_of(table: Table, like: str, words: Mapping[str, str] = {}, **more: Any) -> Rule:
+    """The rule of a function over prompts. like: its parameter with tokens and heads; words: operand -> parameter, where names differ.
+    A parameter may have the name of another operand: `words` win. more: fields of Rule."""
+    axes = table.axes(("batch token", "token"))
+    spoken = {name: word for name, word in WRITTEN_WORDS.items() if name in axes}
+    axes |= {word: axes[name] for name, word in {**spoken, **words}.items()} | more.pop("axes", {})
+    written = [spoken.get(name, name) for name in table.written if name not in OWN]
+    asked = {word: f"return_{name}" for name, word in spoken.items()}
+    return Rule(axes, (*written,), anchors=("state", "final_states_out", "out", like), returns=("out", *asked), asked=asked, **more)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
-from ...calls.dispatch import callers
+from ...calls.dispatch import by_name, callers
 from ...calls.naming import WRITTEN_WORDS
 from ...calls.operator import operator, run
 from ...calls.planning import Family
@@ -274,8 +273,4 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 FAMILY = Family(OPERATOR, OPERANDS.written, problem_of, size_of, grid_of, kernel_values, OPERANDS.in_place)
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dilation=options.dilation, dtype=dtype)
-
-
-(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference, words={OPERATOR: WRITTEN_WORDS}).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, by_name(reference), words={OPERATOR: WRITTEN_WORDS}).values()

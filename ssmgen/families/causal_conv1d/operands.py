@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...calls.sharding import Rule
 from ...spec.operands import Operand, Types, table
 
 _STATES = "sequences dim tap"
@@ -31,3 +32,15 @@ OPERANDS = table(
     Operand("out", "like x", written=True, field="x"),
     tap="width - 1", token="length", starts="sequences + 1",
 )  # fmt: skip
+
+# How a mesh of devices may divide them.
+_AXES = OPERANDS.axes()
+_AXES["final_states_out"] = _AXES.pop("final_states")  # the function's name for it
+RULES = {
+    "causal_conv1d": Rule(
+        _AXES,
+        ("final_states_out", "conv_states", "out"),
+        anchors=("conv_states", "final_states_out", "out", "x"),
+        returns=("out", "final_states_out"),
+    )
+}

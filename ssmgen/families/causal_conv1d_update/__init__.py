@@ -9,7 +9,7 @@ FAMILY = Family(
     bench={"causal_conv1d_update": "bench:BENCH"},
     asks="models:ASKS",
     defaults="defaults:DEFAULTS",
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     trials="trial:TRIALS",
     page="operators/causal_conv1d_update.md",
 )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import DTYPES, index_of
-from ...calls.dispatch import callers
+from ...calls.dispatch import by_name, callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
 from ...engine.convolution_calls import (
@@ -24,11 +23,11 @@ from ...engine.convolution_calls import (
     taps_are_runs,
 )
 from ...engine.new_tensors import new_like
+from ...engine.short_conv_reference import step as reference
 from ...engine.window import GATES, MAX_WIDTH, history_in_words, reach_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Index, Loads
 from .operands import CHILDREN, OPERANDS
-from .reference import causal_conv1d_update as reference
 from .spec import MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 
 
@@ -314,8 +313,4 @@ FAMILY = Family(
 )
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, silu=options.silu, pad_slot_id=options.pad_slot_id, dilation=options.dilation, dtype=dtype)
-
-
-(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, by_name(reference)).values()

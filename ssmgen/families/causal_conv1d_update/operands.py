@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...calls.sharding import Rule
 from ...spec.operands import Operand, Types, table
 
 CHILDREN = ("first_children", "next_siblings", "parents_out")  # a draft tree by children instead of parents
@@ -44,3 +45,6 @@ OPERANDS = table(
     Operand("out", "like x", written=True, field="x", may_be=("x",), unless=("parents", "first_children")),
     tap="state_len", token="T", kept="rows", starts="batch + 1",
 )  # fmt: skip
+
+# How a mesh of devices may divide them.
+RULES = {"causal_conv1d_update": Rule(OPERANDS.axes(), OPERANDS.written, anchors=("conv_state",))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine.chunks.operands import ATTENTION_WORDS, ENDS, TOKENS, attention
+from ...engine.chunks.operands import ATTENTION_WORDS, ENDS, TOKENS, attention, rule_of
 from ...spec.operands import Operand, Types, table
 
 _HEADS = f"{TOKENS} head"
@@ -32,3 +32,6 @@ TURNED = OPERANDS.turned("value", "key")  # transposed by the layout "kv"
 OF_GATES = tuple([row.name for row in OPERANDS if row.types is Types.FLOAT and not row.field])  # each has a separate dtype
 KERNELS = OPERANDS.beside(ENDS)
 FUNCTIONS = {"chunk_gated_delta_rule": OPERANDS.only(required=("g",)), "chunk_delta_rule": OPERANDS}
+
+# How a mesh of devices may divide them.
+RULES = {name: rule_of(table, "v") for name, table in FUNCTIONS.items()}

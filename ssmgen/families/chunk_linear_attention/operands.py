@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...engine.chunks.operands import ATTENTION_WORDS, ENDS, TOKENS, attention
+from ...engine.chunks.operands import ATTENTION_WORDS, ENDS, TOKENS, attention, rule_of
 from ...spec.operands import Operand, Table, Types, table
 
 _HEADS = f"{TOKENS} head"
@@ -63,4 +63,12 @@ FUNCTIONS = {
     "chunk_comba": Function(("g", "beta", "read"), {"read": "p"}),
     "chunk_rwkv7": Function(("gk", "read", "alpha"), {"q": "r", "gk": "w", "read": "kk", "alpha": "a"}),
     "chunk_dplr_delta_rule": Function(("read", "write"), {"read": "a", "write": "b"}),
+}
+
+# How a mesh of devices may divide them.
+# Parameters that no kernel takes: torch multiplies v with one, and the other is refused.
+_PER_ROW = {"chunk_gdn2": ("w",), "chunk_gla": ("gv",)}
+RULES = {
+    name: rule_of(OPERANDS, "v", function.words, axes=dict.fromkeys(_PER_ROW.get(name, ()), "batch token head v|token head v"))
+    for name, function in FUNCTIONS.items()
 }

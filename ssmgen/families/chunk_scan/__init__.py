@@ -16,7 +16,7 @@ FAMILY = Family(
     },
     bench={"chunk_scan": "bench:BENCH"},
     defaults="defaults:DEFAULTS",
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     context="context:RULES",
     trials="trial:TRIALS",
     asks="models:ASKS",

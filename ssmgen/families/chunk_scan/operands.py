@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine.chunks.operands import ATTENTION_WORDS, TOKENS, checkpoints, sequences
+from ...engine.chunks.operands import ATTENTION_WORDS, TOKENS, checkpoints, rule_of, sequences
 from ...spec.operands import Operand, Table, Types, table
 
 _STATE = "head value key"
@@ -37,3 +37,9 @@ _ATTENTION = Table([row for row in OPERANDS if row.name not in _LACKING], {**OPE
 _OWN = {"x": "v", "B": "k", "C": "q"}
 WORDS = {"chunk_simple_gla": _OWN, "chunk_lightning_attn": {**_OWN, "g": "slope"}}
 ATTENTIONS = {name: _ATTENTION.only(required=("g",) if "g" in words else ()) for name, words in WORDS.items()}
+
+# How a mesh of devices may divide them.
+RULES = {
+    "chunk_scan": rule_of(SCAN, "x", axes={"seq_idx": "batch token|token"}),
+    **{name: rule_of(table, "v", WORDS[name]) for name, table in ATTENTIONS.items()},
+}

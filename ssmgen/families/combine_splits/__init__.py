@@ -8,7 +8,7 @@ FAMILY = Family(
     functions={"combine_splits": "call:combine_splits"},
     bench={"combine_splits": "bench:BENCH"},
     defaults="defaults:DEFAULTS",
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     trials="trial:TRIALS",
     page="operators/combine_splits.md",
 )

@@ -15,7 +15,7 @@ FAMILY = Family(
     bench={"gdn_layer": "bench:BENCHES", "kda_layer": "bench:BENCHES"},
     asks="models:ASKS",
     defaults="defaults:DEFAULTS",
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     trials="trial:TRIALS",
     page="operators/decode_layers.md",
 )

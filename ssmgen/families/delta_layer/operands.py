@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from ...engine.layers.operands import TOKEN, control, convolution
+from collections.abc import Mapping
+from typing import Any
+
+from ...engine.layers.operands import TOKEN, control, convolution, rule_of, sizes
 from ...spec.operands import Operand, Table, Types, table
 
 _HEADS = f"{TOKEN} head"
@@ -51,3 +54,16 @@ FUNCTIONS = {
         bias=Operand("dt_bias", "head*key | head key", optional=True, view="head n", strides="head n?loose"),
     ),
 }
+
+# How a mesh of devices may divide them.
+
+
+def _kinds(given: Mapping[str, Any]) -> dict[str, str]:
+    if (found := sizes(given)) is None:
+        return {}
+    heads, *inner, groups = found
+    keys, values = inner if given.get("state_layout") == "kv" else inner[::-1]
+    return {"channels": f"group:{groups}x{keys}+group:{groups}x{keys}+head:{heads}x{values}"}
+
+
+RULES = {name: rule_of(operands, "mixed_qkv", _kinds) for name, operands in FUNCTIONS.items()}

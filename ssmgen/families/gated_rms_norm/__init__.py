@@ -15,7 +15,7 @@ FAMILY = Family(
     bench={"gated_rms_norm": "bench:BENCH"},
     asks="models:ASKS",
     defaults="defaults:DEFAULTS",
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     trials="trial:TRIALS",
     page="operators/gated_rms_norm.md",
 )

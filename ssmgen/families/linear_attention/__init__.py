@@ -17,7 +17,7 @@ FAMILY = Family(
     asks="models:ASKS",
     models="models:KINDS",
     defaults="defaults:DEFAULTS",
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     trials="trial:TRIALS",
     page="operators/linear_attention.md",
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...engine.recurrences.attention.operands import ALWAYS, OPERANDS
+from ...calls.sharding import Rule
+from ...engine.recurrences.attention.operands import ALWAYS, OPERANDS, RING
 
 __all__ = ["FUNCTIONS", "OPERANDS", "Function"]
 
@@ -49,4 +50,18 @@ FUNCTIONS = {
     "lightning_attn": Function((*ALWAYS, "g"), {"slope": "g"}),
     "gated_delta_rule_commit": Function(("k", "v", "beta"), commit=True),
     "kda_commit": Function(("k", "v", "gk", "beta"), commit=True),
+}
+
+# How a mesh of devices may divide them.
+_AXES = OPERANDS.axes()
+_AXES |= {f"ring.{name}": _AXES.pop(f"ring_{name}") for name in RING}
+_AXES["ring.g"] += f"|{_AXES.pop('ring_gk')}"
+_WRITTEN = tuple([name.replace("ring_", "ring.") for name in OPERANDS.written if name != "ring_gk"])
+_commit = Rule(_AXES, ("state",), returns=("state",), by_sequence=False, layers=True, tuples={"ring": RING})
+
+RULES = {
+    name: _commit
+    if function.commit
+    else Rule(_AXES | {n: _AXES[role] for n, role in function.roles.items()}, _WRITTEN, "v", tuples={"ring": RING})
+    for name, function in FUNCTIONS.items()
 }

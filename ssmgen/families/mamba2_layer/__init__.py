@@ -9,7 +9,7 @@ FAMILY = Family(
     bench={"mamba2_layer": "bench:BENCH"},
     asks="models:ASKS",
     defaults="defaults:DEFAULTS",
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     trials="trial:TRIALS",
     page="operators/decode_layers.md",
 )

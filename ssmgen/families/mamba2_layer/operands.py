@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ...engine.layers.operands import TOKEN, control, convolution
+from collections.abc import Mapping
+from typing import Any
+
+from ...engine.layers.operands import TOKEN, control, convolution, rule_of, sizes
 from ...spec.operands import Operand, Types, table
 
 OPERANDS = table(
@@ -22,3 +25,20 @@ OPERANDS = table(
     head="heads", row="headdim", n="d_state", group="groups", tap="width - 1", kept="rows", column="columns", size="norm_group_size",
     **{"head*row": "heads * headdim"},
 )  # fmt: skip
+
+# How a mesh of devices may divide them.
+
+
+def _kinds(given: Mapping[str, Any]) -> dict[str, str]:
+    if (found := sizes(given)) is None:
+        return {}
+    H, P, N, G = found
+    axes = {"channels": f"head:{H}x{P}+group:{G}x{N}+group:{G}x{N}"}
+    weight: Any = given.get("norm_weight")
+    if hasattr(weight, "shape"):  # for the channels that are normed together
+        size = given.get("norm_group_size") or H * P
+        axes["norm_weight"] = f"{'head' if weight.shape == (H * P,) else 'row'}/{max(size // max(P, 1), 1)}"
+    return axes
+
+
+RULES = {"mamba2_layer": rule_of(OPERANDS, "xBC", _kinds)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...engine.chunks.sharding import rule_of
+from ...engine.chunks.operands import rule_of
 from .operands import OPERANDS, POOLS
 
 _ASKED = dict.fromkeys(POOLS, "return_final_states")

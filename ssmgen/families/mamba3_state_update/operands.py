@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from ...calls.sharding import Rule
 from ...spec.operands import Operand, Types, table
+from .row import PARTS, sizes_of
 
 LEAD = "batch token?several"  # strides of an operand of tokens
 OPERANDS = table(
@@ -45,3 +50,23 @@ OPERANDS = table(
     head="heads", row="headdim", n="d_state", group="groups", angle="angles", column="columns", **{"head*row": "heads * headdim"},
 )  # fmt: skip
 POOLS = ("state", "k_state", "v_state", "angle_state")
+
+# How a mesh of devices may divide them.
+
+
+def _channels(given: Mapping[str, Any]) -> dict[str, str]:
+    """The channels of a projected row: by head, by group for each rank, and the angles, which all heads share."""
+    found = sizes_of(*[given.get(name) for name in ("state", "k_state", "angle_state")])
+    projected: Any = given.get("projected")
+    if found is None or not getattr(projected, "ndim", 0) or (groups := found.groups(projected.shape[-1])) is None:
+        return {}  # the call's checks report it
+    rows = [f"head:{found.heads}x{found.headdim}"] * 2 + [f"group:{groups}x{found.d_state}"] * (2 * found.rank)
+    return {"projected": f"* {'+'.join([*rows, *[f'head:{found.heads}x1'] * 3, f'group:1x{found.angles}'])}"}
+
+
+_AXES = OPERANDS.axes()
+_OF_LAYER = {name: axes for name, axes in _AXES.items() if name not in PARTS} | {"projected": "* channels", "norm_weight": "head"}
+RULES = {
+    "mamba3_state_update": Rule(_AXES, OPERANDS.written, "x"),
+    "mamba3_layer": Rule(_OF_LAYER, OPERANDS.written, "projected", inner=1, variant=_channels),
+}

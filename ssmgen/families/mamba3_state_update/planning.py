@@ -182,8 +182,4 @@ FAMILY = Family(
 )
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(views, options, dtype)
-
-
-(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, reference).values()

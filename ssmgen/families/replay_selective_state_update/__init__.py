@@ -13,7 +13,7 @@ FAMILY = Family(
     bench={"replay_selective_state_update": "bench:BENCH"},
     asks="models:ASKS",
     defaults="defaults:DEFAULTS",
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     trials="trial:TRIALS",
     page="operators/replay.md",
 )

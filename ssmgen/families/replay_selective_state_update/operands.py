@@ -6,6 +6,7 @@ have an axis of buffers in calls of the first kind only.
 
 from __future__ import annotations
 
+from ...calls.sharding import Rule
 from ...spec.operands import Operand, Types, table
 
 _OF_STATES, _OF_HISTORY, _OF_SLOTS = "applies&!materialize", "makes&!materialize", "applies&advance"  # which kernels write these
@@ -100,3 +101,14 @@ OPERANDS = table(
 )
 BETWEEN = ("mix", "sums")
 LATE = ("B", "C", "x", "out", *BETWEEN)  # written, or still read, by the previous kernel, if that is the convolution or the first of two
+
+# How a mesh of devices may divide them.
+_AXES = OPERANDS.axes()
+# Noise depends on an element's place in the pool, so a call with seeds is not divided.
+_step = Rule(_AXES, tuple([name for name in OPERANDS.written if name not in ("rand_seed", *BETWEEN)]), "x")
+
+RULES = {
+    "replay_selective_state_update": _step,
+    "checkpoint_selective_state_update": _step,
+    "materialize_selective_state": Rule(_AXES | {"out": "batch head row n"}, ("out",)),
+}

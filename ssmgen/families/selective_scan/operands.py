@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ...engine.chunks.operands import sequences
+from collections.abc import Mapping
+from typing import Any
+
+from ...engine.chunks.operands import rule_of, sequences
 from ...spec.operands import Operand, Types, table
 
 _BATCH = "batch:64?!ragged"
@@ -23,3 +26,19 @@ OPERANDS = table(
 )  # fmt: skip
 KEYS = ("B", "C")  # shared by groups of channels
 ROWS = tuple([name for name in OPERANDS.alike("u") if name not in KEYS])
+
+# How a mesh of devices may divide them. Channels are the heads of other functions.
+
+
+def _per_token(given: Mapping[str, Any]) -> dict[str, str]:
+    """Axes of tensors with tokens: an option tells whether channels come first, the number of axes whether there are groups."""
+    u, first = given["u"], given.get("channels_first", False)
+    batch = "batch " if u.dim() == 3 else ""
+    rows, groups, keys = ("head token", "group n token", "n token") if first else ("token head", "token group n", "token n")
+    return {
+        **dict.fromkeys(ROWS, batch + rows),
+        **{name: batch + (groups if name in given and given[name].dim() > u.dim() else keys) for name in KEYS},
+    }
+
+
+RULES = {"selective_scan": rule_of(OPERANDS, "u", variant=_per_token)}

@@ -10,7 +10,7 @@ FAMILY = Family(
     asks="models:ASKS",
     models="models:KINDS",
     defaults="defaults:DEFAULTS",
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     trials="trial:TRIALS",
     page="operators/selective_state_update.md",
 )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import STATES, index_of, loads_of
-from ...calls.dispatch import callers
+from ...calls.dispatch import by_name, callers
 from ...calls.planning import Family
 from ...engine.noise import check_seed
 from ...engine.recurrences.mamba.operands import OF_SEVERAL, OPERANDS
@@ -237,12 +236,4 @@ FAMILY = Family(
 )
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    dt_softplus, dt_limit, pad_slot_id, philox_rounds, update_state, zero_padding = options
-    reference(
-        **views, dt_softplus=dt_softplus, dt_limit=dt_limit, pad_slot_id=pad_slot_id, philox_rounds=philox_rounds,
-        update_state=update_state, zero_padding=zero_padding, dtype=dtype,
-    )  # fmt: skip
-
-
-(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, by_name(reference)).values()

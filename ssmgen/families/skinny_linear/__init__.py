@@ -9,7 +9,7 @@ FAMILY = Family(
         Kernels("spec:FmaSpec"),
     ),
     functions={"skinny_linear": "call:skinny_linear"},
-    sharding="sharding:RULES",
+    sharding="operands:RULES",
     trials="trial:TRIALS",
     bench={"skinny_linear": "bench:BENCH"},
     asks="models:ASKS",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import DTYPES, NARROW
-from ...calls.dispatch import callers
+from ...calls.dispatch import by_name, callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
 from ...calls.scalars import NOT_NEGATIVE, one_of
@@ -239,9 +239,5 @@ def kernel_values(spec: Any, views: Mapping[str, Tensor], options: Options) -> d
     return values | {"rows": views["x"].shape[0], "eps": options.eps} | OPERANDS.stride_values(spec, views)
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, activation=options.activation, eps=options.eps, dtype=dtype)
-
-
 FAMILY = Family(OPERATOR, OPERANDS.written, problem_of, size_of, grid_of, kernel_values, OPERANDS.in_place)
-(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference, words={OPERATOR: WORDS}).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, by_name(reference), words={OPERATOR: WORDS}).values()

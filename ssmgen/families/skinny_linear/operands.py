@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from ...calls.sharding import Rule
 from ...spec.operands import Operand, Types, table
 
 MOST = 4  # weights of a call
@@ -55,3 +59,19 @@ def _rows() -> list[Operand]:
 
 
 OPERANDS = table(*_rows(), rows="*rows", k="K", n="N", n1="N1", n2="N2", n3="N3")
+
+# How a mesh of devices may divide them. Rows of a weight, and columns of its output, are the heads of other functions.
+_ITEMS = tuple(map(str, range(MOST)))
+
+
+def _axes(given: Mapping[str, Any]) -> dict[str, str]:
+    """x and outputs have any number of axes of rows."""
+    x: Any = given.get("x")
+    lead = ["batch", *["row"] * x.dim()][: max(x.dim() - 1, 0)] if hasattr(x, "dim") else ["batch"]
+    rows = " ".join([*lead, "head"])
+    of = dict.fromkeys(LISTS, "head") | {"weight": "head k", "residual": rows, "out": rows}
+    found = {f"{name}{item}": words for name, words in of.items() for item in ("", *[f".{i}" for i in _ITEMS])}
+    return {**found, "x": " ".join([*lead, "k"]), "norm_weight": "k"}
+
+
+RULES = {"skinny_linear": Rule(_axes({}), ("out",), anchors=("weight", "weight.0"), tuples=dict.fromkeys(LISTS, _ITEMS), variant=_axes)}

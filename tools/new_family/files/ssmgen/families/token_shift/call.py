@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...calls import checks
 from ...calls.checks import DTYPES, INDEX
-from ...calls.dispatch import callers
+from ...calls.dispatch import by_name, callers
 from ...calls.operator import operator, run
 from ...calls.planning import Family
 from ...spec.kernel import Loads
@@ -89,10 +88,6 @@ def kernel_values(spec: TokenShiftSpec, views: Mapping[str, Tensor], options: Op
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
-def run_reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
-    reference(**views, pad_slot_id=options.pad_slot_id, dtype=dtype)
-
-
 FAMILY = Family(
     OPERATOR,
     OPERANDS.written,
@@ -101,4 +96,4 @@ FAMILY = Family(
     grid_of=lambda spec, views: views["x"].shape[0] * spec.blocks,
     values_of=kernel_values,
 )
-(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, run_reference).values()
+(CALLER,) = callers(FAMILY, {OPERATOR: OPERANDS}, Options, views_of, by_name(reference)).values()

@@ -6,11 +6,12 @@ A thread owns `vec` neighbouring channels of one row. Bytes per row: 4 * dim * s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...spec.kernel import Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, must
 from ...spec.operands import Operand, Types, table
+from ...spec.variants import spec_of, trials
 
 OPERATOR = "token_shift"
 # The order of kernel parameters, strides, checks, rules for DTensors and torch's schema come from here.
@@ -88,10 +89,6 @@ class TokenShiftSpec(KernelSpec, TokenShiftProblem):
         return {"vector": self.loads is Loads.VECTOR, "pooled": self.index is not Index.NONE}
 
 
-def _spec(problem: TokenShiftProblem, **how: Any) -> TokenShiftSpec:
-    return TokenShiftSpec(**{f.name: getattr(problem, f.name) for f in fields(TokenShiftProblem)}, **how)
-
-
 def _widest(problem: TokenShiftProblem) -> int:
     most = 16 // problem.x.size
     return min(most, problem.dim & -problem.dim) if problem.loads is Loads.VECTOR else 1
@@ -99,12 +96,8 @@ def _widest(problem: TokenShiftProblem) -> int:
 
 def space(problem: TokenShiftProblem, arch: Arch) -> Iterator[TokenShiftSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    for vec in dict.fromkeys((4 // problem.x.size, _widest(problem))):
-        for threads in (64, 128, 256):
-            for pdl in Pdl:
-                spec = _spec(problem, vec=vec, threads=threads, pdl=pdl)
-                if not spec.violations(arch):
-                    yield spec
+    vec = dict.fromkeys((4 // problem.x.size, _widest(problem)))
+    return trials(TokenShiftSpec, problem, arch, {"vec": vec, "threads": (64, 128, 256), "pdl": Pdl})
 
 
 def candidates(problem: TokenShiftProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, TokenShiftSpec | None, str]]:
@@ -113,8 +106,8 @@ def candidates(problem: TokenShiftProblem, batch: int, arch: Arch, pdl: bool) ->
     if batch > FEW:
         yield "few-rows", None, f"batch {batch} is above {FEW}"
     else:
-        yield "few-rows", _spec(problem, threads=64, **how), ""
-    yield "generic", _spec(problem, threads=256, **how), ""
+        yield "few-rows", spec_of(TokenShiftSpec, problem, threads=64, **how), ""
+    yield "generic", spec_of(TokenShiftSpec, problem, threads=256, **how), ""
 
 
 FEW = 16  # rows, for which smaller blocks reach more SMs. Say here where a number like this was measured

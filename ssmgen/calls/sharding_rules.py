@@ -1,8 +1,0 @@
-"""The sharding rules of all families, by public function, for `sharded`. Imported with the first DTensor."""
-
-from __future__ import annotations
-
-from ..spec.family import parts
-from .sharding import Rule
-
-RULES: dict[str, Rule] = parts("sharding")
