@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ...engine.recurrences.mamba3.problem import Rate
 from ...select.models import Wanted, find_model
-from ...spec.kernel import DType, Index, Loads, changed
+from ...spec.kernel import Arch, DType, Index, Loads, changed
 from ...variants.defaults import Default, FixedSpec
 from .models import ASKS
 from .problem import Mamba3PromptProblem
-from .rules import tiled
+from .rules import tiled, together
 from .spec import OPERATOR
 
 HEADS = 64  # of both models
@@ -22,6 +22,7 @@ def _of(model: str) -> tuple[Mamba3PromptProblem, Mamba3PromptProblem]:
 
 SISO, SISO_POOL = _of("mamba3-siso-1.5b")
 MIMO, MIMO_POOL = _of("mamba3-mimo-1.5b")
+CHANGE_REGISTERS = {"since": Arch(90, "a"), "until": Arch(100, "a")}  # warps with roles do
 DEFAULTS = {
     "SISO, a batch from zeros": Default(SISO, HEADS),
     "SISO, packed, with pools": Default(SISO_POOL, HEADS),
@@ -42,6 +43,8 @@ DEFAULTS = {
         HEADS,
     ),
     "SISO, two blocks for a head": FixedSpec(tiled(SISO, 2)),
+    "SISO, two blocks make a head's rows": FixedSpec(together(SISO), **CHANGE_REGISTERS),
+    "MIMO, packed, with pools, two blocks make a head's rows": FixedSpec(together(MIMO_POOL), **CHANGE_REGISTERS),
     "SISO, in 8 parts": Default(changed(SISO, segments=8), HEADS),
     "MIMO, packed, with pools, in 8 parts": Default(changed(MIMO_POOL, segments=8), HEADS),
     "rank 3, A by softplus": Default(changed(MIMO_POOL, rank=3, rate=Rate.SOFTPLUS), HEADS),

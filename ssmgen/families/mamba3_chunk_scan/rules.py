@@ -23,6 +23,11 @@ def tiled(problem: Mamba3PromptProblem, tiles: int) -> Mamba3ScanSpec:
     return _spec(Mamba3ScanSpec, problem, tiles=tiles, stages=1, pdl=Pdl.TRIGGER_LOADED)
 
 
+def together(problem: Mamba3PromptProblem) -> Mamba3ScanSpec:
+    """The variant with roles in which two blocks share a head, and each makes half of the rows of B and C."""
+    return _spec(Mamba3RolesSpec, problem, tiles=2, together=True, pdl=Pdl.TRIGGER_LOADED)
+
+
 def parts_of(problem: Mamba3PromptProblem, arch: Arch) -> int:
     """Parts of a sequence, at most, each by a block of a cluster."""
     return problem.segments if arch >= SM90 else 1
@@ -34,6 +39,7 @@ def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
     parts = parts_of(problem, arch)
     for pdl in Pdl:
         tried += [_spec(Mamba3RolesSpec, problem, tiles=tiles, pdl=pdl) for tiles in (1, 2, 4) if parts == 1]
+        tried += [_spec(Mamba3RolesSpec, problem, tiles=2, together=True, pdl=pdl)] if parts == 1 else []
         tried += [
             _spec(Mamba3ScanSpec, problem, stages=stages, min_blocks=min_blocks, tiles=tiles, parts=parts, pdl=pdl)
             for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4))

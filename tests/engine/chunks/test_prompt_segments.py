@@ -43,7 +43,7 @@ from ssmgen.engine.chunks.problem import CHUNK
 from ssmgen.engine.chunks.segments import LEAST
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec as DeltaChain
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
-from ssmgen.families.chunk_delta_rule.segments import JoinSpec
+from ssmgen.families.chunk_delta_rule.spec import JoinSpec
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec as LinearChain
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem
 from ssmgen.select.registry import select

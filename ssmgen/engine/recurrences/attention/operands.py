@@ -28,8 +28,9 @@ def _rows(name: str, optional: bool = True, note: str = "") -> Operand:
 def _ring(name: str, axes: str) -> Operand:
     """The ring of an operand."""
     there, view = f"stores&{name}", "slot token head"
+    field = name if name in ("k", "v") else f"kept_{name}"
     return Operand(
-        f"ring_{name}", axes, optional=True, written=True, field=name, there=there, view=view, strides="slot:64 token head"
+        f"ring_{name}", axes, optional=True, written=True, field=field, there=there, view=view, strides="slot:64 token head"
     )  # fmt: skip
 
 
