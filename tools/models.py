@@ -22,7 +22,7 @@ and 16 packed prompts of 256. It times every other package that is installed and
 on the device, with cold inputs ([method](guides/benchmarks.md#method)). A ratio is ssmgen's time over the fastest peer's: below 1, ssmgen
 is faster. The model with the worst ratio comes first. A test fails if a saved ratio is above 1.
 """
-NONE = """docs/data has no complete measurement yet: `python -m tools.measure CARD-models` makes one. The [lab notes](lab/models.md)
+NONE = """docs/data lacks a complete measurement so far: `python -m tools.measure CARD-models` makes one. The [lab notes](lab/models.md)
 have 146 of the 176 cases on an H200; every ratio there is below 1.
 """
 

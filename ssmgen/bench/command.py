@@ -32,9 +32,9 @@ class Benches(click.Group):
 
 @click.group(cls=Benches)
 def bench() -> None:
-    """Time operators beside a copy and every installed peer.
+    """Time operators, a copy of the same bytes and every installed peer.
 
-    Needs a GPU. The copy moves as many bytes as the operator.
+    Needs a GPU.
 
     `ssmgen bench OPERATOR --help` lists an operator's options. `all` times all operators, `models` the shapes of every model. `render`
     shows saved results, without a GPU. A case with a wrong result is not timed: it is named at the end, and the exit code is 1.
@@ -150,7 +150,7 @@ def models(
     names: tuple[str, ...], columns: tuple[str, ...], rounds: int, jobs: int, saved: Path | None, no_peers: bool, as_json: bool,
     as_csv: bool, page: Path | None,
 ) -> None:  # fmt: skip
-    """Time every model beside its peers.
+    """Time every model and its peers.
 
     Times decode steps and prompts. The worst ratio comes first.
 

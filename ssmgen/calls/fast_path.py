@@ -129,7 +129,7 @@ class FastPath(Table):
             self.add(key, row_of(len(args), [*kwargs], values, plain, *rest))
             return plan
         values_of = _all_of(len(args), [*kwargs], flat_of)
-        self.add(key, _behind(before, values_of, aside, flat, row_of(len(taken), [], (*taken,), plain, *rest)))
+        self.add(key, _with_before(before, values_of, aside, flat, row_of(len(taken), [], (*taken,), plain, *rest)))
 
         def both() -> None:
             before()
@@ -338,7 +338,7 @@ def _flat(values_of: Callable[[Sequence[Any], dict[str, Any]], Any], row: Row) -
     return flattened
 
 
-def _behind(
+def _with_before(
     before: Before, values_of: Callable[[Sequence[Any], dict[str, Any]], Any], aside: Sequence[int], seen: Sequence[Any], row: Row
 ) -> Row:
     """A row of a call with a `before`, whose arguments are at the positions `aside`. row: takes the arguments, followed by the output of

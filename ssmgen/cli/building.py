@@ -192,7 +192,10 @@ def _interrupted(kept: int | None, count: int, cache: Cache) -> NoReturn:
 @click.command()
 @json_option
 def models(as_json: bool) -> None:
-    """List the known models and the shapes of their layers."""
+    """List the known models and the shapes of their layers.
+
+    (unverified): the shape was not read from the model's config.
+    """
     from ..select.models import models as known
 
     if as_json:

@@ -20,7 +20,10 @@ from .options import EXIT_FAILURE, arch_option, device_arch_option, json_option,
 @click.command("list")
 @json_option
 def list_variants(as_json: bool) -> None:
-    """List the default variants and the cached ones."""
+    """List the default variants and the cached ones.
+
+    Columns: architecture; default; cached; name, for `ssmgen show`, `check`, `diff` and --spec.
+    """
     from ..variants.generate import default_variants
 
     rows: dict[tuple[str, str], dict[str, Any]] = {}

@@ -102,5 +102,6 @@ def foretold(work: Work, found: Mapping[tuple[KernelSpec, Arch], bool], text: st
         for (spec, arch), operator in work.items()
     ]
     there = sum(found.values())
-    words = f"{text}\n{len(work)} variants: {there} found, {len(work) - there} would be compiled. Nothing was compiled."
+    archs = ", ".join(dict.fromkeys(str(arch) for _, arch in work))
+    words = f"{text}\n{len(work)} variants for {archs}: {there} found, {len(work) - there} would be compiled. Nothing was compiled."
     click.echo(json.dumps({"variants": rows}, indent=1) if as_json else words)

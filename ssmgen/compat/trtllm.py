@@ -15,7 +15,7 @@ from .shared import mamba_prompts as _prompts
 from .shared.operands import takes as _takes
 
 NAME = "tensorrt_llm's replay_selective_state_update"
-RENAMED = {"old_dt_proc": "old_dt", "old_cumAdt": "old_dA_cumsum"}  # what the second of them was called before
+RENAMED = {"old_dt_proc": "old_dt", "old_cumAdt": "old_dA_cumsum"}  # parameter -> its former name
 PACKED = ("intermediate_update_inputs",)
 WINDOWED = ("n_writes", "replay_work_items", "state_scales", "write_checkpoint", "rectangle", "rectangle_for_nowrite", "mode")
 FLAGS = 19  # the place of launch_with_pdl before there was a seed, and of the seed since

@@ -1,1 +1,1 @@
-"""The families of kernels: a package each, whose `FAMILY` says what it has. They are found, not listed."""
+"""The families of kernels: a package each, whose record, `FAMILY`, lists its parts. They are found, not listed."""

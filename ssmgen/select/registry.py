@@ -164,7 +164,7 @@ def ranges(
 
 
 def variants(operator: str, problem: Any, arch: Arch, pdl: bool, max_size: int = 1024, gpu: str | None = None) -> tuple[KernelSpec, ...]:
-    """Every variant that `select` can return for sizes 1 … max_size, for builds ahead of time."""
+    """Every variant that `select` can return for sizes 1 … max_size, for `ssmgen build`."""
     return tuple(dict.fromkeys(chosen.spec for _, _, chosen in ranges(operator, problem, arch, pdl, max_size, gpu)))
 
 

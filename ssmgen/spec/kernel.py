@@ -289,7 +289,7 @@ class KernelSpec:
         raise NotImplementedError
 
     def arch_violations(self, arch: Arch, needs: str = "bf16 arithmetic") -> list[str]:
-        """Constraints on the architecture that most kernels have. needs: what sm_80 has first."""
+        """Constraints on the architecture that most kernels have. needs: features that begin with sm_80."""
         return [
             *must(arch >= Arch(80), f"arch is {arch}; expected sm_80 or later for {needs}"),
             *must(arch >= SM90 or self.pdl is Pdl.OFF, f"arch is {arch}; expected sm_90 or later, or pdl=off"),

@@ -297,7 +297,7 @@ def test_a_page_of_made_up_data_has_the_worst_first(tmp_path):
     texts = page.pages({"H200": BAD}, tmp_path)
     text, plot = texts[tmp_path / page.PAGE.name], texts[tmp_path / "models-h200.svg"]
     assert text.index("falcon-h1-7b") < text.index("mamba2-130m") and "models-h200.svg" in text and plot.startswith("<svg")
-    assert "no complete measurement" in page.pages({}, tmp_path)[tmp_path / page.PAGE.name]
+    assert "lacks a complete measurement" in page.pages({}, tmp_path)[tmp_path / page.PAGE.name]
 
 
 @pytest.mark.skipif(not DATA, reason="docs/data has no CARD-models.json.gz: `python -m tools.measure CARD-models` measures one")

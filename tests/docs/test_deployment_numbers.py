@@ -12,7 +12,7 @@ from ssmgen.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "deployment.md").read_text()
 HEAD = "| `--caller` | calls | "
-MODELS = re.search(rf"^{re.escape(HEAD)}(.*) \| left", PAGE, re.MULTILINE)
+MODELS = re.search(rf"^{re.escape(HEAD)}(.*) \| compiled", PAGE, re.MULTILINE)
 CELLS = [
     (caller.strip("`"), model, number)
     for caller, *numbers in re.findall(r"^\| (`[a-z-]+`|\(none\)) \| [^|]* \| (\d+|–) \| (\d+|–) \| [^\n]*\|$", PAGE, re.MULTILINE)

@@ -137,7 +137,7 @@ def test_a_build_has_what_calls_take_and_what_one_caller_takes(own_cache):
     )
     assert "makes no call" in ran("build", "--model", "rwkv7-0.1b", "--caller", "transformers", code=1)
     text = ran("build", *model, "--caller", "transformers", "--dry-run")
-    assert "chunk_scan: its recurrence over prompts" in text and Client.TRANSFORMERS.left in text and "Nothing was compiled." in text
+    assert "chunk_scan: the recurrence over prompts" in text and Client.TRANSFORMERS.left in text and "Nothing was compiled." in text
     assert not own_cache.exists() or not list(own_cache.rglob("*.cubin*")), "a dry run keeps nothing"
 
 

@@ -333,7 +333,7 @@ def test_prompts_that_transformers_has_no_memory_for(on_cpu, monkeypatch, fits, 
 @pytest.mark.parametrize(
     ("free", "taken", "reason"),
     [
-        (55, 0.3, "it would need 56 GiB beside the weights, and 55 are free"),
+        (55, 0.3, "it would need 56 GiB in addition to the weights, and 55 are free"),
         (56, 0.3, ""),
         (56, 0.5, "it would take 4 s"),
     ],

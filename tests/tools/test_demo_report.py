@@ -89,12 +89,13 @@ def test_prompts_have_a_table_of_their_own():
     assert first == {
         "family": "mamba2", "as wide as": "Codestral", "layers": "8", "batch": "1", "prompt": "2048", "transformers ms": "90.00",
         "patched ms": "30.00 (3.0 ×)", "fused ms": "20.00 (4.5 ×)", "without ms": "6.00", "kernels": "700", "patched kernels": "200",
-        "fused kernels": "150", "GiB": "1.50", "patched GiB": "1.00", "fused GiB": "0.50", "apart": "4.0e-03", "fused apart": "3.0e-03",
+        "fused kernels": "150", "GiB": "1.50", "patched GiB": "1.00", "fused GiB": "0.50", "difference": "4.0e-03",
+        "fused difference": "3.0e-03",
         "same tokens": "patched 16/16, fused 15/16",
     }  # fmt: skip
     assert second["transformers ms"] == second["kernels"] == second["GiB"] == "- (1)" and second["patched ms"] == "99.00"
-    assert second["fused ms"] == second["fused apart"] == second["apart"] == second["same tokens"] == ""
-    assert "(1) OutOfMemoryError: too much" in text and "to the first token behind it; bf16" in text
+    assert second["fused ms"] == second["fused difference"] == second["difference"] == second["same tokens"] == ""
+    assert "(1) OutOfMemoryError: too much" in text and "that ends with its first new token; bf16" in text
 
 
 def test_kernels_of_a_prompt_are_listed_by_way():

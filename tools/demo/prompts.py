@@ -196,7 +196,7 @@ def too_much(model: torch.nn.Module, ids: Tensor, longest: float) -> str:
     except torch.OutOfMemoryError as e:
         return f"of {part.shape[1]} tokens: {first_line(e)}"
     if needed > (free := free_bytes()):
-        return f"it would need {needed / 2**30:.0f} GiB beside the weights, and {free / 2**30:.0f} are free"
+        return f"it would need {needed / 2**30:.0f} GiB in addition to the weights, and {free / 2**30:.0f} are free"
     taken = seconds(step) * times
     return f"it would take {taken:.{0 if taken >= 2 else 1}f} s" if taken > longest else ""
 

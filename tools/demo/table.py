@@ -96,9 +96,9 @@ PROMPT_COLUMNS = (
     Column("packages GiB", _memory(PACKAGES), f"{PACKAGES} memory"),
     Column("patched GiB", _memory(PATCHED)),
     Column("fused GiB", _memory(FUSED)),
-    Column("packages apart", _apart(PACKAGES)),
-    Column("apart", _apart(PATCHED)),
-    Column("fused apart", _apart(FUSED)),
+    Column("packages difference", _apart(PACKAGES)),
+    Column("difference", _apart(PATCHED)),
+    Column("fused difference", _apart(FUSED)),
     Column("same tokens", lambda row: ", ".join(f"{way} {same}/{row.tokens}" for way, same in row.same.items()) or None),
 )
 
@@ -115,11 +115,11 @@ class Shown(NamedTuple):
 def shown(report: Report) -> Shown:
     """The table of a report: decode steps or prompts."""
     if report.prompts:
-        words = "Milliseconds, kernels and memory beside the weights, of a pass over a prompt to the first token behind it"
+        words = "Milliseconds, kernels, and memory in addition to the weights, of a pass over a prompt that ends with its first new token"
         meant = (
-            "Fused: patch(fuse=True), where it changes prompts. Without: its recurrent layers giving back what they are given. "
-            "Apart: the relative difference of that token's logits; same tokens: of the greedy ones behind the prompt; both against "
-            "transformers' own functions, or against the packages where there is none of these."
+            "Fused: patch(fuse=True), if it changes prompts. Without: the recurrent layers return their input. "
+            "Difference: of that token's logits, relative. Same tokens: equal greedy tokens after the prompt. Both are relative to "
+            "transformers' own functions, or to the packages if those have no result."
         )
         return Shown(words, meant, _of(PROMPT_COLUMNS, report.prompts), report.prompts)
     words = "Milliseconds and kernels per token of greedy decoding"

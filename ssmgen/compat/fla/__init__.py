@@ -40,7 +40,7 @@ def _run(
     function: Callable[..., Tensor], operands: tuple[Tensor | None, ...], q: Tensor, v: Tensor, scale: float | None,
     initial_state: Tensor | None, output_final_state: bool, state_v_first: bool, cu_seqlens: Tensor | None, like: Tensor, **options: Any,
 ) -> Result:  # fmt: skip
-    """`function` of a state of its own and `operands`; o is of the dtype of `like`."""
+    """Calls `function` with a new state and `operands`; o has the dtype of `like`."""
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if sequences < 0:
         raise ArgumentError(function.__name__, ["cu_seqlens is empty; expected [N + 1]"])

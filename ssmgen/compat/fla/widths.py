@@ -16,8 +16,8 @@ STEP, WIDEST = 16, 256
 
 
 def any_width(run: Callable[..., Result]) -> Callable[..., Result]:
-    """A call of a prompt's function whose rows may have any K and V up to 256: others than kernels have get zeros behind them, in copies,
-    and lose them in the results. A zero of q, k or v adds nothing to a product, to a norm or to a state, whatever a gate makes of it.
+    """A call of a prompt's function whose rows may have any K and V up to 256. Rows of a width without a kernel are copied and padded with
+    zeros, which are cut from the results. A zero of q, k or v adds nothing to a product, to a norm or to a state, under any gate.
 
     values: places of operands whose rows are of V; others of four axes are of K. Operands that do not fit stay, for checks to name.
     """

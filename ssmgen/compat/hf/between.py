@@ -1,10 +1,11 @@
 """RMSNorms and residual sums between the layers of transformers' models.
 
-`patch(fuse=True)` replaces the norms' forwards, each a launch instead of eight, and those of blocks, in which every `h = residual + h` asks
-here instead. A norm that comes next is then a part of the sum's launch: what it will give is kept until it is called with that sum.
+`patch(fuse=True)` replaces the norms' forwards, which take one launch instead of eight. It also replaces the blocks' forwards, whose sums
+`h = residual + h` then call this module. A norm that follows a sum is computed in the sum's launch, and its result is kept until the norm
+is called with that sum.
 
-`norm_styles` says what a norm computes, `block_sums` where a block has sums. Which norm comes behind a sum is seen when it is called with
-it the first time.
+`norm_styles` has the arithmetic of each norm, `block_sums` finds the sums of a block. The norm that follows a sum is learnt from its first
+call with that sum.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _faults(norm: Any, style: Style, dtype: torch.dtype, width: int) -> list[str
     found = [] if 1 <= size <= MAX_GROUP else [f"its groups have {size} elements; expected 1 … {MAX_GROUP}"]
     if (
         style.weighted and (result := style.result(dtype, norm.weight.dtype)) != dtype
-    ):  # v is rounded to the one, what is given to the other
+    ):  # v is rounded to the first, the result to the second
         found.append(f"weight is {norm.weight.dtype} and promotes {dtype} to {result}".replace("torch.", ""))
     return found
 

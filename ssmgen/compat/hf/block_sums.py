@@ -121,9 +121,9 @@ class _Sums(ast.NodeTransformer):
 
 @cache
 def _tree(forward: Any) -> tuple[ast.Module, int] | None:
-    """(a maker of the forward with its sums replaced, their number); None for what has no source, or is made by more than that."""
+    """(a maker of the forward with its sums replaced, their number); None if the function's source is missing or not all of it."""
     if not inspect.isfunction(forward) or forward.__code__.co_freevars or hasattr(forward, "__wrapped__"):
-        return None  # what a decorator has put around a function, whose source alone would be seen here
+        return None  # getsourcelines returns the source of a decorated function without its decorator
     try:
         lines, first = inspect.getsourcelines(forward)
     except OSError:

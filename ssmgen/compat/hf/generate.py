@@ -85,7 +85,7 @@ class Accelerated:
         """The steps of a batch size, with a longer cache if need be."""
         steps = self._steps.get(batch)
         if steps is None or steps.room < room:
-            self._steps.pop(batch, None)  # its memory ahead of the new one's
+            self._steps.pop(batch, None)  # frees its memory before the new one is allocated
             steps = self._steps[batch] = Steps(self.model, batch, max(ROOM, 1 << (room - 1).bit_length()))
         return steps
 

@@ -64,7 +64,7 @@ def forget(module: Linear) -> None:
 
 
 def groups(modules: list[Linear]) -> list[Group]:
-    """Those that these layers are in, each once."""
+    """The groups of these layers, each once."""
     return [*{id(group): group for m in modules if (group := _groups.get(m)) is not None}.values()]
 
 

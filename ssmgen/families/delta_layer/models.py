@@ -15,7 +15,7 @@ OPTIONS = SEVERAL | {"layout"}
 class DeltaLayerAsk(LayerAsk):
     """A decode step; transformers' modules hold A_log in the dtype of activations. OLMo-Hybrid's are not replaced.
 
-    Of the engines, SGLang calls gdn_layer, and vLLM without a norm.
+    SGLang calls gdn_layer with a norm, vLLM without one.
     """
 
     def called_by(self, model: Model, caller: Client) -> bool:

@@ -25,7 +25,7 @@ from .operands import FUNCTIONS
 from .problem import DeltaLayerProblem
 
 OPERATOR = "delta_layer"
-EARLY = 16  # sequences up to which the layer triggers early: the out-projection of as many rows loads its weights meanwhile
+EARLY = 16  # sequences up to which the layer triggers early: the out-projection of the same rows loads its weights at the same time
 # Most elements per lane of a warp that norms a block's rows.
 NORM_VEC = 8
 # Blocks of a cluster that every device with clusters can launch.

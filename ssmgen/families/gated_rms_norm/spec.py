@@ -21,7 +21,7 @@ from ...spec.kernel import Arch, Pdl
 from ...spec.variants import legal, spec_of
 
 OPERATOR = "gated_rms_norm"
-EARLY = 128  # groups up to which it triggers early, for a product that loads its weights meanwhile: 16 rows of a Mamba-2 layer's 8
+EARLY = 128  # groups up to which it triggers early, for a product that loads its weights at the same time: 16 rows of a Mamba-2 layer's 8
 SIZE, MAX_SIZE = "groups", 2**17  # the rules compare this size; beyond the maximum, nothing changes
 
 

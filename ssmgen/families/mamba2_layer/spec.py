@@ -23,7 +23,7 @@ from ...spec.variants import spec_of
 from .operands import OPERANDS
 
 OPERATOR = "mamba2_layer"
-EARLY = 16  # sequences up to which the layer triggers early: the out-projection of as many rows loads its weights meanwhile
+EARLY = 16  # sequences up to which the layer triggers early: the out-projection of the same rows loads its weights at the same time
 
 
 @dataclass(frozen=True, kw_only=True)

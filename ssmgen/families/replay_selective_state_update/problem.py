@@ -120,7 +120,7 @@ class ReplayArguments(KernelSpec, ReplayProblem):
 
     @property
     def caches(self) -> bool:
-        """Whether the caller says what counts, and which states are written."""
+        """Whether the caller passes the number of valid entries and the states to write."""
         return self.history is History.CACHE
 
     @property

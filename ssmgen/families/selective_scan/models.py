@@ -22,7 +22,7 @@ class SelectiveAsk(Ask):
     """The prompts of Mamba-1 models; the problems fix neither tokens nor channels.
 
     Without slots: batches in all three layouts, from zeros. With slots: packed sequences with contiguous channels and a pool, where a flag
-    per sequence tells whether it continues. With few channels, also prompts that are long enough to be cut. Other states, and rows that
+    per sequence tells whether it continues. Prompts that are long enough to be cut, if channels are few. Other states, and rows that
     begin at odd offsets, are built when a call needs them.
     """
 

@@ -1,4 +1,4 @@
-"""The tensors of Mamba-1 over prompts; kernels name `dim` channels. With `channels_first`, tokens are the last axis."""
+"""The tensors of Mamba-1 over prompts; kernels name `dim` channels. `channels_first` makes tokens the last axis."""
 
 from __future__ import annotations
 

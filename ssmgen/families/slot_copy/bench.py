@@ -1,4 +1,4 @@
-"""The ceiling that benchmarks measure updates against: copies of as many slots."""
+"""The ceiling that benchmarks measure updates against: copies of the same number of slots."""
 
 from __future__ import annotations
 

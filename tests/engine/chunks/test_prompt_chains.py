@@ -261,7 +261,7 @@ def test_no_variant_spills(where):
 def test_the_wait_precedes_every_access(rule, early):
     """Except accesses to tensors that the upstream kernel only reads: it has itself waited before this one starts."""
     spec = SPECS[rule]
-    body = waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_TOP), "load(", "load_u8(", "ask_for", "copy_tokens<", "store_")
+    body = waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_TOP), "load(", "load_u8(", "prefetch_tokens(", "copy_tokens<", "store_")
     assert body.count("wait_for_upstream();") == 1
     loaded = replace(spec, pdl=Pdl.TRIGGER_LOADED)
     assert loaded.early_operands() == [*early, "cu_seqlens", "initial_states"] and not spec.early_operands()
