@@ -21,7 +21,7 @@ from tools.demo.presets import presets
 MOST = {
     "mamba2": {"layer": (5.25, 0.25), AROUND: (1, 4)},
     "nemotron_h": {"linear_attention": (5.25, 0), "mlp": (3, 2), "full_attention": (3, 3), AROUND: (1, 5)},
-    "falcon_h1": {"layer, FalconH1MLP": (9.25, 24), AROUND: (1, 7)},
+    "falcon_h1": {"layer, FalconH1MLP": (9.25, 18), AROUND: (1, 7)},
     "qwen3_5": {"linear_attention, Qwen3_5MLP": (7.33, 0), "full_attention, Qwen3_5MLP": (8, 18), AROUND: (1, 5)},
     "kimi_linear": {
         "linear_attention, KimiLinearMLP": (11, 0),
