@@ -1,4 +1,4 @@
-"""Positions of decode steps on a StaticCache, which transformers derives anew in every layer: the place of a key, the mask, cos and sin.
+"""Positions of decode steps on a StaticCache, which transformers derives in every layer: the place of a key, the mask, cos and sin.
 
 All counters lie in one tensor, which a launch advances. A mask is one comparison, and cos and sin are looked up in a table that the model's
 own rotary embedding has made. Both are compared with the model's own at the first step; where they differ, the model's own stay.
@@ -31,6 +31,11 @@ class _Now(threading.local):
 
 
 _now = _Now()
+
+
+def is_step() -> bool:
+    """Whether this thread runs a step that has Positions."""
+    return _now.positions is not None
 
 
 class Positions:
@@ -130,7 +135,7 @@ class Positions:
         return alike and position_ids.untyped_storage()._cdata == self.ids.untyped_storage()._cdata
 
     def _table(self, module: Any, x: Tensor, position_ids: Tensor) -> Tensor | None:
-        """[positions, 2 channels]: cos and sin of every position; None if the module's own for this step are others."""
+        """[positions, 2 channels]: cos and sin of every position; None if they differ from the module's own for this step."""
         room, batch = len(self.columns), len(self.ids)
         cos, sin = type(module).forward(module, x[:1], self.columns.expand(*position_ids.shape[:-2], 1, room))
         if cos.shape != sin.shape or cos.shape[:2] != (1, room) or cos.dim() != 3:

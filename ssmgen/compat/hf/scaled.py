@@ -1,4 +1,4 @@
-"""Products of linear layers with constant multipliers, which an accelerated model has in the product's launch: those of Falcon-H1."""
+"""Products of linear layers and constant multipliers, such as Falcon-H1's, in one launch of an accelerated model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _refused: WeakSet[torch.nn.Linear] = WeakSet()  # layers whose kernel may not be
 def product(layer: Any, x: Tensor, values: tuple[Any, ...], make: Callable[[], Tensor], dtype: torch.dtype | None = None) -> Tensor | None:
     """layer(x) * make(), rounded once; None if skinny_linear does not serve the call.
 
-    values: what make's result [N] follows from. It is made again when they change   dtype: of the result; None for x's
+    values: the inputs of make, whose result is [N] or a number; it is made again when they change   dtype: of the result; None for x's
     """
     if is_compiling() or not serves(layer, x) or layer.bias is not None or layer in _refused:
         return None
