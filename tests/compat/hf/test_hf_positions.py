@@ -94,7 +94,7 @@ def test_masks_and_tables_are_used(name):
     with ssmgen.accelerate(built(name)) as fast:
         *_, steps = steps_of(fast.model, hf_generate.Steps, 2)
         masks = [mask for mask in steps.positions.masks.values() if mask is not None]
-        assert masks and torch.equal(masks[0][0, 0, 0], torch.arange(16) <= 4)
+        assert masks and torch.equal(masks[0][0, 0, 0] == 0, torch.arange(16) <= 4) and masks[0].dtype == torch.float32
         assert len(steps.positions.tables) == (name != "nemotron_h") and all(t is not None for t in steps.positions.tables.values())
 
 
