@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ...calls.checks import DTYPES
-from . import copies, found, projections, roles
+from . import copies, found, roles
+from .elsewhere import is_elsewhere
 from .targets import MIXER
 
 
@@ -29,4 +30,4 @@ def _is_fused(mixer: Any) -> bool:
     layer = copies.mixers(module).get(type(mixer).__name__)
     if layer is None or layer.step is None or roles.objection(type(mixer), *MIXER):
         return False
-    return mixer.activation in ("silu", "swish") and mixer.conv1d.weight.dtype in DTYPES and not projections.is_elsewhere(mixer.conv1d)
+    return mixer.activation in ("silu", "swish") and mixer.conv1d.weight.dtype in DTYPES and not is_elsewhere(mixer.conv1d)

@@ -1,4 +1,5 @@
-"""Gated MLPs, down(silu(gate(x)) * up(x)): `accelerate` has gate, up and the product of both in one launch, for few rows.
+"""Gated MLPs, down(silu(gate(x)) * up(x)): `accelerate` has gate, up and the product of both in one launch, for few rows. Gate and down may
+be multiplied by constants, as in Falcon-H1.
 
 An MLP is found by its forward's source, whatever it calls its layers. silu and the product are of the f32 sums, rounded once.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,19 +20,21 @@ from torch.compiler import is_compiling
 from ...errors import NotBuiltError
 from ...families.skinny_linear.call import ACTIVATION, skinny_linear
 from ..shared import linears
-from . import siblings
+from . import scaled, siblings
 from .roles import plain
 
 FUNCTIONS = ("F.silu", "nn.functional.silu", "torch.nn.functional.silu")
 
 
 class Parts(NamedTuple):
-    """Names of an MLP's layers. act: of its activation; empty for a function of torch"""
+    """Names of an MLP's layers. act: of its activation; empty for a function of torch. Multipliers of gate and down are empty for none"""
 
     gate: str
     up: str
     down: str
     act: str = ""
+    gate_times: str = ""
+    down_times: str = ""
 
 
 @cache
@@ -49,7 +53,20 @@ def parts(kind: Any) -> Parts | None:
             return _of(value, function.args.args[1].arg)
         case [ast.Assign([ast.Name(name)], value), ast.Return(ast.Name(given))] if name == given:
             return _of(value, function.args.args[1].arg)
+        case [ast.Assign([ast.Name(name)], product), ast.Assign([ast.Name(to)], value), ast.Return(ast.Name(given))] if name == to == given:
+            down, times = _times(value)
+            if layer := _layer(down, name):
+                found = _of(ast.Call(ast.Attribute(ast.Name("self"), layer), [product], []), function.args.args[1].arg)
+                return None if found is None else found._replace(down_times=times)
     return None
+
+
+def _times(value: ast.expr) -> tuple[ast.expr, str]:
+    """(y, name) of y * self.name; (value, nothing) of anything else."""
+    match value:
+        case ast.BinOp(inner, ast.Mult(), ast.Attribute(ast.Name("self"), name)):
+            return inner, name
+    return value, ""
 
 
 def _of(value: ast.expr, x: str) -> Parts | None:
@@ -58,10 +75,10 @@ def _of(value: ast.expr, x: str) -> Parts | None:
             for acted, plain_one in ((one, other), (other, one)):
                 up = _layer(plain_one, x)
                 match acted:
-                    case ast.Call(ast.Attribute() as act, [inner], []) if up and (gate := _layer(inner, x)):
+                    case ast.Call(ast.Attribute() as act, [inner], []) if up and (gate := _layer(_times(inner)[0], x)):
                         name = act.attr if ast.unparse(act.value) == "self" else ""
                         if name or ast.unparse(act) in FUNCTIONS:
-                            return Parts(gate, up, down, name)
+                            return Parts(gate, up, down, name, _times(inner)[1])
     return None
 
 
@@ -90,33 +107,57 @@ def is_gated(module: torch.nn.Module) -> bool:
     act = getattr(module, found.act, None) if found.act else None
     silu = not found.act or type(act) is torch.nn.SiLU or type(act).__name__ == "SiLUActivation"
     gate, up, down = layers(module)
-    return silu and all(type(layer) is torch.nn.Linear for layer in (gate, up, down)) and gate.weight.shape == up.weight.shape
+    if not silu or any(type(layer) is not torch.nn.Linear for layer in (gate, up, down)) or gate.weight.shape != up.weight.shape:
+        return False
+    times = [getattr(module, name) for name in (found.gate_times, found.down_times) if name]
+    return all(isinstance(m, (int, float)) for m in times) and (not found.gate_times or gate.bias is None)  # which it multiplies, too
 
 
 def forward(self: Any, x: Tensor) -> Any:
     """The forward of a gated MLP whose layers `linears` has."""
     if not is_compiling():
         gate, up, down = layers(self)
-        if _fits(x, gate, up):
+        if _fits(x, gate, up) and (scales := _scales(self, gate, up)) is not None:
             try:
-                return down(multiply(gate, up, x))
+                return _down(self, down, multiply(gate, up, x, scales))
             except NotBuiltError as e:
                 del self.__dict__["forward"]
                 siblings.told("gate and up of an MLP multiply one by one", e)
     return type(self).forward(self, x)
 
 
-def multiply(gate: torch.nn.Linear, up: torch.nn.Linear, x: Tensor) -> Tensor:
-    """silu(gate(x)) * up(x)"""
+def _scales(mlp: Any, gate: Any, up: Any) -> list[Tensor] | None:
+    """The scales of gate and up, none for 1; None if they cannot be made now."""
+    kind: Any = type(mlp)
+    known = parts(kind)
+    assert known is not None
+    times = getattr(mlp, known.gate_times) if known.gate_times else 1.0
+    if times == 1.0:
+        return []
+    first, second = scaled.constant(gate, times), scaled.constant(up, 1.0)
+    return None if first is None or second is None else [first, second]
+
+
+def multiply(gate: torch.nn.Linear, up: torch.nn.Linear, x: Tensor, scales: Sequence[Tensor] = ()) -> Tensor:
+    """silu(gate(x)) * up(x), with scales of both products"""
     biases = None if gate.bias is None else [gate.bias, up.bias]
-    found: Tensor = skinny_linear(linears.in_rows(x), [gate.weight, up.weight], biases, activation=ACTIVATION)  # type: ignore[assignment]
+    how: Any = {"activation": ACTIVATION} | ({"scale": [*scales]} if scales else {})
+    found: Tensor = skinny_linear(linears.in_rows(x), [gate.weight, up.weight], biases, **how)  # type: ignore[assignment]
     return found
+
+
+def _down(mlp: Any, layer: Any, h: Tensor) -> Any:
+    """The last product, with its multiplier."""
+    kind: Any = type(mlp)
+    known = parts(kind)
+    assert known is not None
+    times = getattr(mlp, known.down_times) if known.down_times else 1.0
+    if times == 1.0:
+        return layer(h)
+    found = scaled.product(layer, h, (times,), lambda: torch.tensor(times))
+    return layer(h) * times if found is None else found
 
 
 def _fits(x: Tensor, gate: Any, up: Any) -> bool:
     """Whether both layers still are ours, and serve this x."""
-    if not all(type(layer) is torch.nn.Linear and "forward" in layer.__dict__ for layer in (gate, up)):
-        return False  # such as a layer that has got an adapter
-    most = linears.most_rows(gate.weight.dtype, linears.tensor_cores(gate.weight.device))
-    alike = siblings.fit(gate, gate) and siblings.fit(gate, up)
-    return alike and all(linears.fits(x, layer.weight, layer.bias, most) for layer in (gate, up))
+    return scaled.serves(gate, x) and scaled.serves(up, x) and siblings.fit(gate, up)

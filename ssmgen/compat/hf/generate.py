@@ -17,6 +17,7 @@ from .. import hf
 from . import roles
 from .linears import Linears
 from .positions import Positions, Rotary
+from .rotations import Rotations
 
 ROOM = 256  # tokens of a cache, at least: a longer one means another capture
 GREEDY = {"do_sample": False, "num_beams": 1, "use_cache": True, "num_return_sequences": 1, "return_dict_in_generate": False}
@@ -31,7 +32,7 @@ class Accelerated:
     generate() decodes greedily, with one CUDA graph per token where steps can be captured; `model.generate` is patched and fused.
     """
 
-    def __init__(self, model: Any, patch: hf.Patch, linears: Linears, rotary: Rotary, done: list[str], left: list[str], steps: bool):
+    def __init__(self, model: Any, patch: hf.Patch, linears: Linears, rotary: list[Any], done: list[str], left: list[str], steps: bool):
         self.model, self.patch, self._linears, self._rotary = model, patch, linears, rotary
         self.done, self.left = done, left
         self._steps_are_known = steps
@@ -101,7 +102,8 @@ class Accelerated:
         does."""
         self._steps.clear()
         self._undone = True
-        self._rotary.undo()
+        for part in self._rotary:
+            part.undo()
         self._linears.undo()
         self.patch.undo()
 
@@ -131,7 +133,8 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
     if problems := _wrong(model, sizes, batches, prompt_length):
         raise ArgumentError("accelerate", problems)
     patch = hf.patch(model, fuse=True)
-    linears, rotary = Linears(model), Rotary(model)
+    linears = Linears(model)
+    rotary: list[Any] = [Rotary(model), Rotations(model)]
     try:
         if strict and patch.lost:
             lines = bullets([f"{label}: {words}" for label, words in patch.lost.items()])
@@ -158,7 +161,8 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
         elif device.startswith("cuda"):
             done.append("generate captures a step of each batch size at its first call, and replays it for every token")
     except BaseException:
-        rotary.undo()
+        for part in rotary:
+            part.undo()
         linears.undo()
         patch.undo()
         raise

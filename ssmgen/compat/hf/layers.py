@@ -19,6 +19,7 @@ from ...calls.checks import DTYPES
 from ...families.delta_layer import call as native_gdn
 from ...families.mamba2_layer import call as native_mamba2
 from . import projections, prompts
+from .elsewhere import is_elsewhere
 from .functions import call
 from .replacements import Replacement, attempt
 from .roles import Roles
@@ -49,7 +50,7 @@ def is_step(mixer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tenso
     """Whether a forward is a decode step that may be fused."""
     if cache is None or attention_mask is not None or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
         return False
-    if mixer.activation not in ("silu", "swish") or projections.is_elsewhere(mixer.conv1d):
+    if mixer.activation not in ("silu", "swish") or is_elsewhere(mixer.conv1d):
         return False
     if is_compiling() and hidden_states.dtype not in DTYPES:
         return False

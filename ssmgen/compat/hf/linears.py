@@ -13,14 +13,15 @@ from torch.nn.functional import linear
 
 from ..shared import linears
 from ..shared.linears import MOST, MOST_FMA
-from . import gated, projections, siblings
+from . import gated, siblings
+from .elsewhere import is_elsewhere
 
 
 def objection(module: torch.nn.Linear) -> str:
     """Why the forward of a linear layer is not replaced, in words; empty if it is."""
     if type(module) is not torch.nn.Linear:
         return "their class has its own forward"
-    if "forward" in module.__dict__ or projections.is_elsewhere(module):
+    if "forward" in module.__dict__ or is_elsewhere(module):
         return "something else has replaced their forward"
     return linears.objection(module.weight, module.bias)
 

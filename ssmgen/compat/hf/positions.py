@@ -7,6 +7,7 @@ own rotary embedding has made. Both are compared with the model's own at the fir
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ LAYERS = ("StaticLayer", "LinearAttentionAndStaticFullAttentionLayer")
 """Classes of layers of a cache that append keys and values at `cumulative_length`."""
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotary embeddings whose frequencies do not depend on the length."""
+ADDED = ("falcon_h1", "nemotron_h", "qwen3_5_text")
+"""Models whose attention adds a mask to its scores. It is given as 0 and -inf: of booleans, attention makes these in every layer."""
 
 
 class _Now(threading.local):
@@ -31,6 +34,11 @@ class _Now(threading.local):
 
 
 _now = _Now()
+
+
+def is_step() -> bool:
+    """Whether this thread runs a step that has Positions."""
+    return _now.positions is not None
 
 
 class Positions:
@@ -61,7 +69,8 @@ class Positions:
             if self.masks is not None:
                 for mask in self.masks.values():
                     if mask is not None:
-                        torch.le(self.columns, self.ids[:, :, None, None], out=mask)
+                        self._fill(mask)
+                        break  # all kinds have the same one
             yield {} if self.masks is None else {"attention_mask": self.masks}
         finally:
             _now.positions = before
@@ -71,6 +80,12 @@ class Positions:
             self.ids.add_(1)
             for one in self._updated:
                 self.counts[one].add_(1)
+
+    def _fill(self, mask: Tensor) -> None:
+        if mask.dtype == torch.bool:
+            torch.le(self.columns, self.ids[:, :, None, None], out=mask)
+        else:
+            torch.where(self.columns <= self.ids[:, :, None, None], self._seen, self._hidden, out=mask)
 
     def update(self, layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Writes a token's keys and values. The count follows at the end of the step."""
@@ -109,7 +124,11 @@ class Positions:
         want = self.columns <= self.ids[:, :, None, None]
         if any(mask is not None and not _equal(mask, want) for mask in made.values()):
             return None
-        ours = torch.empty_like(want)
+        added = getattr(self._model.config, "model_type", "") in ADDED and self._model.config._attn_implementation == "sdpa"
+        dtype = weight.dtype if added else torch.bool
+        if added:
+            self._seen, self._hidden = (torch.tensor(v, dtype=dtype, device=weight.device) for v in (0.0, -math.inf))
+        ours = torch.empty_like(want, dtype=dtype)
         return {kind: None if mask is None else ours for kind, mask in made.items()}
 
     def rotary(self, module: Any, x: Tensor, position_ids: Tensor) -> Any:

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-
-def is_elsewhere(layer: torch.nn.Module) -> bool:
-    """Whether accelerate brings the layer's weights when it is called: a fused layer does not call it."""
-    hook = layer.__dict__.get("_hf_hook")
-    return hook is not None and getattr(hook, "offload", True)
+from . import scaled
 
 
 def in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
@@ -21,6 +17,15 @@ def in_proj(mixer: Any, hidden_states: Tensor) -> Tensor:
 
 
 def falcon_h1(mixer: Any, hidden_states: Tensor) -> Tensor:
+    """The product and all of its multipliers, in one launch where the model is accelerated."""
+    vector, first = mixer.mup_vector, mixer.ssm_in_multiplier
+    dtype = torch.promote_types(hidden_states.dtype, vector.dtype)
+    found = None
+    if isinstance(first, (int, float)) and not vector.is_inference():
+        values = (id(vector), vector._version, first)
+        found = scaled.product(mixer.in_proj, hidden_states, values, lambda: vector.flatten().float() * first, dtype)
+    if found is not None:
+        return found
     projected: Tensor = mixer.in_proj(hidden_states * mixer.ssm_in_multiplier) * mixer.mup_vector
     return projected
 

@@ -25,6 +25,7 @@ from ...families.chunk_scan import call as native_scan
 from ...families.selective_scan import call as native_selective_scan
 from ..shared.operands import rows_of
 from . import projections
+from .elsewhere import is_elsewhere
 from .functions import call, limits
 from .norms import gated_rms_norm
 
@@ -194,7 +195,7 @@ def is_prompt(mixer: Any, hidden_states: Tensor, cache: Any, mask: Tensor | None
         return False
     if any(others.get(name) is not None for name in _PACKED) or (mask is not None and mask.shape != hidden_states.shape[:2]):
         return False
-    if any(projections.is_elsewhere(getattr(mixer, name)) for name in ("conv1d", "dt_proj") if hasattr(mixer, name)):
+    if any(is_elsewhere(getattr(mixer, name)) for name in ("conv1d", "dt_proj") if hasattr(mixer, name)):
         return False
     if hasattr(mixer, "dt_proj") and hasattr(getattr(mixer, "config", None), "_is_quantized"):  # its weight is not all that it does
         return False

@@ -20,7 +20,7 @@ from ...errors import NotBuiltError
 from ...families.skinny_linear.call import skinny_linear
 from ...families.skinny_linear.operands import MOST
 from ..shared import linears
-from . import projections
+from .elsewhere import is_elsewhere
 
 Linear = torch.nn.Linear
 X = tuple[Callable[[], Tensor | None], int]
@@ -145,7 +145,7 @@ def fit(one: Linear, other: Linear) -> bool:
     """Whether two layers can share a launch, and whether nothing else listens to their calls or brings their weights."""
     a, b = (one.weight, one.bias), (other.weight, other.bias)
     alike = [None if s is None or t is None else (s.dtype, s.device) == (t.dtype, t.device) for s, t in zip(a, b, strict=True)]
-    plain = not (other._forward_hooks or other._forward_pre_hooks or projections.is_elsewhere(other))
+    plain = not (other._forward_hooks or other._forward_pre_hooks or is_elsewhere(other))
     return plain and a[0].shape[1] == b[0].shape[1] and alike[0] is True and (alike[1] is True or (one.bias is None and other.bias is None))
 
 

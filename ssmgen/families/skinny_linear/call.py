@@ -60,7 +60,7 @@ def skinny_linear(
         N is a multiple of 8. Or up to four weights of one dtype and equal K, whose products share a launch: q, k and v of attention, gate
         and up of an MLP
     bias: [N] f32, f16 or bf16; one for each weight, of one dtype; None for 0
-    scale: [N] f32 or x's dtype, contiguous; one for each weight, of one dtype; for weights of 8 bits, and only for them
+    scale: [N] f32 or x's dtype, contiguous; one for each weight, of one dtype; None for 1, except with weights of 8 bits, which need one
     norm_weight: [K] f32, f16 or bf16, at a multiple of 16 bytes: the product is of x rsqrt(mean(x^2) + eps) norm_weight, with the bits of
         rms_norm before it
     activation: "silu_and_mul": one output, silu(gate) * up, of two weights of equal N, which give gate and up
@@ -152,10 +152,6 @@ def _check_dtypes(named: Mapping[str, Tensor], problems: list[str]) -> None:
         problems.append(f"weight is {dtype} and scale is None; expected a scale for each of its rows. Pass scale.")
     if narrow and x not in (torch.float16, torch.bfloat16):
         problems.append(f"weight is {dtype} and x is {x}; expected x in float16 or bfloat16. Convert x.".replace("torch.", ""))
-    if "scale" in named and not narrow:
-        problems.append(
-            f"scale is given and weight is {named['weight'].dtype}; expected int8 or float8_e4m3fn. Leave out scale.".replace("torch.", "")
-        )
     wide, either = [n for n in WEIGHTS if n not in narrow], (x, torch.float32)
     rules = ((wide, (x,), "x's dtype"), (SCALES, either, "float32 or x's dtype"), (OUTS, either, "x's dtype or float32"))
     for names, allowed, words in rules:

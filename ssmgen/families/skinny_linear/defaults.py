@@ -1,5 +1,5 @@
 """Default variants of skinny_linear: one weight and several, up to 8 rows and up to 16, both kinds of kernels, weights of 8
-bits, the norm before a product, gates and residuals after it, the other branches."""
+bits, the norm before a product, gates, multipliers and residuals after it, the other branches."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ DEFAULTS = {
         SM90,
     ),
     "several products, with residuals": Default(SkinnyProblem(k=2048, weights=2, residual=DType.F32), 4096, SM90),
+    "an in-projection with multipliers": Default(SkinnyProblem(k=3072, scale=DType.F32), 6680, SM90),
+    "an MLP's gate and up, with multipliers": Default(SkinnyProblem(k=3072, weights=2, gated=True, scale=DType.F32), 2 * 12288, SM90),
     "f32, norm, gate and up, residual": Default(
         SkinnyProblem(k=2048, x=DType.F32, out=DType.F32, weights=2, gated=True, norm=DType.F32, residual=DType.F32), 4096
     ),

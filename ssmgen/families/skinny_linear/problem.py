@@ -18,13 +18,13 @@ class SkinnyProblem(Problem):
     """The problem that a call fixes. The rows of its weights, N, and the strides are not part of it."""
 
     k: int  # elements of a row
-    x: DType = DType.BF16  # and of weights without scales
+    x: DType = DType.BF16  # and of weights unless they are narrow
     out: DType = DType.BF16
     bias: DType | None = None
     weights: int = 1
     rows: int = ROWS[0]  # of x, at most
     loads: Loads = Loads.VECTOR  # of x: 16 bytes at once
-    narrow: Narrow | None = field(default=None, metadata=LATER)  # of weights with scales
+    narrow: Narrow | None = field(default=None, metadata=LATER)  # of weights of 8 bits, which have scales
     scale: DType | None = field(default=None, metadata=LATER)
     residual: DType | None = field(default=None, metadata=LATER)
     gated: bool = field(default=False, metadata=LATER)  # one output: silu of the first product, times the second one
@@ -68,7 +68,7 @@ class SkinnyProblem(Problem):
             *must(step <= self.k <= MAX_K and self.k % step == 0, f"k is {self.k}; expected {step} … {MAX_K} in steps of {step}"),
             *must(narrow in (None, *NARROW), f"narrow is {narrow.value if narrow else narrow}; expected none, {types}"),
             *must(not narrow or self.x is not DType.F32, "x is f32 and weights have 8 bits; expected x in bf16 or f16"),
-            *must(bool(narrow) == bool(scale), "only one of narrow and scale is given; expected both, for weights with scales, or none"),
+            *must(not narrow or bool(scale), "narrow is given and scale is not; expected both, for weights of 8 bits"),
             *must(
                 scale in (None, self.x, DType.F32), f"scale is {scale.value if scale else scale}; expected f32 or {self.x.value}, x's type"
             ),

@@ -52,6 +52,8 @@ class SkinnyKernel(KernelSpec, SkinnyProblem):
         more = (f"_{self.weights}w" if self.weights > 1 else "") + ("_bias" if self.bias else "")
         if self.narrow:
             types += f"_{self.narrow.value}" + ("" if self.scale is DType.F32 else "_own")
+        elif self.scale:
+            types += "_scaled" + ("" if self.scale is DType.F32 else "_own")
         more += ("_silu" if self.gated else "") + ("_norm" if self.norm else "") + ("_residual" if self.residual else "")
         return f"{types}_k{self.k}r{self.rows}{more}{'' if self.loads is Loads.VECTOR else '_any'}"
 

@@ -27,6 +27,8 @@ def skinny_linear(spec: SkinnyKernel, batch: int, seed: int) -> Trial:
             made[weight.replace("weight", "scale")] = wide(scale, spec.scale, True)
         else:
             made[weight] = wide(torch.randn(n, spec.k, generator=g) * spec.k**-0.5, spec.x, False)
+            if spec.scale:
+                made[weight.replace("weight", "scale")] = wide(torch.rand(n, generator=g) + 0.5, spec.scale, True)
         if spec.bias:
             made[weight.replace("weight", "bias")] = wide(torch.randn(n, generator=g), spec.bias, True)
         if spec.residual:

@@ -62,7 +62,7 @@ def kept(cache):
 
 
 def steps_of(model, kind, count, batch=2, room=16):
-    """(logits of steps after two prompts on the same cache, what the cache holds then)"""
+    """(logits of steps after two prompts on the same cache, the cache's contents)"""
     steps, logits = kind(model, batch, room), []
     plain = type(steps)._take
     steps._take = lambda given: logits.append(given.clone()) or plain(steps, given)
@@ -79,9 +79,10 @@ def steps_of(model, kind, count, batch=2, room=16):
 def test_steps_have_the_bits_of_transformers_own_positions(name):
     model = in_dtype(built(name), torch.bfloat16)
     with ssmgen.accelerate(model) as fast:
+        fast._rotary[1].undo()  # whose sums are rounded once, not twice
         want, held, _ = steps_of(model, Plain, 4)
         got, same, steps = steps_of(model, hf_generate.Steps, 4)
-        assert len(fast._rotary.modules) == (0 if name in ("nemotron_h", "kimi_linear", "jamba", "zamba2", "granitemoehybrid") else 1)
+        assert len(fast._rotary[0].modules) == (0 if name in ("nemotron_h", "kimi_linear", "jamba", "zamba2", "granitemoehybrid") else 1)
     assert len(got) == len(want) == 10 and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert held and all(torch.equal(a, b) for a, b in zip(same, held, strict=True))
     assert steps.positions.ids.tolist() == [[7], [7]] and all(int(c) == 7 for c in steps.positions.counts.values())
@@ -93,7 +94,7 @@ def test_masks_and_tables_are_used(name):
     with ssmgen.accelerate(built(name)) as fast:
         *_, steps = steps_of(fast.model, hf_generate.Steps, 2)
         masks = [mask for mask in steps.positions.masks.values() if mask is not None]
-        assert masks and torch.equal(masks[0][0, 0, 0], torch.arange(16) <= 4)
+        assert masks and torch.equal(masks[0][0, 0, 0] == 0, torch.arange(16) <= 4) and masks[0].dtype == torch.float32
         assert len(steps.positions.tables) == (name != "nemotron_h") and all(t is not None for t in steps.positions.tables.values())
 
 
@@ -108,7 +109,8 @@ def test_a_model_whose_mask_or_rotary_embedding_differs_keeps_its_own(monkeypatc
         cos, sin = plain(self, x, position_ids)
         return cos + position_ids.numel(), sin
 
-    with ssmgen.accelerate(model):
+    with ssmgen.accelerate(model) as fast:
+        fast._rotary[1].undo()
         monkeypatch.setattr(kind, "forward", shifted)
         monkeypatch.setattr(
             type(model), "create_masks_for_generate", staticmethod(lambda **_: {"full_attention": torch.ones(2, 1, 1, 16) > 0})
@@ -123,7 +125,7 @@ def test_frequencies_that_depend_on_the_length_are_left_alone():
     model = built("falcon_h1")
     model.model.rotary_emb.rope_type = "dynamic"
     with ssmgen.accelerate(model) as fast:
-        assert not fast._rotary.modules
+        assert not fast._rotary[0].modules
 
 
 def of(layers, batch=1, room=8):
