@@ -746,7 +746,7 @@ mamba3_scan_roles_p64n128r3_f32_bf16_s2_pdl_353c5d14(
 
   __syncthreads();  // weights are there, and the token before
   if (warp < kHolders) {
-    give_registers<120>();
+    give_registers<112>();
     constexpr u32 kSumming = 0;  // this warp sums: warps that hold the state have the least to do
     struct Steps {
       bf16 dt[2] = {};
@@ -928,7 +928,7 @@ mamba3_scan_roles_p64n128r3_f32_bf16_s2_pdl_353c5d14(
       }
     }
   } else if (warp < kHolders + kWriters) {
-    give_registers<88>();
+    give_registers<96>();
     const u32 writer = warp - kHolders;
     constexpr int kOwnPairs = (kTile / 2 + 31) / 32;
     // Tokens of a warp, and tokens whose outputs a lane computes together.

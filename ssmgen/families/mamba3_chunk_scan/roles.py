@@ -62,8 +62,8 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of holders', writers' and makers' threads, which begin with 128. Makers have more where their rows are of other warps' tokens."""
-        return (120, 88, 152) if 8 % self.rank else (120, 96, 144)
+        """Registers of holders', writers' and makers' threads, which begin with 128: with several ranks, makers need more."""
+        return (120, 96, 144) if self.rank == 1 else (112, 96, 152)
 
     @property
     def turn_words(self) -> int:
