@@ -62,8 +62,8 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers of holders', writers' and makers' threads, which begin with 128: with several ranks, makers need more."""
-        return (120, 96, 144) if self.rank == 1 else (112, 96, 152)
+        """Registers of holders', writers' and makers' threads, which begin with 128: makers of all rows of several ranks need more."""
+        return (120, 96, 144) if self.rank == 1 or self.together else (112, 96, 152)
 
     @property
     def turn_words(self) -> int:
