@@ -734,7 +734,7 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
 
   __syncthreads();  // weights are there, and the token before
   if (warp < kHolders) {
-    give_registers<120>();
+    give_registers<112>();
     constexpr u32 kSumming = 0;  // this warp sums: warps that hold the state have the least to do
     struct Steps {
       bf16 dt[2] = {};
@@ -917,11 +917,11 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
       }
     }
   } else if (warp < kHolders + kWriters) {
-    give_registers<88>();
+    give_registers<96>();
     const u32 writer = warp - kHolders;
     constexpr int kOwnPairs = (kTile / 2 + 31) / 32;
-    // Tokens of a warp, and tokens whose outputs are computed together.
-    constexpr int kOwnTokens = 16 / kRank, kTogether = kOwnTokens % 4 == 0 ? 4 : kOwnTokens % 2 == 0 ? 2 : 1;
+    // Tokens of a warp, and tokens whose outputs a lane computes together.
+    constexpr int kOwnTokens = 16 / kRank, kTogether = 4;
     for (u32 n = 0; n < chunks; ++n) {
       const u32 at = n % kStages * kStageWords, numbers = n % kNumbers * kChunkRows, count = count_of(n);
       const u32 own_rows = n % 2 ? kWriters - 1 - writer : writer;
@@ -957,6 +957,12 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
 #pragma unroll 1
       for (u32 block = 0; block < min(own_rows + 1 + kReach, u32(kBlocks)); ++block) {  // 16 columns of M
         float product[2][4] = {};
+        Pair other[2][2];  // numbers of its columns
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) other[i][e] = steps[numbers + 16 * block + 8 * i + 2 * part + e];
+        }
         const Place from_rows = from_k + int(block) * (16 * kRowWords);
 #pragma unroll
         for (int k = 0; k < kState / 16; ++k) {
@@ -967,27 +973,35 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
           mma_bf16(product[1], q[0], q[1], q[2], q[3], b[2], b[3]);
         }
         u32 M[4];
+        if (block < own_rows) {  // all columns are of earlier tokens
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const u32 column = 16 * block + 8 * i + 2 * part;
-          const Pair other[2] = {steps[numbers + column], steps[numbers + column + 1]};
+          for (int i = 0; i < 2; ++i) {
 #pragma unroll
-          for (int side = 0; side < 2; ++side) {
-            float m[2];
-            if (block < own_rows) {  // all columns are of earlier tokens
-#pragma unroll
-              for (int e = 0; e < 2; ++e) m[e] = product[i][2 * side + e] * exp2_approx(sum[side] - other[e].low) * other[e].high;
-            } else {
-              const u32 token = row[side] / kRank;
+            for (int side = 0; side < 2; ++side) {
+              float m[2];
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
-                const u32 earlier = (column + e) / kRank;
-                const float decay = exp2_approx(earlier < token ? sum[side] - other[e].low : 0.f);
                 const float found = product[i][2 * side + e];
-                m[e] = earlier < token ? found * decay * other[e].high : earlier == token ? found * diagonal[side].high : 0.f;
+                m[e] = found * exp2_approx(sum[side] - other[i][e].low) * other[i][e].high;
               }
+              M[2 * i + side] = round_pair(X{}, m[0], m[1]);
             }
-            M[2 * i + side] = round_pair(X{}, m[0], m[1]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+              float m[2];
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const float found = product[i][2 * side + e];
+                const u32 earlier = (16 * block + 8 * i + 2 * part + e) / kRank, token = row[side] / kRank;
+                const float decay = exp2_approx(earlier < token ? sum[side] - other[i][e].low : 0.f);
+                m[e] = earlier < token ? found * decay * other[i][e].high : earlier == token ? found * diagonal[side].high : 0.f;
+              }
+              M[2 * i + side] = round_pair(X{}, m[0], m[1]);
+            }
           }
         }
         const Place from_tokens = from_v + int(block) * (16 * kXWords);
@@ -1219,18 +1233,18 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
         if (is_k && has_last) {
 #pragma unroll
           for (int i = 0; i < kSlots; ++i) {
-            const u32 row = first_row + i * kAtOnce, t = first_row / kRank + i * kAtOnce / kRank;
+            const u32 last_row = first_row + i * kAtOnce, t = first_row / kRank + i * kAtOnce / kRank;
             if (t + 1 != count) continue;
-            u32 made[4];
+            const u32 last_at = (n + 1) % kKept * (kRank * kState) + last_row % kRank * kState;
             // This lane's own row, which is rounded to the type of the states' k.
+            u32 made[4];
             u32 left[2], right[2];
             load_pair(to, kAtB + i * kAtOnce * kRowWords, left), load_pair(to, kAtB + i * kAtOnce * kRowWords + kState / 4, right);
             made[0] = left[0], made[1] = left[1], made[2] = right[0], made[3] = right[1];
             float v[8];
             widen_units(made, v);
 #pragma unroll
-            for (int e = 0; e < 8; ++e)
-              last_k[(n + 1) % kKept * (kRank * kState) + row % kRank * kState + column_of(place, e / 4, e % 4)] = v[e];
+            for (int e = 0; e < 8; ++e) last_k[last_at + column_of(place, e / 4, e % 4)] = v[e];
           }
         }
       }

@@ -38,7 +38,6 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     HOLDERS: ClassVar[int] = 4
     WRITERS: ClassVar[int] = ROWS // 16
     MAKERS: ClassVar[int] = 8
-    REGISTERS: ClassVar[tuple[int, int, int]] = (120, 88, 152)  # of their threads, which begin with 128
     state_warps: ClassVar[int] = HOLDERS
 
     stages: int = field(default=2, metadata=LATER)
@@ -60,6 +59,11 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     def stage_words(self) -> int:
         """Also V, the rows of x with their factors."""
         return super().stage_words + (ROWS * self.x_words if self.mimo else 0)
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Registers of holders', writers' and makers' threads, which begin with 128: makers of all rows of several ranks need more."""
+        return (120, 96, 144) if self.rank == 1 or self.together else (112, 96, 152)
 
     @property
     def turn_words(self) -> int:

@@ -36,7 +36,7 @@ ROLE_EDITS = {
     "one norm for both": ("load_weights(norms, is_k * kState", "load_weights(norms, 0", "off"),
     "no pending pair": ("delta = pending[n % kNumbers]", "delta = 0.f", "off"),
     "columns of later tokens": ("block < own_rows)", "block <= own_rows)", "off"),
-    "the weight of a neighbour's rows": ("found * diagonal[side].high", "found * other[e].high", "off"),
+    "the weight of a neighbour's rows": ("found * diagonal[side].high", "found * other[i][e].high", "off"),
     "angles of other warps": ("w < maker ?", "w < 1 ?", "off"),
     "rows past the end": ("if (count < kChunk) {", "if (false) {", "off"),
     "no upstream": ("  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),

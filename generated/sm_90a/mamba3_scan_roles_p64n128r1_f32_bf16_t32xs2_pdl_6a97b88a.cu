@@ -2,7 +2,8 @@
 //   headdim=64  d_state=128  rank=1  angles=32  rotary=pairs  rate=heavy  dt_softplus=yes  trap_sigmoid=yes  x=bf16
 //   dt=bf16  A=bf16  trap=bf16  angle=bf16  D=f32  z=yes  dt_bias=f32  row_norm=bf16  row_bias=f32  mimo=none
 //   norm_weight=none  by_rank=no  state=f32  k_state=bf16  v_state=bf16  cu_seqlens=none  initial=no  pool=yes
-//   final=yes  started=no  index=none  copy=16  state_loads=vector  min_blocks=1  pdl=trigger_loaded
+//   final=yes  started=no  index=none  copy=16  state_loads=vector  min_blocks=1  pdl=trigger_loaded  tiles=2
+//   together=yes
 // A token t of rank r is row i of a chunk, with v_i = x_t. In a chunk that begins in state S, with s_i = log2(e) times the sum of A dt up to
 // token t, gamma = trap dt, delta = (1 - trap) dt, weight = gamma + delta of the next token of the chunk, if there is one:
 //     M_ij = (q_i . k_j) 2^(s_i - s_j) weight_j for earlier tokens j, (q_i . k_j) gamma_i for the same token
@@ -25,7 +26,7 @@ struct bf16 { u16 bits; };
 using X = bf16;
 using State = f32;
 constexpr int kHeadDim = 64;
-constexpr int kTile = kHeadDim;  // rows of a block
+constexpr int kTiles = 2, kTile = kHeadDim / kTiles;  // blocks of a head, and rows of a block
 constexpr int kState = 128;  // columns of a state
 constexpr int kRank = 1;
 constexpr int kAngles = 32, kTurnWords = (kAngles + 3) / 4 * 4;  // and words of a token's sines
@@ -40,7 +41,7 @@ constexpr int kWarps = kHolders + kWriters + kMakers, kThreads = 32 * kWarps, kC
 constexpr int kNumbers = 4, kKept = 3;  // chunks whose numbers, and whose last k, are in shared memory
 
 // The state: a warp holds 16 rows and kColumns columns of it.
-constexpr int kRowWarps = 4, kColumnWarps = 1, kColumns = kState / kColumnWarps;
+constexpr int kRowWarps = 2, kColumnWarps = 2, kColumns = kState / kColumnWarps;
 constexpr int kBlocks = kChunkRows / 16, kOwnBlocks = kTile / 16;  // blocks of 16 rows of M, and of 16 columns of y
 constexpr int kReach = 16 % kRank ? 1 : 0;  // blocks of columns past the diagonal that have rows of the same tokens
 
@@ -48,10 +49,10 @@ constexpr int kReach = 16 % kRank ? 1 : 0;  // blocks of columns past the diagon
 constexpr int kRowWords = kState / 2 + 4, kXWords = kTile / 2 + 4, kYWords = kTile + 8, kStateWords = kTile * kRowWords;
 constexpr int kAtB = kChunkRows * kRowWords, kAtX = 2 * kAtB;  // after C
 constexpr int kAtZ = kAtX + 64 * kXWords;
-constexpr int kStageWords = 13312;
-constexpr int kAtState = 26624, kAtY = 35328;
-constexpr int kAtSine = 39936, kAtCosine = kAtSine + kChunk * kTurnWords + 4;  // four of the angle 0 after each
-constexpr int kAtBias = 44040;
+constexpr int kStageWords = 11264;
+constexpr int kAtState = 22528, kAtY = 26880;
+constexpr int kAtSine = 29440, kAtCosine = kAtSine + kChunk * kTurnWords + 4;  // four of the angle 0 after each
+constexpr int kAtBias = 33544;
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -285,6 +286,29 @@ DEVICE void load_4_shared(T* from, u32 i, u32* r) {
 template <class T>
 DEVICE void store_4_shared(T* to, u32 i, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+
+// The barrier of a thread-block cluster, in two halves: threads that have waited see the stores before the arrivals; threads that have
+// ended are not waited for. store_to_peer stores a float to the same shared array in the block of that rank.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void store_to_peer(float* own, u32 i, u32 rank, float v) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(u32(__cvta_generic_to_shared(own + i))), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
+}
+// Load and store four aligned words of the same shared array in the block of that rank.
+template <class T>
+DEVICE void load_4_from_peer(T* own, u32 i, u32 rank, u32* r) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(u32(__cvta_generic_to_shared(own + i))), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.u32 { %0, %1, %2, %3 }, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(there) : "memory");
+}
+template <class T>
+DEVICE void store_4_to_peer(T* own, u32 i, u32 rank, const u32* v) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(u32(__cvta_generic_to_shared(own + i))), "r"(rank));
+  asm volatile("st.shared::cluster.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(there), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
 // Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
@@ -598,10 +622,14 @@ template <class Barriers>
 DEVICE void wait_for_last(Barriers& barriers, u32 n) {
   if (n >= 2) barrier_wait(barriers, n % 2, (n / 2 - 1) % 2);
 }
+DEVICE void arrive_with_peer() {
+  __syncwarp();
+  cluster_arrive();
+}
 
 // A lane has 8 elements of a row of B or C: two units of 4, each of two pairs that rotate together.
 constexpr int kRowLanes = kState <= 32 ? 4 : kState <= 64 ? 8 : 16, kAtOnce = 32 / kRowLanes;  // lanes of a row, and rows of a warp at once
-constexpr int kOwnRows = kChunkRows / kMakers, kSlots = kOwnRows / kAtOnce;
+constexpr int kOwnRows = kChunkRows / kMakers, kMadeRows = kOwnRows / kTiles, kSlots = kMadeRows / kAtOnce;  // this block makes kMadeRows of a warp's rows
 DEVICE u32 column_of(u32 place, int unit, int i) { return 8 * place + 4 * unit + i; }
 DEVICE int word_of(int unit, int i) { return 2 * unit + i; }  // of a unit's elements 2 i and 2 i + 1, as they are loaded
 DEVICE int first_of(int i) { return 2 * i; }       // of a unit's pair i
@@ -625,8 +653,8 @@ DEVICE void load_weights(Array& from, u32 i, u32 place, u32 (&weight)[8]) {
 
 // ---- The kernel. ----
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
+extern "C" __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
+mamba3_scan_roles_p64n128r1_f32_bf16_t32xs2_pdl_6a97b88a(
     const bf16* x, const bf16* B, const bf16* C, const bf16* dt, const bf16* A, const bf16* trap, const bf16* angle,
     const f32* D, const bf16* z, const f32* dt_bias, const bf16* B_norm, const bf16* C_norm, const f32* B_bias,
     const f32* C_bias, f32* state, bf16* k_state, bf16* v_state, f32* angle_state, bf16* out, i64 x_batch, i64 B_batch,
@@ -637,8 +665,9 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
     u32 angle_angle, u32 D_head, u32 z_token, u32 z_head, u32 dt_bias_head, u32 B_norm_n, u32 C_norm_n, u32 B_bias_head,
     u32 B_bias_rank, u32 C_bias_head, u32 C_bias_rank, u32 state_head, u32 k_state_rank, u32 k_state_head,
     u32 v_state_head, u32 angle_state_head, u32 out_token, u32 out_head, float eps, float A_floor) {
-  // Blocks iterate over the heads, which share B and C, then the sequences.
-  const u32 sequence = blockIdx.x / heads, head = blockIdx.x % heads, group = head / group_heads;
+  // Blocks iterate over the rows of a head, then the heads, which share B and C, then the sequences.
+  const u32 tile = blockIdx.x % kTiles, item = blockIdx.x / kTiles;
+  const u32 sequence = item / heads, head = item % heads, group = head / group_heads;
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
   const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // the compiler knows that all lanes share the shuffle's result
 
@@ -646,15 +675,15 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
 
   const u32 length = tokens;
   const i64 slot = sequence;
-  x += i64(sequence) * x_batch + u64(head) * x_head;
+  x += i64(sequence) * x_batch + u64(head) * x_head + tile * kTile;
   B += i64(sequence) * B_batch + u64(group) * B_group;
   C += i64(sequence) * C_batch + u64(group) * C_group;
   dt += i64(sequence) * dt_batch + u64(head) * dt_head;
   A += i64(sequence) * A_batch + u64(head) * A_head;
   trap += i64(sequence) * trap_batch + u64(head) * trap_head;
   angle += i64(sequence) * angle_batch + u64(head) * angle_head;
-  z += i64(sequence) * z_batch + u64(head) * z_head;
-  out += i64(sequence) * out_batch + u64(head) * out_head;
+  z += i64(sequence) * z_batch + u64(head) * z_head + tile * kTile;
+  out += i64(sequence) * out_batch + u64(head) * out_head + tile * kTile;
   const u32 chunks = (length + kChunk - 1) / kChunk;
 
   DYNAMIC_SHARED(u32, tiles);  // C, B, x, z of two chunks; the rounded state of two chunks; y; sines and cosines; biases
@@ -668,13 +697,12 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
   SHARED(float, starts, 2 * kAngles);  // angles before two chunks
   SHARED(float, totals, 2 * kMakers * kAngles);
   ALIGNED_SHARED(float, norms, 2 * kState);  // weights of C, then of B
-  // Barriers of filled and freed memory, each for every other chunk. `full`, `empty`: a chunk's operands, and
-  // the state that was rounded for it. `rounded`: that state.
-  SHARED(u64, full, 2);
+  // Barriers for every other chunk: of x and z, which the writers have read; and of the rounded state. Barriers of the cluster pass on the
+  // rest: at number n, from 0 on, both blocks have made the rows of chunk n and have no more use for those of chunk n - 1.
   SHARED(u64, empty, 2);
   SHARED(u64, rounded, 2);
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < 2; ++i) barrier_init(full, i, kMakers), barrier_init(empty, i, kHolders + kWriters), barrier_init(rounded, i, kHolders);
+    for (u32 i = 0; i < 2; ++i) barrier_init(empty, i, kWriters), barrier_init(rounded, i, kHolders);
   }
   const auto count_of = [&](u32 n) { return n < chunks ? min(length - n * kChunk, u32(kChunk)) : 0; };  // tokens of a chunk
   const auto raw_bias = load(dt_bias + u64(head) * dt_bias_head);
@@ -701,6 +729,7 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
 
   if (threadIdx.x < 4) tiles[kAtSine + kChunk * kTurnWords + threadIdx.x] = 0, tiles[kAtCosine + kChunk * kTurnWords + threadIdx.x] = __float_as_uint(1.f);
 
+  cluster_arrive(), cluster_wait();  // the other block runs, and has read the states
   __syncthreads();  // weights are there, and the token before
   if (warp < kHolders) {
     give_registers<120>();
@@ -794,7 +823,6 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
           }
         }
       }
-      wait_for_last(empty, n);
       if (holds) {  // rounds the state, as an operand of y
         const Place to = place_in(tiles, kAtState + n % 2 * kStateWords + state_row * kRowWords + state_column / 2);
 #pragma unroll
@@ -807,10 +835,10 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
     };
     load_steps(2, later);
     meet(3, 32 * kHolders);  // the first chunk's numbers are there
-    if (chunks) begin_chunk(0);
+    if (chunks) begin_chunk(0), arrive_with_peer();
     for (u32 n = 0; n < chunks; ++n) {
       const u32 at = n % kStages * kStageWords, numbers = n % kNumbers * kChunkRows;
-      wait_for(full, n);
+      cluster_wait();
       meet(3, 32 * kHolders);  // the next chunk's numbers are there
       if (holds) {
         const float decay = Pair(diagonals[numbers + kChunk * kRank - 1]).low;
@@ -854,13 +882,13 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
           if (n + 1 == chunks && part == 0 && warp < kRowWarps) last_v[kTile + row] = v[side];
         }
       }
+      if (n + 1 < chunks) arrive_with_peer();  // before loads, for which an arrival would wait
       sum_steps(n + 2, later);
       load_steps(n + 3, later);
-      arrive_together(empty, n % 2, lane);
       if (n + 1 < chunks) begin_chunk(n + 1);  // while the chunk is made ready
     }
     if (holds) {  // no other thread reads these numbers
-      State* const to = state + slot * state_slot + u64(head) * state_head + state_row * kState + state_column;
+      State* const to = state + slot * state_slot + u64(head) * state_head + (tile * kTile + state_row) * kState + state_column;
 #pragma unroll
       for (int i = 0; i < kColumns / 8; ++i) {
 #pragma unroll
@@ -873,11 +901,15 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
       }
     }
   } else if (warp < kHolders + kWriters) {
-    give_registers<88>();
+    give_registers<96>();
     const u32 writer = warp - kHolders;
     constexpr int kOwnPairs = (kTile / 2 + 31) / 32;
-    // Tokens of a warp, and tokens whose outputs are computed together.
-    constexpr int kOwnTokens = 16 / kRank, kTogether = kOwnTokens % 4 == 0 ? 4 : kOwnTokens % 2 == 0 ? 2 : 1;
+    // A token has fewer pairs than there are lanes, which therefore have pairs of kAcross tokens.
+    constexpr int kAcross = 2;
+    const u32 own_pair = lane % (kTile / 2), own_token = lane / (kTile / 2);
+    // Tokens of a warp, and tokens whose outputs a lane computes together.
+    constexpr int kOwnTokens = 16 / kRank, kTogether = 8;
+    if (chunks) arrive_with_peer();
     for (u32 n = 0; n < chunks; ++n) {
       const u32 at = n % kStages * kStageWords, numbers = n % kNumbers * kChunkRows, count = count_of(n);
       const u32 own_rows = n % 2 ? kWriters - 1 - writer : writer;
@@ -886,7 +918,7 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
       const Place from_k = place_in(tiles, at + kAtB + by_columns<kRowWords>(lane)), from_v = place_in(tiles, at + kAtX + by_rows<kXWords>(lane));
       const Place from_S = place_in(tiles, kAtState + n % 2 * kStateWords + by_columns<kRowWords>(lane));
       wait_for(rounded, n);
-      wait_for(full, n);
+      cluster_wait();
       float y[kOwnBlocks][2][4] = {};
 #pragma unroll
       for (int k = 0; k < kState / 16; ++k) {
@@ -913,6 +945,12 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
 #pragma unroll 1
       for (u32 block = 0; block < min(own_rows + 1 + kReach, u32(kBlocks)); ++block) {  // 16 columns of M
         float product[2][4] = {};
+        Pair other[2][2];  // numbers of its columns
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) other[i][e] = steps[numbers + 16 * block + 8 * i + 2 * part + e];
+        }
         const Place from_rows = from_k + int(block) * (16 * kRowWords);
 #pragma unroll
         for (int k = 0; k < kState / 16; ++k) {
@@ -923,27 +961,35 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
           mma_bf16(product[1], q[0], q[1], q[2], q[3], b[2], b[3]);
         }
         u32 M[4];
+        if (block < own_rows) {  // all columns are of earlier tokens
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const u32 column = 16 * block + 8 * i + 2 * part;
-          const Pair other[2] = {steps[numbers + column], steps[numbers + column + 1]};
+          for (int i = 0; i < 2; ++i) {
 #pragma unroll
-          for (int side = 0; side < 2; ++side) {
-            float m[2];
-            if (block < own_rows) {  // all columns are of earlier tokens
-#pragma unroll
-              for (int e = 0; e < 2; ++e) m[e] = product[i][2 * side + e] * exp2_approx(sum[side] - other[e].low) * other[e].high;
-            } else {
-              const u32 token = row[side] / kRank;
+            for (int side = 0; side < 2; ++side) {
+              float m[2];
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
-                const u32 earlier = (column + e) / kRank;
-                const float decay = exp2_approx(earlier < token ? sum[side] - other[e].low : 0.f);
                 const float found = product[i][2 * side + e];
-                m[e] = earlier < token ? found * decay * other[e].high : earlier == token ? found * diagonal[side].high : 0.f;
+                m[e] = found * exp2_approx(sum[side] - other[i][e].low) * other[i][e].high;
               }
+              M[2 * i + side] = round_pair(X{}, m[0], m[1]);
             }
-            M[2 * i + side] = round_pair(X{}, m[0], m[1]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+              float m[2];
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const float found = product[i][2 * side + e];
+                const u32 earlier = (16 * block + 8 * i + 2 * part + e) / kRank, token = row[side] / kRank;
+                const float decay = exp2_approx(earlier < token ? sum[side] - other[i][e].low : 0.f);
+                m[e] = earlier < token ? found * decay * other[i][e].high : earlier == token ? found * diagonal[side].high : 0.f;
+              }
+              M[2 * i + side] = round_pair(X{}, m[0], m[1]);
+            }
           }
         }
         const Place from_tokens = from_v + int(block) * (16 * kXWords);
@@ -955,6 +1001,7 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
           mma_bf16(y[j][1], M[0], M[1], M[2], M[3], b[2], b[3]);
         }
       }
+      if (n + 1 < chunks) arrive_with_peer();  // before stores of outputs, for which an arrival would wait
       const Place to_y = place_in(tiles, kAtY + (16 * writer + quad) * kYWords + 2 * part);
 #pragma unroll
       for (int j = 0; j < kOwnBlocks; ++j) {
@@ -971,9 +1018,9 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
       const u32 own_first = own_rows * kOwnTokens;
       const u32 last = min(own_first + kOwnTokens, count);
 #pragma unroll 1
-      for (u32 from_token = own_first; from_token < last; from_token += kTogether) {
-        const Place from_y = place_in(tiles, kAtY + (16 * writer + (from_token - own_first) * kRank) * kYWords + 2 * lane);
-        const Place from_x = place_in(tiles, at + kAtX + from_token * kXWords + lane);
+      for (u32 from_token = own_first; from_token < last; from_token += kAcross * kTogether) {
+        const Place from_y = place_in(tiles, kAtY + (16 * writer + ((from_token + own_token) - own_first) * kRank) * kYWords + 2 * own_pair);
+        const Place from_x = place_in(tiles, at + kAtX + (from_token + own_token) * kXWords + own_pair);
         float result[kTogether][kOwnPairs][2] = {};
 #pragma unroll
         for (int r = 0; r < kRank; ++r) {
@@ -982,11 +1029,10 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
             float found[kOwnPairs][2] = {};
 #pragma unroll
             for (int p = 0; p < kOwnPairs; ++p) {
-              const u32 pair = lane + 32 * p;
-              if (pair >= kTile / 2) continue;
+              const u32 pair = own_pair + 32 * p;
               u32 words[2];
-              load_pair(from_y, (i * kRank + r) * kYWords + 64 * p, words);
-              const Pair own = widen_pair(X{}, load_word(from_x, i * kXWords + 32 * p));
+              load_pair(from_y, (kAcross * i * kRank + r) * kYWords + 64 * p, words);
+              const Pair own = widen_pair(X{}, load_word(from_x, kAcross * i * kXWords + 32 * p));
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
                 found[p][e] = __uint_as_float(words[e]);
@@ -995,9 +1041,8 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
             }
 #pragma unroll
             for (int p = 0; p < kOwnPairs; ++p) {
-              const u32 pair = lane + 32 * p;
-              if (pair >= kTile / 2) continue;
-              const Pair gate = widen_pair(X{}, load_word(from_x, kAtZ - kAtX + i * kXWords + 32 * p));
+              const u32 pair = own_pair + 32 * p;
+              const Pair gate = widen_pair(X{}, load_word(from_x, kAtZ - kAtX + kAcross * i * kXWords + 32 * p));
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
                 found[p][e] = found[p][e] * silu((e ? gate.high : gate.low));
@@ -1006,19 +1051,19 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
             }
           }
         }
-        X* to = out + (u64(n) * kChunk + from_token) * out_token + 2 * lane;
+        X* to = out + (u64(n) * kChunk + (from_token + own_token)) * out_token + 2 * own_pair;
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
           for (int p = 0; p < kOwnPairs; ++p) {
-            if (from_token + i < last && lane + 32 * p < kTile / 2) store_u32(to + 64 * p, round_pair(X{}, result[i][p][0], result[i][p][1]));
+            if ((from_token + own_token) + kAcross * i < last) store_u32(to + 64 * p, round_pair(X{}, result[i][p][0], result[i][p][1]));
           }
-          to += out_token;
+          to += u64(kAcross) * out_token;
         }    }
       arrive_together(empty, n % 2, lane);
     }
   } else {
-    take_registers<152>();
+    take_registers<144>();
     const u32 maker = warp - (kHolders + kWriters), thread = threadIdx.x - 32 * (kHolders + kWriters);
     const u32 place = lane % kRowLanes, which = lane / kRowLanes;  // of 8 elements in a row, and of the row
 
@@ -1070,7 +1115,7 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
 #pragma unroll
       for (int p = 0; p < kOwnAngles; ++p) {
         const u32 a = lane + 32 * p;
-        const Place sums = place_in(totals, n % 2 * (kMakers * kAngles) + a), to = place_in(tiles, kAtSine + own_first * kTurnWords + a);
+        const Place sums = place_in(totals, n % 2 * (kMakers * kAngles) + a), to = place_in(tiles, kAtSine + (own_first + tile * (kSpan / 2)) * kTurnWords + a);
         float before = 0.f;
 #pragma unroll
         for (int w = 0; w < kMakers - 1; ++w) {
@@ -1078,21 +1123,25 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
           before = wrapped_soon(before + sum);
         }
         const float start = starts[n % 2 * kAngles + a];
-        float theta[kSpan];
+        // The sines of this block's tokens, and the angle after the chunk in both blocks.
+        const auto theta_of = [&](float own) {
+          const float sum = wrapped_soon(before + own);
+          return turned(start, fmaf(sum, 3.14159274f, sum * -8.7422777e-8f));  // pi in two parts
+        };
+        constexpr int kTurned = kSpan / 2;
 #pragma unroll
-        for (int i = 0; i < kSpan; ++i) {
-          const float sum = wrapped_soon(before + half_turns[i][p]);
-          theta[i] = turned(start, fmaf(sum, 3.14159274f, sum * -8.7422777e-8f));  // pi in two parts
-          store_word(to, i * kTurnWords, __float_as_uint(sin_approx(theta[i])));
-          store_word(to, i * kTurnWords + kAtCosine - kAtSine, __float_as_uint(cos_approx(theta[i])));
+        for (int i = 0; i < kTurned; ++i) {
+          const float theta = theta_of(tile ? half_turns[i + kTurned][p] : half_turns[i][p]);
+          store_word(to, i * kTurnWords, __float_as_uint(sin_approx(theta)));
+          store_word(to, i * kTurnWords + kAtCosine - kAtSine, __float_as_uint(cos_approx(theta)));
         }
-        if (last < kSpan) starts[(n + 1) % 2 * kAngles + a] = theta[kSpan - 1];  // tokens past the end change no sum
+        if (last < kSpan) starts[(n + 1) % 2 * kAngles + a] = theta_of(half_turns[kSpan - 1][p]);  // tokens past the end change no sum
       }
     };
 
     u32 raw[2][kSlots][4] = {};  // of C and of B: in slot i of row 8 maker + i kAtOnce + which
     // The row of slot 0. Other slots are whole tokens or ranks away.
-    const u32 slot_row = kOwnRows * maker + which;
+    const u32 slot_row = kOwnRows * maker + tile * kMadeRows + which;
     const X* const slot_C = C + u64(slot_row / kRank) * C_token + column_of(place, 0, 0);
     const X* const slot_B = B + u64(slot_row / kRank) * B_token + column_of(place, 0, 0);
     const auto load_rows = [&](u32 n) {
@@ -1117,7 +1166,7 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
       }
     };
     const auto make_ready = [&](u32 n, u32 at, u32 count) {
-      const u32 first_row = kOwnRows * maker + which;
+      const u32 first_row = kOwnRows * maker + tile * kMadeRows + which;
       const Place to = place_in(tiles, at + first_row * kRowWords + 4 * place);
       // Sines of these elements, and the next slot's; elements that do not rotate have the angle 0.
       const bool turns = 4 * place < kAngles;
@@ -1168,16 +1217,16 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
         if (is_k && has_last) {
 #pragma unroll
           for (int i = 0; i < kSlots; ++i) {
-            const u32 row = first_row + i * kAtOnce, t = first_row / kRank + i * kAtOnce / kRank;
+            const u32 last_row = first_row + i * kAtOnce, t = first_row / kRank + i * kAtOnce / kRank;
             if (t + 1 != count) continue;
-            u32 made[4];
+            const u32 last_at = (n + 1) % kKept * (kRank * kState) + last_row % kRank * kState;
             // This lane's own row, which is rounded to the type of the states' k.
+            u32 made[4];
             load_quad(to, kAtB + i * kAtOnce * kRowWords, made);
             float v[8];
             widen_units(made, v);
 #pragma unroll
-            for (int e = 0; e < 8; ++e)
-              last_k[(n + 1) % kKept * (kRank * kState) + row % kRank * kState + column_of(place, e / 4, e % 4)] = v[e];
+            for (int e = 0; e < 8; ++e) last_k[last_at + column_of(place, e / 4, e % 4)] = v[e];
           }
         }
       }
@@ -1187,6 +1236,25 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
         for (int i = 0; i < kSlots; ++i) {
           if ((first_row + i * kAtOnce) / kRank < count) continue;
           store_row(to, i * kAtOnce * kRowWords, zeros), store_row(to, kAtB + i * kAtOnce * kRowWords, zeros);
+        }
+      }
+    };
+    // Copies this warp's rows, and the last token's k, to the other block.
+    const auto give_rows = [&](u32 n, u32 at, u32 count) {
+      constexpr u32 kRowQuads = kState / 8, kQuads = kMadeRows * kRowQuads;
+      const u32 begin = kOwnRows * maker + tile * kMadeRows, last = (count - 1) * kRank;
+      __syncwarp();
+#pragma unroll
+      for (u32 i = 0; i < 2 * kQuads; i += 32) {
+        const u32 own = i + lane, a = at + own / kQuads * kAtB + (begin + own % kQuads / kRowQuads) * kRowWords + own % kRowQuads * 4;
+        u32 quad_words[4];
+        load_4_shared(tiles, a, quad_words), store_4_to_peer(tiles, a, 1 - tile, quad_words);
+      }
+      if (begin <= last && last < begin + kMadeRows) {
+        for (u32 i = lane; i < kRank * kState / 4; i += 32) {
+          const u32 a = (n + 1) % kKept * (kRank * kState) + 4 * i;
+          u32 quad_words[4];
+          load_4_shared(last_k, a, quad_words), store_4_to_peer(last_k, a, 1 - tile, quad_words);
         }
       }
     };
@@ -1200,22 +1268,25 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2_pdl_e152383f(
       meet(2, 32 * kMakers);  // each warp's sums of angles are there
       turn(n);
       __syncwarp();  // a warp's rows are of its tokens
+      if (n) cluster_wait();
       wait_for_last(empty, n);
       const u64 from = u64(n) * kChunk;
       copy_rows<kTile / 2, kXWords>(tiles, at + kAtX, x + from * x_token, x_token, count, thread);
       copy_rows<kTile / 2, kXWords>(tiles, at + kAtZ, z + from * z_token, z_token, count, thread);
       commit_copies();
       make_ready(n, at, count);
-      load_rows(n + 1);
+      give_rows(n, at, count);
       wait_copies<0>();
-      arrive_together(full, n % 2, lane);
+      arrive_with_peer();  // before loads, for which an arrival would wait
+      load_rows(n + 1);
       add_angles(n + 1);
       load_angles(n + 2);
     }
+    if (chunks) cluster_wait();
   }
-  // The block has read its slot, and is the only one that does.
   __syncthreads();
-  for (u32 i = threadIdx.x; i < kTile; i += kThreads) store(v_state + slot * v_state_slot + u64(head) * v_state_head + i, last_v[(chunks ? kTile : 0) + i]);
+  for (u32 i = threadIdx.x; i < kTile; i += kThreads) store(v_state + slot * v_state_slot + u64(head) * v_state_head + tile * kTile + i, last_v[(chunks ? kTile : 0) + i]);
+  if (tile) return;  // k and the angles are the first block's
   for (u32 i = threadIdx.x; i < kRank * kState; i += kThreads)
     store(k_state + slot * k_state_slot + u64(i / kState) * k_state_rank + u64(head) * k_state_head + i % kState, last_k[chunks % kKept * (kRank * kState) + i]);
   for (u32 i = threadIdx.x; i < kAngles; i += kThreads) store(angle_state + slot * angle_state_slot + u64(head) * angle_state_head + i, starts[chunks % 2 * kAngles + i]);}
