@@ -32,10 +32,11 @@ class Default:
     problem: Problem
     size: int | None = None
     since: Arch = FIRST
+    only: tuple[Arch, ...] = ()
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
         """The kernels that serve it, with programmatic dependent launch if the architecture has it; empty before `since`."""
-        if arch < self.since:
+        if arch < self.since or (self.only and arch not in self.only):
             return []
         if self.size is None:
             return specs_for([self.problem], arch, pdl=(True,))
@@ -46,14 +47,15 @@ class Default:
 class FixedSpec:
     """A variant that the registry chooses for no call. Its `pdl` is switched off on architectures without it.
 
-    since: the first architecture for which it is listed.
+    since: the first architecture for which it is listed. only: if there are some, the others are left out.
     """
 
     spec: KernelSpec
     since: Arch = FIRST
+    only: tuple[Arch, ...] = ()
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
-        if arch < self.since:
+        if arch < self.since or (self.only and arch not in self.only):
             return []
         spec: Any = self.spec  # `pdl` is a field of every spec, but not of a base class
         chosen: KernelSpec = spec if arch >= SM90 else replace(spec, pdl=Pdl.OFF)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from ...engine.recurrences.mamba3.problem import Rate
 from ...select.models import Wanted, find_model
-from ...spec.kernel import DType, Index, Loads, changed
+from ...spec.kernel import Arch, DType, Index, Loads, changed
 from ...variants.defaults import Default, FixedSpec
 from .models import ASKS
 from .problem import Mamba3PromptProblem
-from .rules import tiled
+from .rules import joined, spanned, tiled
 from .spec import OPERATOR
 
 HEADS = 64  # of both models
+ROLES = (Arch(90, "a"), Arch(100, "a"))  # have the variants of roles.py
 
 
 def _of(model: str) -> tuple[Mamba3PromptProblem, Mamba3PromptProblem]:
@@ -44,5 +45,10 @@ DEFAULTS = {
     "SISO, two blocks for a head": FixedSpec(tiled(SISO, 2)),
     "SISO, in 8 parts": Default(changed(SISO, segments=8), HEADS),
     "MIMO, packed, with pools, in 8 parts": Default(changed(MIMO_POOL, segments=8), HEADS),
+    "SISO, in 8 parts, by roles": FixedSpec(joined(changed(SISO, segments=8)), only=ROLES),
+    "MIMO, packed, with pools, in 8 parts, by roles": FixedSpec(joined(changed(MIMO_POOL, segments=8)), only=ROLES),
+    "SISO, in 2 spans": FixedSpec(spanned(SISO, 2), only=ROLES),
+    "SISO, packed, with pools, in 4 spans": FixedSpec(spanned(SISO_POOL, 4), only=ROLES),
+    "MIMO, packed, with pools, in 2 spans": FixedSpec(spanned(MIMO_POOL, 2), only=ROLES),
     "rank 3, A by softplus": Default(changed(MIMO_POOL, rank=3, rate=Rate.SOFTPLUS), HEADS),
 }  # fmt: skip

@@ -93,7 +93,7 @@ FAMILY = Family(
     OPERANDS.written,
     problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles * spec.parts,
+    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles * spec.parts * spec.spans,
     values_of=kernel_values,
 )
 
