@@ -944,14 +944,14 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
       lane = own_thread() % 32, quad = lane / 4, part = lane % 4;
       state_row = warp % kRowWarps * 16 + quad, state_column = warp / kRowWarps * kColumns + 2 * part;
       if (pass && tiles[kAtParts] > 1) {
-        const Place end = place_in(tiles, place_of(first_block));
+        const Place of_end = place_in(tiles, place_of(first_block));
         meet(3, 32 * kHolders);  // all have left the last chunk
         if (share + 1 < tiles[kAtParts]) {
           if (holds) {
 #pragma unroll
             for (int i = 0; i < kColumns / 8; ++i) {
               const u32 left[4] = {__float_as_uint(S[i][0]), __float_as_uint(S[i][1]), __float_as_uint(S[i][2]), __float_as_uint(S[i][3])};
-              store_quad(end, i * (kRowWarps * 128), left);
+              store_quad(of_end, i * (kRowWarps * 128), left);
             }
           }
           if (warp == 0 && lane < 4) tiles[kAtDecay + lane] = __float_as_uint(exp2_approx(__uint_as_float(tiles[kAtLog])));
@@ -964,7 +964,7 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
 #pragma unroll
           for (int i = 0; i < kColumns / 8; ++i) {
             u32 start[4];
-            load_quad(end + kAtState, i * (kRowWarps * 128), start);
+            load_quad(of_end + kAtState, i * (kRowWarps * 128), start);
 #pragma unroll
             for (int e = 0; e < 4; ++e) S[i][e] = __uint_as_float(start[e]);
           }
@@ -1397,9 +1397,9 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
       meet(2, 32 * kMakers);
       float first_S[kJoined / 8][4] = {};
       const bool has_S = maker < kRowWarps * (kState / kJoined);
-    // Where a lane's four numbers of 8 columns are: a warp's lanes follow each other, then the warps of other rows, then other columns.
-    const auto place_of = [&](u32 block) { return ((block * kRowWarps + maker % kRowWarps) * 32 + lane) * 4; };
-    const u32 first_block = maker / kRowWarps * (kJoined / 8);
+      // Where a lane's four numbers of 8 columns are: a warp's lanes follow each other, then the warps of other rows, then other columns.
+      const auto place_of = [&](u32 block) { return ((block * kRowWarps + maker % kRowWarps) * 32 + lane) * 4; };
+      const u32 first_block = maker / kRowWarps * (kJoined / 8);
       if (has_S && has_state) {
         const u32 row = maker % kRowWarps * 16 + lane / 4, column = 8 * first_block + 2 * (lane % 4);
         const State* const from = state + slot_again * state_slot + u64(head) * state_head + row * kState + column;

@@ -84,8 +84,8 @@ def kernel_values(spec: Mamba3ScanSpec, views: Mapping[str, Tensor], options: Op
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:
-    """Heads; 0 if nothing is to be written."""
-    return views["x"].shape[2] if _sequences(views) and (views["x"].numel() or "state" in views) else 0
+    """Heads of all sequences; 0 if nothing is to be written."""
+    return _sequences(views) * views["x"].shape[2] if views["x"].numel() or "state" in views else 0
 
 
 FAMILY = Family(

@@ -11,10 +11,10 @@ architectures before sm_90, have the variants of spec.py.
 Several blocks may share a sequence of a head, in one of two ways. No card has timed either, and no rule chooses them.
 
 spans: each block has the outputs of one span of chunks. It first scans all chunks before its span, without q, M and outputs: makers make
-only k, and writers only keep the count of their barriers. Blocks share nothing, and the bits are those of a whole sequence.
-parts: as a call's `segments` ask, the blocks of a cluster have one part each. In a first pass, which needs the same work, all but the last
-one compute the state that their part leaves. Then the makers join the states of the parts before theirs, which they read from the shared
-memory of the other blocks, and a second pass makes the outputs. The bits are those of parts by the variants of spec.py.
+only k, and writers only keep the count of their barriers. Blocks share nothing. A whole sequence has the same bits.
+parts: the blocks of a cluster have one part each, as a call's `segments` ask. All but the last one first compute the state that their part
+leaves, by the same means. Then the makers join the states of earlier parts, read from the shared memory of the other blocks, and a
+second pass makes the outputs. Parts by the variants of spec.py have the same bits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
 
     @property
     def span_starts(self) -> str:
-        """Where `span` begins, in 65536ths of a sequence, as an expression."""
+        """An expression of where `span` begins, in 65536ths of a sequence."""
         later = [f"span == {span} ? {round(65536 * start)} : " for span, start in enumerate(span_starts(self.spans)) if span]
         return "".join(later) + "0"
 

@@ -1,8 +1,8 @@
 """Estimated times of warps with roles, when several blocks share a sequence of a head: in spans or in parts (roles.py).
 
-No card has timed spans or parts with roles. A whole sequence takes CHUNK_US for a chunk, as measured on an H200 with 64 heads. A chunk of
-which only the state is wanted needs no q, no M and no outputs. By the count of machine instructions it takes 0.57 of a chunk's on all
-warps, and 0.73 on the warps that make rows, which finish last. No rule uses these estimates; LEAD places the cuts of spans.
+No card has timed spans or parts with roles. A whole sequence takes CHUNK_US for a chunk, as measured on an H200 with 64 heads. A chunk
+without outputs needs neither q nor M. Its machine instructions are 0.57 of a chunk's on all warps, and 0.76 on the warps that make rows,
+which finish last. No rule uses these estimates; LEAD places the cuts of spans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Shares(NamedTuple):
 
 
 def span_starts(spans: int) -> list[float]:
-    """Where each span begins, as a share of the sequence, such that all blocks take as long: LEAD for a chunk before the span, 1 within."""
+    """Where each span begins, as a share of the sequence. All blocks take the same time: LEAD for a chunk before the span, 1 within it."""
     rest = 1 - LEAD
     return [(1 - rest**place) / (1 - rest**spans) for place in range(spans)]
 
@@ -41,9 +41,9 @@ def parts_us(chunks: int, parts: int) -> float:
 
 def estimated(heads: int, sequences: int, chunks: int, sms: int, most_parts: int = 1) -> list[Shares]:
     """All ways to share sequences of `chunks` chunks on a card of `sms` SMs, the fastest one first. An SM runs one block at a time, and the
-    blocks of a cluster start together. most_parts: what a call's `segments` allow; 1 keeps the bits of whole sequences."""
+    blocks of a cluster start together. most_parts: a call's `segments`; up to 2 keep the bits of whole sequences."""
 
-    def turns(blocks: int) -> int:  # that the call's blocks take, if a sequence of a head has so many
+    def turns(blocks: int) -> int:  # of the card, with this number of blocks for a sequence of a head
         return -(-heads * sequences // (sms // blocks))
 
     found = [Shares(n, 1, turns(n) * spans_us(chunks, n)) for n in range(1, min(MOST_SPANS, sms) + 1)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from selection import costly
 from test_mamba3_chunk_scan import BOUND, CASES, SM90, chosen
 from test_mamba3_segments import BOUNDS, initial, is_exact, remembering
 
+import ssmgen
 from ssmgen.compile.render import code_digest
 from ssmgen.emulator.check import check
 from ssmgen.errors import SpecError
@@ -278,3 +281,19 @@ def test_estimates_prefer_a_full_card():
     assert times.estimated(24, 1, 64, 132, most_parts=8)[0].parts == 5
     assert times.estimated(64, 16, 32, 132, most_parts=8)[0][:2] == (1, 1)
     assert times.spans_us(32, 1) == pytest.approx(32 * times.CHUNK_US) == times.parts_us(32, 1)
+
+
+def test_the_lab_page_has_these_estimates():
+    page = (Path(__file__).parents[3] / "docs/lab/mamba3_chunk_scan.md").read_text()
+    rows = re.findall(r"^\| .*, \d+ tokens, (\d+) heads \| (\d+) \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) >= 4
+    for heads, chunks, given in rows:
+        us = {way[:2]: way.us for way in times.estimated(int(heads), 1, int(chunks), 132, most_parts=8)}
+        assert given.split(" | ") == [f"{us[way]:.0f}" for way in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (1, 5))]
+
+
+def test_the_size_of_a_call_counts_all_sequences():
+    """Tuning may choose spans for one sequence, and not for a batch."""
+    for batch in (1, 3):
+        call = make(batch, 70, x=BF16)
+        assert ssmgen.mamba3_chunk_scan.build(**call).problem()[1] == 2 * batch
