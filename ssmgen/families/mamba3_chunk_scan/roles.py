@@ -44,6 +44,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     HOLDERS: ClassVar[int] = 4
     WRITERS: ClassVar[int] = ROWS // 16
     MAKERS: ClassVar[int] = 8
+    REGISTERS: ClassVar[tuple[int, int, int]] = (120, 88, 152)  # of their threads, which begin with 128
     state_warps: ClassVar[int] = HOLDERS
 
     stages: int = field(default=2, metadata=LATER)
@@ -61,11 +62,6 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     @property
     def threads_per_block(self) -> int:
         return 32 * (self.HOLDERS + self.WRITERS + self.MAKERS)
-
-    @property
-    def registers(self) -> tuple[int, int, int]:
-        """Of threads that hold, write and make; they begin with 128."""
-        return (120, 88, 152)
 
     @property
     def stage_words(self) -> int:
