@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from programs import succeeds
 
 import ssmgen
 from ssmgen.cli import main
@@ -42,8 +41,7 @@ def test_import_touches_neither_cuda_nor_the_file_system(tmp_path):
         "from ssmgen import selective_state_update as f\nassert callable(f) and callable(ssmgen.selective_state_update)\n"
     )
     env = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    succeeds(program, env=env)
     assert not list(tmp_path.iterdir())
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import worker_memory
 from selection import costly
 
@@ -78,6 +79,27 @@ def test_large_blocks_go_back_when_they_are_freed(configured):
     env = os.environ | {"PYTHONPATH": str(Path(worker_memory.__file__).parent)}
     left = int(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout)
     assert left < 15 if configured else left > 25
+
+
+def gated(x):
+    return torch.nn.functional.silu(x)
+
+
+def guards() -> int:
+    """The number of compiled graphs whose guards are held."""
+    gc.collect()
+    return sum(type(each).__qualname__ == "CheckFunctionManager" for each in gc.get_objects())
+
+
+def test_compiled_graphs_are_forgotten_with_their_guards():
+    """Functions of torch outlive a graph that calls them, and hold its guards even after torch's reset."""
+    worker_memory.forget_graphs()
+    before = guards()
+    torch.compile(gated, backend="eager", fullgraph=True)(torch.ones(1))
+    torch._dynamo.reset()
+    assert guards() > before, "torch forgets guards itself: forget_graphs need not find them"
+    worker_memory.forget_graphs()
+    assert guards() == before
 
 
 def test_this_suite_is_bounded(pytestconfig):

@@ -10,11 +10,11 @@ import griffe
 ENTRY = re.compile(r"\w+(, \w+)*: .+")
 COLUMNS = re.compile(r"\s{3,}")  # between two entries on one line
 HEADING = re.compile(r"[A-Z][^.:]*:")  # a paragraph alone, before rare arguments
-OPENERS = ("Returns ", "Raises ", "Source: ", "Notation: ")  # that begin a paragraph of their own
+OPENERS = ("Returns ", "Raises ", "Source: ", "Notation: ")  # each begins a new paragraph
 
 
 def markdown(docstring: str) -> str:
-    """Reads entries (`name, name: …`, continued on indented lines; two on one stand three spaces apart), items (`- …`) and paragraphs."""
+    """Reads entries (`name, name: …`, continued on indented lines; three spaces separate two on one line), items (`- …`) and paragraphs."""
     blocks: list[list[str]] = []  # [kind, text]
     for line in docstring.splitlines():
         if not line.strip():
@@ -48,7 +48,7 @@ def _text(kind: str, text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """As it stands, but for code in backticks."""
+    """The text unchanged, with code in backticks."""
     parts = text.split("`")
     return "`".join(re.sub(r"([\\*_\[\]#])", r"\\\1", part).replace("<", "&lt;") if i % 2 == 0 else part for i, part in enumerate(parts))
 

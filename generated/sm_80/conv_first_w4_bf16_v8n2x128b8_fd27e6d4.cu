@@ -308,7 +308,7 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
   u32 token = 0;  // raw bits of the head's token
   u32 earlier = 0;  // raw bits of the state
   u32 latest = 0;  // raw bits of the last tokens
-  const auto ask_for_heads = [&] {
+  const auto load_heads = [&] {
     start = starts_at(min(sequence, sequences));
     begins = sequence < sequences && start < piece_end;
     stop = begins ? max(start, min(starts_at(sequence + 1), tokens)) : start;
@@ -323,7 +323,7 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
     if (valid && started && head < kWidth - 1)
       earlier = load_bits(conv_states + slot * conv_states_slot + u64(channel) * conv_states_dim + u64(head) * conv_states_tap);
   };
-  if (next < sequences && next_start < piece_end) ask_for_heads();
+  if (next < sequences && next_start < piece_end) load_heads();
   // The sequence that began before the piece.
   const int carried_stop = min(next_start, min(piece_end, tokens));
   const bool carried_padded = next > 0 && carried_stop > piece_begin && !is_slot(load_slot(next - 1));
@@ -414,6 +414,6 @@ conv_first_w4_bf16_v8n2x128b8_fd27e6d4(
   while (__any_sync(0xffffffffu, begins)) {
     finish_heads();
     sequence += 32 / kHeadLanes;
-    ask_for_heads();
+    load_heads();
   }
 }

@@ -284,7 +284,7 @@ conv_first_w4_bf16_v8n2x256_339e8445(
   // Most vectors of a warp belong to one sequence, which a vote detects. Only in the others the taps of each token are compared.
   const int piece_first = int(piece * kPiece);
   const bool ids_aligned = seq_idx_length == 1 && reinterpret_cast<u64>(seq_idx + piece_first) % 16 == 0;
-  bool alike[kVectors] = {};
+  bool one_sequence[kVectors] = {};
   if (ids_aligned && piece_first >= 0 && piece_first + kPiece <= tokens) {
     int ids_before[kVectors];  // lane 0: the oldest token that the first output reads; then the tokens after it; most lanes: the first token
     u32 ids[kVectors][kVec];
@@ -300,17 +300,17 @@ conv_first_w4_bf16_v8n2x256_339e8445(
       bool same = ids_before[u] == oldest && oldest >= 0;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) same = same && int(ids[u][i]) == oldest;
-      alike[u] = __all_sync(0xffffffffu, same);
+      one_sequence[u] = __all_sync(0xffffffffu, same);
     }
   }
   const auto load_ids = [&](int t0, int (&id)[kWidth - 1 + kVec]) {
     constexpr int kBack = (kWidth - 1 + 3) / 4 * 4;  // in vectors of four
     if (ids_aligned && t0 >= kBack && t0 + kVec <= tokens) {
-      u32 near[kBack + kVec];
+      u32 nearby[kBack + kVec];
 #pragma unroll
-      for (int i = 0; i < kBack + kVec; i += 4) load_4xu32(seq_idx + t0 - kBack + i, near + i);
+      for (int i = 0; i < kBack + kVec; i += 4) load_4xu32(seq_idx + t0 - kBack + i, nearby + i);
 #pragma unroll
-      for (int i = 0; i < kWidth - 1 + kVec; ++i) id[i] = int(near[i + kBack - (kWidth - 1)]);
+      for (int i = 0; i < kWidth - 1 + kVec; ++i) id[i] = int(nearby[i + kBack - (kWidth - 1)]);
     } else {
 #pragma unroll
       for (int i = 0; i < kWidth - 1 + kVec; ++i) id[i] = load_id(t0 + i - (kWidth - 1));
@@ -351,7 +351,7 @@ conv_first_w4_bf16_v8n2x256_339e8445(
     }
     before = own[u];
     float sum[kVec];
-    if (!alike[u]) {
+    if (!one_sequence[u]) {
       int id[kWidth - 1 + kVec];
       load_ids(first + u * 32 * kVec, id);
 #pragma unroll

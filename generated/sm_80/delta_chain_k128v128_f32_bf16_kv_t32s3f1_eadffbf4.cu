@@ -30,9 +30,9 @@ constexpr int kStages = 3;    // chunks in shared memory
 constexpr int kCopy = 16;     // bytes of q, k, v and out per access
 
 constexpr int kTiles = kHeadV / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;    // consumer warps: each holds 16 rows of the state
+constexpr int kConsumers = kTile / 16;    // consumer warps: each holds 16 rows of the state
 constexpr int kFetchers = 1;        // producer warps, which load the chunks
-constexpr int kThreads = 32 * (kWalkers + kFetchers);
+constexpr int kThreads = 32 * (kConsumers + kFetchers);
 constexpr int kSteps = kHeadK / 16;     // products per column of S k^T
 
 // Words of shared memory. The row pitch of k and q is 4 words modulo 8, so that eight rows, read as a matrix, cover all banks.
@@ -416,9 +416,9 @@ delta_chain_k128v128_f32_bf16_kv_t32s3f1_eadffbf4(
   DYNAMIC_SHARED(u32, tiles);  // k, q, v, T, P and factors of chunks, kStages of them
 
   // Producer and consumer warps meet once per chunk: then the chunk is complete, and the memory of the previous one is free.
-  if (warp >= kWalkers) {
-    const u32 thread = threadIdx.x - 32 * kWalkers;
-    const auto ask_for_tokens = [&](u32 n) {
+  if (warp >= kConsumers) {
+    const u32 thread = threadIdx.x - 32 * kConsumers;
+    const auto prefetch_tokens = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords, rows = length - n * kChunk;
         const u64 from = u64(n) * kChunk;
@@ -429,7 +429,7 @@ delta_chain_k128v128_f32_bf16_kv_t32s3f1_eadffbf4(
         copy_tokens<kTile / 2>(tiles, v + from * v_token, v_token, rows, thread, of_v);
       }
     };
-    const auto ask_for_image = [&](u32 n) {
+    const auto prefetch_image = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords + kAtImage + 4 * thread;
         const u8* const image = images + ((first_chunk + n) * heads + head) * kImage + 16 * thread;
@@ -441,15 +441,15 @@ delta_chain_k128v128_f32_bf16_kv_t32s3f1_eadffbf4(
     };
 #pragma unroll 1
     for (u32 n = 0; n < kStages - 1; ++n) {
-      ask_for_tokens(n);
-      ask_for_image(n);
+      prefetch_tokens(n);
+      prefetch_image(n);
     }
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
       wait_copies<kStages - 2>();
       meet(1, kThreads);
-      ask_for_tokens(n + kStages - 1);
-      ask_for_image(n + kStages - 1);
+      prefetch_tokens(n + kStages - 1);
+      prefetch_image(n + kStages - 1);
     }
     return;
   }
@@ -480,20 +480,20 @@ delta_chain_k128v128_f32_bf16_kv_t32s3f1_eadffbf4(
     }
   };
 
-  // `mark` is the sequence's next listed position; `due` is the number of its tokens up to there, or ~0 if there is none. Positions within
+  // `checkpoint` is the sequence's next listed position; `due` is the number of its tokens up to there, or ~0 if there is none. Positions within
   // a chunk are skipped.
   const i64 start = begin;
-  u32 mark = first_above(checkpoint_positions, checkpoint_positions_position, positions, start, lane);
+  u32 checkpoint = first_above(checkpoint_positions, checkpoint_positions_position, positions, start, lane);
   const auto next_due = [&] {
-    const i64 after = mark < positions ? load(checkpoint_positions + u64(mark) * checkpoint_positions_position) - start : 0;
+    const i64 after = checkpoint < positions ? load(checkpoint_positions + u64(checkpoint) * checkpoint_positions_position) - start : 0;
     return after > 0 && after <= i64(length) ? u32(after) : ~0u;
   };
   u32 due = next_due();
-  const auto keep_marked = [&](u32 n) {  // after chunk n
+  const auto store_checkpoints = [&](u32 n) {  // after chunk n
     const u32 done = min((n + 1) * kChunk, length);
     while (due <= done) {
-      if (due == done) keep(checkpoints + u64(mark) * checkpoints_slot + u64(head) * checkpoints_head + state_at);
-      ++mark;
+      if (due == done) keep(checkpoints + u64(checkpoint) * checkpoints_slot + u64(head) * checkpoints_head + state_at);
+      ++checkpoint;
       due = next_due();
     }
   };
@@ -530,7 +530,7 @@ delta_chain_k128v128_f32_bf16_kv_t32s3f1_eadffbf4(
     }
   };
 
-  const auto walk = [&](u32 n) {
+  const auto scan_chunk = [&](u32 n) {
     const u32 at = n % kStages * kStageWords, at_factors = at + kAtFactors + 2 * part;
     const float decay = __uint_as_float(u32(tiles[at + kAtFactors + 3 * kChunk]));
     const Place rows = place_in(tiles, at + at_rows);
@@ -634,12 +634,12 @@ delta_chain_k128v128_f32_bf16_kv_t32s3f1_eadffbf4(
 #pragma unroll
       for (int r = 0; r < 4; ++r) o[c][r] = round_pair(X{}, result[2 * c + r / 2][r % 2 * 2], result[2 * c + r / 2][r % 2 * 2 + 1]);
     }
-    keep_marked(n);
+    store_checkpoints(n);
   };
 #pragma unroll 1
   for (u32 n = 0; n < chunks; ++n) {
     meet(1, kThreads);
-    walk(n);
+    scan_chunk(n);
   }
   if (chunks) {
     const u32 n = chunks - 1, at = n % kStages * kStageWords;

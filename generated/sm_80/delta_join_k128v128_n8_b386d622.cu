@@ -225,29 +225,29 @@ delta_join_k128v128_n8_b386d622(
     u8* images, const int* cu_seqlens, u32 tokens, u32 sequences, u32 heads, u32 group_heads, u32 cu_seqlens_sequence) {
   // Blocks iterate over the rows of a head, then the heads, then the candidate sequences. A thread has a column and, by `part`, some of M's
   // rows.
-  const u32 tile = blockIdx.x % kTiles, head = blockIdx.x / kTiles % heads, asked = blockIdx.x / kTiles / heads;
+  const u32 tile = blockIdx.x % kTiles, head = blockIdx.x / kTiles % heads, wanted = blockIdx.x / kTiles / heads;
   const u32 column = threadIdx.x % kHeadK, part = threadIdx.x / kHeadK;
   const u32 lane = threadIdx.x % 32;
 
-  const u32 sequence = sequence_of(asked, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
+  const u32 sequence = sequence_of(wanted, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
   const i64 begin = load(cu_seqlens + u64(sequence) * cu_seqlens_sequence), end = load(cu_seqlens + u64(sequence + 1) * cu_seqlens_sequence);
   const u32 length = begin >= 0 && begin < end && end <= i64(tokens) ? u32(end - begin) : 0;
-  if (candidate_of(sequence, length ? u64(begin) : 0, tokens, sequences) != asked) return;
+  if (candidate_of(sequence, length ? u64(begin) : 0, tokens, sequences) != wanted) return;
   const Cut cut = cut_of(length);
   if (cut.segments < 3) return;
 
   SHARED(Quad, state, kHeadK * (kRows / 4));  // S by columns, four rows per element
   SHARED(float, sums, kParts * kRows * kHeadK);
   float* at = reinterpret_cast<float*>(images + u64(tokens / kChunk + sequences) * heads * kImage) +
-              (u64(asked) * kSegments * heads + head) * kRoom + tile * kRows * kHeadK + column;  // N of a segment
+              (u64(wanted) * kSegments * heads + head) * kRoom + tile * kRows * kHeadK + column;  // N of a segment
   const u64 step = u64(heads) * kRoom;
   const u32 to_M = (kHeadV - tile * kRows + part * kOwn) * kHeadK;
   float M[kBatch];
-  const auto ask = [&](const float* rows) {
+  const auto load_M = [&](const float* rows) {
 #pragma unroll
     for (u32 i = 0; i < kBatch; ++i) M[i] = load(rows + i * kHeadK);
   };
-  ask(at + step + to_M);
+  load_M(at + step + to_M);
   for (u32 quad = part; quad < kRows / 4; quad += kParts) {
     float left[4];
 #pragma unroll
@@ -270,9 +270,9 @@ delta_join_k128v128_n8_b386d622(
         for (u32 row = 0; row < kRows; ++row) sum[row] = fmaf(S[row], M[i], sum[row]);
       }
       if (first + kBatch < kOwn)
-        ask(at + to_M + (first + kBatch) * kHeadK);
+        load_M(at + to_M + (first + kBatch) * kHeadK);
       else if (segment + 2 < cut.segments)
-        ask(at + step + to_M);
+        load_M(at + step + to_M);
     }
 #pragma unroll
     for (u32 row = 0; row < kRows; ++row) sums[(part * kRows + row) * kHeadK + column] = sum[row];

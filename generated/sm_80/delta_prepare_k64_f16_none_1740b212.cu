@@ -328,7 +328,7 @@ DEVICE constexpr u32 turn_of(u32 token) { return token % 2 + token / 4 % 4 * 2; 
 template <class Array>
 DEVICE void copy_tokens(Array& tiles, u32 at, const X* from, u32 stride, u32 rows) {
   constexpr u32 kAtOnce = kCopy / 4, kPieces = kHead / (2 * kAtOnce), kRows = kThreads / kPieces;  // words per copy; pieces per row; rows at once
-  constexpr bool kApart = (kRows & (kRows - 1)) == 0;  // then `row` and i share no bit
+  constexpr bool kDisjoint = (kRows & (kRows - 1)) == 0;  // then `row` and i share no bit
   const u32 row = threadIdx.x / kPieces, word = threadIdx.x % kPieces * kAtOnce, turned = word / 4 % 8 ^ turn_of(row);
   if (row >= kRows) return;
   from += word * 2;
@@ -338,7 +338,7 @@ DEVICE void copy_tokens(Array& tiles, u32 at, const X* from, u32 stride, u32 row
   for (u32 i = 0; i < kChunk; i += kRows) {
     if (kChunk % kRows && row + i >= kChunk) continue;
     const bool there = row + i < rows;
-    const u32 piece = kApart ? turned ^ turn_of(i) : word / 4 % 8 ^ turn_of(row + i);
+    const u32 piece = kDisjoint ? turned ^ turn_of(i) : word / 4 % 8 ^ turn_of(row + i);
     copy_async<kCopy>(tiles, at + i * kRowWords + piece * 4, there ? source : from, there ? kCopy : 0);
     source += u64(kRows) * stride;
   }

@@ -29,9 +29,9 @@ constexpr int kStages = 3;    // chunks in shared memory
 constexpr int kCopy = 16;     // bytes of q, k, v and out per access
 
 constexpr int kTilesOfN = kHeadV / kTile, kTiles = kTilesOfN + kHeadK / kTile;  // blocks per head: N's, then M's
-constexpr int kWalkers = kTile / 16;    // consumer warps: each holds 16 rows of the state
+constexpr int kConsumers = kTile / 16;    // consumer warps: each holds 16 rows of the state
 constexpr int kFetchers = 1;        // producer warps, which load the chunks
-constexpr int kThreads = 32 * (kWalkers + kFetchers);
+constexpr int kThreads = 32 * (kConsumers + kFetchers);
 constexpr int kSteps = kHeadK / 16;     // products per column of S k^T
 
 // Words of shared memory. The row pitch of k and q is 4 words modulo 8, so that eight rows, read as a matrix, cover all banks.
@@ -425,14 +425,14 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
   const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // the compiler knows that all lanes share the shuffle's result
 
   // Blocks have the segments of one candidate after the other, except the first and the last of each.
-  const u32 segment = 1 + number % (kSegments - 1), asked = number / (kSegments - 1);
-  const u32 sequence = sequence_of(asked, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
+  const u32 segment = 1 + number % (kSegments - 1), wanted = number / (kSegments - 1);
+  const u32 sequence = sequence_of(wanted, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
   const i64 begin = load(cu_seqlens + u64(sequence) * cu_seqlens_sequence), end = load(cu_seqlens + u64(sequence + 1) * cu_seqlens_sequence);
   const u32 whole = begin >= 0 && begin < end && end <= i64(tokens) ? u32(end - begin) : 0;
   const u64 origin = whole ? u64(begin) : 0;
   const Cut cut = cut_of(whole);
   const u32 candidate = candidate_of(sequence, origin, tokens, sequences);
-  if (segment + 1 >= cut.segments || candidate != asked) {  // there is no such segment, or it is the last
+  if (segment + 1 >= cut.segments || candidate != wanted) {  // there is no such segment, or it is the last
     return;
   }
   const u32 before = (cut.first + (segment - 1) * cut.chunks) * kChunk, length = min(whole - before, cut.chunks * kChunk);  // tokens before this segment; its own
@@ -445,9 +445,9 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
   DYNAMIC_SHARED(u32, tiles);  // k, q, v, T, P and factors of chunks, kStages of them
 
   // Producer and consumer warps meet once per chunk: then the chunk is complete, and the memory of the previous one is free.
-  if (warp >= kWalkers) {
-    const u32 thread = threadIdx.x - 32 * kWalkers;
-    const auto ask_for_tokens = [&](u32 n) {
+  if (warp >= kConsumers) {
+    const u32 thread = threadIdx.x - 32 * kConsumers;
+    const auto prefetch_tokens = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords, rows = length - n * kChunk;
         const u64 from = u64(n) * kChunk;
@@ -457,7 +457,7 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
         copy_tokens<kTile / 2>(tiles, v + from * v_token, v_token, tile < kTilesOfN ? rows : 0, thread, of_v);
       }
     };
-    const auto ask_for_image = [&](u32 n) {
+    const auto prefetch_image = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords + kAtImage + 4 * thread;
         const u8* const image = images + ((first_chunk + n) * heads + head) * kImage + 16 * thread;
@@ -469,15 +469,15 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
     };
 #pragma unroll 1
     for (u32 n = 0; n < kStages - 1; ++n) {
-      ask_for_tokens(n);
-      ask_for_image(n);
+      prefetch_tokens(n);
+      prefetch_image(n);
     }
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
       wait_copies<kStages - 2>();
       meet(1, kThreads);
-      ask_for_tokens(n + kStages - 1);
-      ask_for_image(n + kStages - 1);
+      prefetch_tokens(n + kStages - 1);
+      prefetch_image(n + kStages - 1);
     }
     return;
   }
@@ -494,7 +494,7 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
     }
   }
   float* const left = reinterpret_cast<float*>(images + u64(tokens / kChunk + sequences) * heads * kImage) + ((u64(candidate) * kSegments + segment) * heads + head) * kRoom + (row_of_warp + quad) * kHeadK + 2 * part;
-  const auto leave_state = [&](float* to) {
+  const auto store_segment_state = [&](float* to) {
 #pragma unroll
     for (u32 i = 0; i < kHeadK / 8; ++i) {
 #pragma unroll
@@ -516,7 +516,7 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
   const u32 at_panel = (lane % 8 + lane / 16 * 8) * 8 + (lane / 8 % 2 ^ lane % 8 / 4) * 4;
   const u32 at_v = kAtV + (lane % 8 + lane / 16 * 8) * kVWords + turned(lane % 8, 2 * warp + lane / 8 % 2) * 4;
 
-  const auto walk = [&](u32 n) {
+  const auto scan_chunk = [&](u32 n) {
     const u32 at = n % kStages * kStageWords, at_factors = at + kAtFactors + 2 * part;
     const float decay = __uint_as_float(u32(tiles[at + kAtFactors + 3 * kChunk]));
     const Place rows = place_in(tiles, at + at_rows);
@@ -594,7 +594,7 @@ delta_sums_k128v128_f32_bf16_vk_t64s3f1n8_e8211246(
 #pragma unroll 1
   for (u32 n = 0; n < chunks; ++n) {
     meet(1, kThreads);
-    walk(n);
+    scan_chunk(n);
   }
-  leave_state(left);
+  store_segment_state(left);
 }

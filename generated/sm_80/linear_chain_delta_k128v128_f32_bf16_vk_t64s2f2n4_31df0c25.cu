@@ -31,9 +31,9 @@ constexpr int kStages = 2;    // chunks in shared memory
 constexpr int kCopy = 16;     // bytes of v and out per access
 
 constexpr int kTiles = kHeadV / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;    // consumer warps: each holds 16 rows of the state
+constexpr int kConsumers = kTile / 16;    // consumer warps: each holds 16 rows of the state
 constexpr int kFetchers = 2;        // producer warps, which load the chunks
-constexpr int kThreads = 32 * (kWalkers + kFetchers);
+constexpr int kThreads = 32 * (kConsumers + kFetchers);
 constexpr int kSteps = kHeadK / 16;     // products per column of S Q^T
 
 // Words of shared memory. E, Q and W are blocks of 64 columns, rows of 32 words; T and P panels of 16 columns, rows of 8.
@@ -438,15 +438,15 @@ linear_chain_delta_k128v128_f32_bf16_vk_t64s2f2n4_31df0c25(
   const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // the compiler knows that all lanes share the shuffle's result
 
   // Blocks have the segments of one candidate after the other, except the first of each.
-  const u32 segment = 1 + number % kSegments, asked = number / kSegments;
-  const u32 sequence = sequence_of(asked, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
+  const u32 segment = 1 + number % kSegments, wanted = number / kSegments;
+  const u32 sequence = sequence_of(wanted, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
   const i64 begin = load(cu_seqlens + u64(sequence) * cu_seqlens_sequence), end = load(cu_seqlens + u64(sequence + 1) * cu_seqlens_sequence);
   const i64 slot = sequence;
   const u32 whole = begin >= 0 && begin < end && end <= i64(tokens) ? u32(end - begin) : 0;
   const u64 origin = whole ? u64(begin) : 0;
   const Cut cut = cut_of(whole);
   const u32 candidate = candidate_of(sequence, origin, tokens, sequences);
-  if (segment >= cut.segments || candidate != asked) {  // there is no such segment
+  if (segment >= cut.segments || candidate != wanted) {  // there is no such segment
     return;
   }
   const u32 before = (cut.first + (segment - 1) * cut.chunks) * kChunk, length = min(whole - before, cut.chunks * kChunk);  // tokens before this segment; its own
@@ -459,16 +459,16 @@ linear_chain_delta_k128v128_f32_bf16_vk_t64s2f2n4_31df0c25(
   DYNAMIC_SHARED(u32, tiles);  // v and the workspace's matrices of chunks, kStages of them; and decays
 
   // Producer and consumer warps meet once per chunk: then the chunk is complete, and the memory of the previous one is free.
-  if (warp >= kWalkers) {
-    const u32 thread = threadIdx.x - 32 * kWalkers;
-    const auto ask_for_tokens = [&](u32 n) {
+  if (warp >= kConsumers) {
+    const u32 thread = threadIdx.x - 32 * kConsumers;
+    const auto prefetch_tokens = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords + kAtV;
         const auto of_v = [&](u32 row, u32 word) { return at + row * kVWords + turned(row, word / 4) * 4 + word % 4; };
         copy_tokens<kTile / 2>(tiles, v + u64(n) * kChunk * v_token, v_token, length - n * kChunk, thread, of_v);
       }
     };
-    const auto ask_for_image = [&](u32 n) {
+    const auto prefetch_image = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords, at_decay = kAtDecay + n % kStages * kHeadK;
         const u8* const image = images + ((first_chunk + n) * heads + head) * kImage;
@@ -479,15 +479,15 @@ linear_chain_delta_k128v128_f32_bf16_vk_t64s2f2n4_31df0c25(
     };
 #pragma unroll 1
     for (u32 n = 0; n < kStages - 1; ++n) {
-      ask_for_tokens(n);
-      ask_for_image(n);
+      prefetch_tokens(n);
+      prefetch_image(n);
     }
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
       wait_copies<kStages - 2>();
       meet(1, kThreads);
-      ask_for_tokens(n + kStages - 1);
-      ask_for_image(n + kStages - 1);
+      prefetch_tokens(n + kStages - 1);
+      prefetch_image(n + kStages - 1);
     }
     return;
   }
@@ -545,7 +545,7 @@ linear_chain_delta_k128v128_f32_bf16_vk_t64s2f2n4_31df0c25(
     }
   };
 
-  const auto walk = [&](u32 n) {
+  const auto scan_chunk = [&](u32 n) {
     const u32 at = n % kStages * kStageWords, at_decay = kAtDecay + n % kStages * kHeadK + 2 * part;
     Place by_columns[4];
 #pragma unroll
@@ -658,7 +658,7 @@ linear_chain_delta_k128v128_f32_bf16_vk_t64s2f2n4_31df0c25(
 #pragma unroll 1
   for (u32 n = 0; n < chunks; ++n) {
     meet(1, kThreads);
-    walk(n);
+    scan_chunk(n);
   }
   if (chunks) {
     const u32 n = chunks - 1, at = n % kStages * kStageWords;

@@ -30,9 +30,9 @@ constexpr int kStages = 3;    // chunks in shared memory
 constexpr int kCopy = 16;     // bytes of v and out per access
 
 constexpr int kTiles = kHeadV / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;    // consumer warps: each holds 16 rows of the state
+constexpr int kConsumers = kTile / 16;    // consumer warps: each holds 16 rows of the state
 constexpr int kFetchers = 2;        // producer warps, which load the chunks
-constexpr int kThreads = 32 * (kWalkers + kFetchers);
+constexpr int kThreads = 32 * (kConsumers + kFetchers);
 constexpr int kSteps = kHeadK / 16;     // products per column of S Q^T
 
 // Words of shared memory. Q and W are blocks of 64 columns, rows of 32 words; P is panels of 16 columns, rows of 8.
@@ -404,16 +404,16 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
   DYNAMIC_SHARED(u32, tiles);  // v and the workspace's matrices of chunks, kStages of them; and decays
 
   // Producer and consumer warps meet once per chunk: then the chunk is complete, and the memory of the previous one is free.
-  if (warp >= kWalkers) {
-    const u32 thread = threadIdx.x - 32 * kWalkers;
-    const auto ask_for_tokens = [&](u32 n) {
+  if (warp >= kConsumers) {
+    const u32 thread = threadIdx.x - 32 * kConsumers;
+    const auto prefetch_tokens = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords + kAtV;
         const auto of_v = [&](u32 row, u32 word) { return at + row * kVWords + turned(row, word / 4) * 4 + word % 4; };
         copy_tokens<kTile / 2>(tiles, v + u64(n) * kChunk * v_token, v_token, length - n * kChunk, thread, of_v);
       }
     };
-    const auto ask_for_image = [&](u32 n) {
+    const auto prefetch_image = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords, at_decay = kAtDecay + n % kStages * kHeadK;
         const u8* const image = images + ((first_chunk + n) * heads + head) * kImage;
@@ -424,15 +424,15 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
     };
 #pragma unroll 1
     for (u32 n = 0; n < kStages - 1; ++n) {
-      ask_for_tokens(n);
-      ask_for_image(n);
+      prefetch_tokens(n);
+      prefetch_image(n);
     }
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
       wait_copies<kStages - 2>();
       meet(1, kThreads);
-      ask_for_tokens(n + kStages - 1);
-      ask_for_image(n + kStages - 1);
+      prefetch_tokens(n + kStages - 1);
+      prefetch_image(n + kStages - 1);
     }
     return;
   }
@@ -480,7 +480,7 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
     }
   };
 
-  const auto walk = [&](u32 n) {
+  const auto scan_chunk = [&](u32 n) {
     const u32 at = n % kStages * kStageWords, at_decay = kAtDecay + n % kStages * kHeadK + 2 * part;
     Place by_columns[4];
 #pragma unroll
@@ -553,7 +553,7 @@ linear_chain_plain_k128v128_f32_bf16_vk_t32s3f2_41ae2c8c(
 #pragma unroll 1
   for (u32 n = 0; n < chunks; ++n) {
     meet(1, kThreads);
-    walk(n);
+    scan_chunk(n);
   }
   if (chunks) {
     const u32 n = chunks - 1, at = n % kStages * kStageWords;

@@ -498,7 +498,7 @@ linear_prepare_delta_k128_bf16_bounded_f63e700d(
   // branch.
   const float rate = fminf(exp2_approx(to_float(load(A_log + u64(head) * A_log_head)) * kLog2E), 3e38f);  // finite, so that rate * 0 is 0
   Pack<bf16, 8> raw[4];
-  const auto ask = [&](u32 channel, u32 row, u32 slice) {
+  const auto load_raw_decays = [&](u32 channel, u32 row, u32 slice) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) raw[n] = load_vector<bf16, 8>(gk + u64(min(first_token + row + n, rows - 1)) * gk_token + min(channel + slice * 8, u32(kHead - 8)));
   };
@@ -511,7 +511,7 @@ linear_prepare_delta_k128_bf16_bounded_f63e700d(
     const u32 channel = slab * kSlab;
     copy_band(tiles, warp * kBand, q, q_token, first_token, rows, channel, lane);
     copy_band(tiles, kAtW + warp * kBand, k, k_token, first_token, rows, channel, lane);
-    ask(channel, first_row, piece);
+    load_raw_decays(channel, first_row, piece);
     wait_all_copies();
     __syncwarp();
 
@@ -782,7 +782,7 @@ linear_prepare_delta_k128_bf16_bounded_f63e700d(
         multiply(query[n], ahead);
         multiply(key[n], ahead);
       }
-      ask(first + 64, first_row, piece);  // one load more than there are blocks: under a condition, its registers would be live all the time
+      load_raw_decays(first + 64, first_row, piece);  // one load more than there are blocks: under a condition, its registers would be live all the time
       // Stores to the workspace, block by block, with pieces swizzled by row.
       const u32 from = block * 4096 + (16 * warp + first_row) * 64 + (piece ^ first_row % 8) * 8;
 #pragma unroll

@@ -30,10 +30,10 @@ constexpr int kStages = 3;    // chunks in shared memory
 constexpr int kCopy = 16;     // bytes copied at once
 
 constexpr int kTiles = kHeadDim / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;      // consumer warps: each holds 16 rows of the state
+constexpr int kConsumers = kTile / 16;      // consumer warps: each holds 16 rows of the state
 constexpr int kMixers = 3;          // warps that compute 16 rows of M at once
 constexpr int kCopiers = 1;         // warps that only copy: a warp stalls while many copies are in flight
-constexpr int kThreads = 32 * (kWalkers + kMixers + kCopiers), kCopyThreads = 32 * kCopiers;
+constexpr int kThreads = 32 * (kConsumers + kMixers + kCopiers), kCopyThreads = 32 * kCopiers;
 constexpr int kBlocks = 4;  // blocks of 16 tokens whose y a consumer warp accumulates at once, in addition to its part of the state
 constexpr int kUnrolled = kBlocks == 1 ? 1 : kChunk / 16;  // 1 if that fills the registers: then nothing is hoisted
 
@@ -394,9 +394,9 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
   SHARED(Pair, readings, 3 * kChunk / 2);  // 2^s of two tokens
   SHARED(Pair, additions, 3 * kChunk / 2);  // 2^(s_last - s) d of two tokens
 
-  const bool copies = warp >= kWalkers + kMixers;
+  const bool copies = warp >= kConsumers + kMixers;
   const u32 copier = threadIdx.x - (kThreads - kCopyThreads);
-  const auto ask_for = [&](u32 n) {  // a chunk's operands
+  const auto prefetch = [&](u32 n) {  // a chunk's operands
     if (n < chunks) {
       const u32 at = n % kStages * kStageWords, rows = min(length - n * kChunk, u32(kChunk));
       const u64 from = u64(n) * kChunk;
@@ -407,20 +407,20 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
     commit_copies();
   };
 #pragma unroll
-  if (copies) for (u32 n = 0; n < kStages - 2; ++n) ask_for(n);
+  if (copies) for (u32 n = 0; n < kStages - 2; ++n) prefetch(n);
 
   // The consumer warps are one chunk later than the mixers, so that M is complete when they need it, and one barrier per chunk is enough.
   // Each role has its own loop, because the roles share no registers; they meet here.
   const auto receive = [&](u32 n) {
     wait_copies<kStages - 3>();
     meet(1, kThreads);  // all threads see chunk n; the memory of chunk n - 2 is free
-    ask_for(n + kStages - 2);
+    prefetch(n + kStages - 2);
   };
   if (copies) {
     for (u32 n = 0; n <= chunks; ++n) receive(n);
     return;
   }
-  if (warp < kWalkers) {
+  if (warp < kConsumers) {
     // 16 rows of the state, a lane rows quad and quad + 8: S[i][2 side + e] is in column 8 i + 2 part + e.
     float S[kState / 8][4] = {};
     const u32 state_at = (tile * kTile + warp * 16 + quad) * kState + 2 * part;
@@ -438,7 +438,7 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
     }
     // y is computed as y^T, with rows for x's columns. The state's accumulators are then the first operand of its product with C, and x, read
     // transposed, of all others. Only M and the factors of tokens pass between warps.
-    const auto walk = [&](u32 n) {
+    const auto scan_chunk = [&](u32 n) {
       const u32 at = n % kStages * kStageWords, at_pairs = n % 3 * (kChunk / 2) + part;
       const u32 at_C = at + by_columns<kRowWords>(lane), at_B = at + kAtB + by_rows<kRowWords>(lane);
       const u32 at_X = at + kAtX + 8 * warp + by_columns<kXWords>(lane);
@@ -537,7 +537,7 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
     meet(1, kThreads);
     for (u32 n = 0; n < chunks; ++n) {
       meet(1, kThreads);
-      walk(n);
+      scan_chunk(n);
     }
     State* const to = state + slot * state_slot + u64(head) * state_head + state_at;
 #pragma unroll
@@ -580,15 +580,15 @@ scan_p128n128_f32_bf16_slope_t64c1s3_bc5bcf99(
     readings[at] = Pair{exp2_approx(s[0]), exp2_approx(s[1])};
     additions[at] = Pair{exp2_approx(last - s[0]) * d[0], exp2_approx(last - s[1]) * d[1]};
   };
-  if (warp == kWalkers) {
+  if (warp == kConsumers) {
     sum_steps(0);
   }
   for (u32 n = 0; n < chunks + 1; ++n) {
     meet(1, kThreads);
-    if (warp == kWalkers) {
+    if (warp == kConsumers) {
       sum_steps(n + 1);
     }
-    if (n < chunks) switch (warp - kWalkers) {  // one instance for each: the work below the diagonal is known at compile time
+    if (n < chunks) switch (warp - kConsumers) {  // one instance for each: the work below the diagonal is known at compile time
         case 0: mix<1>(tiles, steps, n, lane); break;
         case 1: mix<2>(tiles, steps, n, lane), mix<0>(tiles, steps, n, lane); break;
         case 2: mix<3>(tiles, steps, n, lane); break;

@@ -29,10 +29,10 @@ constexpr int kStages = 3;    // chunks in shared memory
 constexpr int kCopy = 16;     // bytes copied at once
 
 constexpr int kTiles = kHeadDim / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;      // consumer warps: each holds 16 rows of the state
+constexpr int kConsumers = kTile / 16;      // consumer warps: each holds 16 rows of the state
 constexpr int kMixers = 3;          // warps that compute 16 rows of M at once
 constexpr int kCopiers = 1;         // warps that only copy: a warp stalls while many copies are in flight
-constexpr int kThreads = 32 * (kWalkers + kMixers + kCopiers), kCopyThreads = 32 * kCopiers;
+constexpr int kThreads = 32 * (kConsumers + kMixers + kCopiers), kCopyThreads = 32 * kCopiers;
 constexpr int kBlocks = 4;  // blocks of 16 tokens whose y a consumer warp accumulates at once, in addition to its part of the state
 constexpr int kUnrolled = kBlocks == 1 ? 1 : kChunk / 16;  // 1 if that fills the registers: then nothing is hoisted
 
@@ -421,9 +421,9 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
   SHARED(Pair, readings, 3 * kChunk / 2);  // 2^s of two tokens
   SHARED(Pair, additions, 3 * kChunk / 2);  // 2^(s_last - s) d of two tokens
 
-  const bool copies = warp >= kWalkers + kMixers;
+  const bool copies = warp >= kConsumers + kMixers;
   const u32 copier = threadIdx.x - (kThreads - kCopyThreads);
-  const auto ask_for = [&](u32 n) {  // a chunk's operands
+  const auto prefetch = [&](u32 n) {  // a chunk's operands
     if (n < chunks) {
       const u32 at = n % kStages * kStageWords, rows = min(length - n * kChunk, u32(kChunk));
       const u64 from = u64(n) * kChunk;
@@ -433,27 +433,27 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
     }
     commit_copies();
   };
-  if (copies) for (u32 n = 0; n < (passed ? kStages - 1 : kStages - 2); ++n) ask_for(n);
+  if (copies) for (u32 n = 0; n < (passed ? kStages - 1 : kStages - 2); ++n) prefetch(n);
 
   // The consumer warps are one chunk later than the mixers, so that M is complete when they need it, and one barrier per chunk is enough.
   // Each role has its own loop, because the roles share no registers; they meet here.
   const auto receive = [&](u32 n) {
     wait_copies<kStages - 3>();
     meet(1, kThreads);  // all threads see chunk n; the memory of chunk n - 2 is free
-    ask_for(n + kStages - 2);
+    prefetch(n + kStages - 2);
   };
   // Chunks before the part have no M: the consumer warps are not delayed, and one more chunk may be in flight.
   const auto receive_passed = [&](u32 n) {
     wait_copies<kStages - 2>();
     meet(1, kThreads);  // all threads see chunk n; the memory of chunk n - 1 is free
-    if (n + 1 < passed) ask_for(n + kStages - 1);
+    if (n + 1 < passed) prefetch(n + kStages - 1);
   };
   if (copies) {
     for (u32 n = 0; n < passed; ++n) receive_passed(n);
     for (u32 n = passed; n <= chunks; ++n) receive(n);
     return;
   }
-  if (warp < kWalkers) {
+  if (warp < kConsumers) {
     // 16 rows of the state, a lane rows quad and quad + 8: S[i][2 side + e] is in column 8 i + 2 part + e.
     float S[kState / 8][4] = {};
     const u32 state_at = (tile * kTile + warp * 16 + quad) * kState + 2 * part;
@@ -473,18 +473,18 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
 #pragma unroll
     for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + u64(head) * D_head + u64(tile * kTile + warp * 16 + quad + 8 * side) * D_row));
 
-    // `mark` is the sequence's next listed position; `due` is the number of its tokens up to there, or ~0 if there is none.
+    // `checkpoint` is the sequence's next listed position; `due` is the number of its tokens up to there, or ~0 if there is none.
     const i64 start = begin;
-    u32 mark = first_above(checkpoint_positions, checkpoint_positions_position, positions, start + i64(passed) * kChunk, lane);
+    u32 checkpoint = first_above(checkpoint_positions, checkpoint_positions_position, positions, start + i64(passed) * kChunk, lane);
     const auto next_due = [&] {
-      const i64 after = mark < positions ? load(checkpoint_positions + u64(mark) * checkpoint_positions_position) - start : 0;
+      const i64 after = checkpoint < positions ? load(checkpoint_positions + u64(checkpoint) * checkpoint_positions_position) - start : 0;
       return after > 0 && after <= i64(length) ? u32(after) : ~0u;
     };
     u32 due = next_due();
     const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
     // The state of a sequence that ends at the position. The sums treat later tokens of the chunk as past the end; products start from S,
     // which stays unchanged, a few columns at a time, because S needs the registers.
-    const auto keep_marked = [&](u32 n) {
+    const auto store_checkpoints = [&](u32 n) {
       while (due - n * kChunk - 1 < kChunk) {
         const u32 count = due - n * kChunk, at_first = n % 3 * kChunk;
         float d[2];
@@ -517,7 +517,7 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
             added[k][r] = round_pair(X{}, 2 * of < count ? low : 0.f, 2 * of + 1 < count ? high : 0.f);
           }
         }
-        State* const to = checkpoints + u64(mark) * checkpoints_slot + u64(head) * checkpoints_head + state_at;
+        State* const to = checkpoints + u64(checkpoint) * checkpoints_slot + u64(head) * checkpoints_head + state_at;
 #pragma unroll
         for (int i = 0; i < kState / 8; i += 2) {
           float sum[2][4];
@@ -538,11 +538,11 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
             store_vector(to + half % 2 * 8 * kState + (i + half / 2) * 8, stored);
           }
         }
-        ++mark;
+        ++checkpoint;
         due = next_due();
       }
     };
-    // A chunk before the part: its effect on the state, in the order of `walk` and therefore with the same bits.
+    // A chunk before the part: its effect on the state, in the order of `scan_chunk` and therefore with the same bits.
     const auto pass = [&](u32 n) {
       const u32 at = n % kStages * kStageWords, at_pairs = n % 3 * (kChunk / 2) + part;
       const u32 at_B = at + kAtB + by_rows<kRowWords>(lane);
@@ -574,8 +574,8 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
     };
     // y is computed as y^T, with rows for x's columns. The state's accumulators are then the first operand of its product with C, and x, read
     // transposed, of all others. Only M and the factors of tokens pass between warps.
-    const auto walk = [&](u32 n) {
-      keep_marked(n);
+    const auto scan_chunk = [&](u32 n) {
+      store_checkpoints(n);
       const u32 at = n % kStages * kStageWords, at_pairs = n % 3 * (kChunk / 2) + part;
       const u32 at_C = at + by_columns<kRowWords>(lane), at_B = at + kAtB + by_rows<kRowWords>(lane);
       const u32 at_X = at + kAtX + 8 * warp + by_columns<kXWords>(lane);
@@ -681,7 +681,7 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
     meet(1, kThreads);
     for (u32 n = passed; n < chunks; ++n) {
       meet(1, kThreads);
-      walk(n);
+      scan_chunk(n);
     }
     return;
   }
@@ -690,10 +690,10 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
   const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
   const float bias = to_float(load(dt_bias + u64(head) * dt_bias_head));
   // Loads run two chunks in advance: a chunk before the block's part takes less time than a load of dt.
-  struct Asked {
+  struct RawSteps {
     bf16 raw_dt[2];
-  } asked[2] = {};
-  const auto ask_for_steps = [&](u32 n, Asked& mine) {
+  } raw_steps[2] = {};
+  const auto load_steps = [&](u32 n, RawSteps& mine) {
     auto& raw_dt = mine.raw_dt;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -701,7 +701,7 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
       if (token < length) raw_dt[e] = load(dt + u64(token) * dt_token);
     }
   };
-  const auto sum_steps = [&](u32 n, const Asked& own_steps) {
+  const auto sum_steps = [&](u32 n, const RawSteps& own_steps) {
     if (n >= chunks) return;
     const auto& raw_dt = own_steps.raw_dt;
     float d[2];
@@ -727,20 +727,20 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
     readings[at] = Pair{exp2_approx(s[0]), exp2_approx(s[1])};
     additions[at] = Pair{exp2_approx(last - s[0]) * d[0], exp2_approx(last - s[1]) * d[1]};
   };
-  if (warp == kWalkers) {
-    ask_for_steps(0, asked[0]);
-    ask_for_steps(1, asked[1]);
-    sum_steps(0, asked[0]);
-    ask_for_steps(2, asked[0]);
+  if (warp == kConsumers) {
+    load_steps(0, raw_steps[0]);
+    load_steps(1, raw_steps[1]);
+    sum_steps(0, raw_steps[0]);
+    load_steps(2, raw_steps[0]);
   }
   const auto go_on = [&](u32 n) {  // to the steps of the next chunk
-    if (warp != kWalkers) return;
+    if (warp != kConsumers) return;
     if (n % 2) {
-      sum_steps(n + 1, asked[0]);
-      ask_for_steps(n + 3, asked[0]);
+      sum_steps(n + 1, raw_steps[0]);
+      load_steps(n + 3, raw_steps[0]);
     } else {
-      sum_steps(n + 1, asked[1]);
-      ask_for_steps(n + 3, asked[1]);
+      sum_steps(n + 1, raw_steps[1]);
+      load_steps(n + 3, raw_steps[1]);
     }
   };
   for (u32 n = 0; n < passed; ++n) {
@@ -750,7 +750,7 @@ scan_p64n128_f32_bf16_t64k6c1s3_1476fe8d(
   for (u32 n = passed; n < chunks + 1; ++n) {
     meet(1, kThreads);
     go_on(n);
-    if (n < chunks) switch (warp - kWalkers) {  // one instance for each: the work below the diagonal is known at compile time
+    if (n < chunks) switch (warp - kConsumers) {  // one instance for each: the work below the diagonal is known at compile time
         case 0: mix<1>(tiles, steps, n, lane); break;
         case 1: mix<2>(tiles, steps, n, lane), mix<0>(tiles, steps, n, lane); break;
         case 2: mix<3>(tiles, steps, n, lane); break;

@@ -29,9 +29,9 @@ constexpr int kStages = 1;    // chunks in shared memory
 constexpr int kCopy = 16;     // bytes copied at once
 
 constexpr int kTiles = kHeadDim / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;      // consumer warps: each holds 16 rows of the state
+constexpr int kConsumers = kTile / 16;      // consumer warps: each holds 16 rows of the state
 constexpr int kMixers = 4;          // warps that compute 16 rows of M each
-constexpr int kThreads = 32 * (kWalkers + kMixers), kCopyThreads = kThreads;
+constexpr int kThreads = 32 * (kConsumers + kMixers), kCopyThreads = kThreads;
 constexpr int kBlocks = 1;  // blocks of 16 tokens whose y a consumer warp accumulates at once, in addition to its part of the state
 constexpr int kUnrolled = kBlocks == 1 ? 1 : kChunk / 16;  // 1 if that fills the registers: then nothing is hoisted
 
@@ -497,7 +497,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
   SHARED(Pair, additions, 3 * kChunk / 2);  // 2^(s_last - s) d of two tokens
 
   const u32 copier = threadIdx.x;
-  const auto ask_for = [&](u32 n) {  // a chunk's operands
+  const auto prefetch = [&](u32 n) {  // a chunk's operands
     if (n < chunks) {
       const u32 at = n % kStages * kStageWords, rows = min(length - n * kChunk, u32(kChunk));
       const u64 from = u64(n) * kChunk;
@@ -512,11 +512,11 @@ scan_p64n128_f32_f32_t32s1_1e625179(
   // Shared memory has room for one chunk, so the steps run one after the other.
   const auto receive = [&](u32 n) {
     meet(1, kThreads);
-    ask_for(n);
+    prefetch(n);
     wait_copies<0>();
     meet(1, kThreads);
   };
-  if (warp < kWalkers) {
+  if (warp < kConsumers) {
     // 16 rows of the state, a lane rows quad and quad + 8: S[i][2 side + e] is in column 8 i + 2 part + e.
     float S[kState / 8][4] = {};
     const u32 state_at = (tile * kTile + warp * 16 + quad) * kState + 2 * part;
@@ -525,7 +525,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
     for (int side = 0; side < 2; ++side) skip[side] = to_float(load(D + u64(head) * D_head + u64(tile * kTile + warp * 16 + quad + 8 * side) * D_row));
     // y is computed as y^T, with rows for x's columns. The state's accumulators are then the first operand of its product with C, and x, read
     // transposed, of all others. Only M and the factors of tokens pass between warps.
-    const auto walk = [&](u32 n) {
+    const auto scan_chunk = [&](u32 n) {
       const u32 at = n % kStages * kStageWords, at_pairs = n % 3 * (kChunk / 2) + part;
       const u32 at_C = at + straight<kRowWords>(lane), at_B = at + kAtB + transposed<kRowWords>(lane);
       const u32 at_X = at + kAtX + 16 * warp + transposed<kXWords>(lane);
@@ -622,7 +622,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
     for (u32 n = 0; n < chunks; ++n) {
       receive(n);
       meet(1, kThreads);
-      walk(n);
+      scan_chunk(n);
     }
     State* const to = final_states + slot * final_states_slot + u64(head) * final_states_head + state_at;
 #pragma unroll
@@ -642,7 +642,7 @@ scan_p64n128_f32_f32_t32s1_1e625179(
   const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
   const float bias = to_float(load(dt_bias + u64(head) * dt_bias_head));
   f32 raw_dt[2];
-  const auto ask_for_steps = [&](u32 n) {
+  const auto load_steps = [&](u32 n) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const u32 token = n * kChunk + 2 * lane + e;
@@ -674,18 +674,18 @@ scan_p64n128_f32_f32_t32s1_1e625179(
     readings[at] = Pair{exp2_approx(s[0]), exp2_approx(s[1])};
     additions[at] = Pair{exp2_approx(last - s[0]) * d[0], exp2_approx(last - s[1]) * d[1]};
   };
-  if (warp == kWalkers) {
-    ask_for_steps(0);
+  if (warp == kConsumers) {
+    load_steps(0);
     sum_steps(0);
-    ask_for_steps(1);
+    load_steps(1);
   }
   for (u32 n = 0; n < chunks; ++n) {
     receive(n);
-    if (warp == kWalkers) {
+    if (warp == kConsumers) {
       sum_steps(n + 1);
-      ask_for_steps(n + 2);
+      load_steps(n + 2);
     }
-    if (n < chunks) switch (warp - kWalkers) {  // one instance for each: the work below the diagonal is known at compile time
+    if (n < chunks) switch (warp - kConsumers) {  // one instance for each: the work below the diagonal is known at compile time
         case 0: mix<0>(tiles, steps, n, lane); break;
         case 1: mix<1>(tiles, steps, n, lane); break;
         case 2: mix<2>(tiles, steps, n, lane); break;

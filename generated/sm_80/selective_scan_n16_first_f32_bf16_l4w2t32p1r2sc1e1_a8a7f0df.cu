@@ -24,8 +24,8 @@ constexpr int kState = 16;    // states per channel
 constexpr int kLanes = 4;     // per channel
 constexpr int kAbreast = 1;   // channels per lane
 constexpr int kQuads = 1, kOfLane = 4 * kQuads;  // quads of states per channel of a lane; states
-constexpr int kWalkers = 64, kHands = 32, kThreads = 128;
-constexpr int kPlaces = kWalkers / kLanes, kChannels = kPlaces * kAbreast;  // per block
+constexpr int kScanThreads = 64, kHelpers = 32, kThreads = 128;
+constexpr int kPlaces = kScanThreads / kLanes, kChannels = kPlaces * kAbreast;  // per block
 constexpr int kTile = 32;    // tokens
 constexpr int kStages = 5, kAhead = kStages - 2;  // tiles in shared memory, unconverted, until their output is computed
 
@@ -338,40 +338,40 @@ DEVICE float exp2_polynomial(float d, float a) {
 // Whole: all of them exist. A thread copies the same piece of every kStep-th row.
 template <int Rows, int Inner, int Pitch, int Copy, bool Whole, class Array>
 DEVICE void copy_tile(Array& tiles, int at, const X* operand, u32 stride, u32 rows, u32 inner) {
-  constexpr int kAtOnce = Copy / int(sizeof(X)), kPieces = (Inner + kAtOnce - 1) / kAtOnce;
-  static_assert(kHands % kPieces == 0 || kPieces % kHands == 0, "pieces are a power of two, and threads have it as a factor");
+  constexpr int kPieceElements = Copy / int(sizeof(X)), kPieces = (Inner + kPieceElements - 1) / kPieceElements;
+  static_assert(kHelpers % kPieces == 0 || kPieces % kHelpers == 0, "pieces are a power of two, and threads have it as a factor");
 #pragma unroll
-  for (int across = 0; across < kPieces; across += kHands) {
-    constexpr int kStep = kPieces < kHands ? kHands / kPieces : 1;  // rows
-    const u32 thread = (threadIdx.x - kWalkers), first = thread / kPieces, piece = across + thread % kPieces;
-    const X* source = operand + (u64(first) * stride + piece * kAtOnce);
-    const u32 bytes = Whole || piece * kAtOnce < inner ? (Whole ? Copy : min(inner - piece * kAtOnce, u32(kAtOnce)) * u32(sizeof(X))) : 0;
+  for (int across = 0; across < kPieces; across += kHelpers) {
+    constexpr int kStep = kPieces < kHelpers ? kHelpers / kPieces : 1;  // rows
+    const u32 thread = (threadIdx.x - kScanThreads), first = thread / kPieces, piece = across + thread % kPieces;
+    const X* source = operand + (u64(first) * stride + piece * kPieceElements);
+    const u32 bytes = Whole || piece * kPieceElements < inner ? (Whole ? Copy : min(inner - piece * kPieceElements, u32(kPieceElements)) * u32(sizeof(X))) : 0;
     const int to = at + int(first * Pitch + piece * (Copy / 4));
 #pragma unroll
     for (int i = 0; i < Rows; i += kStep) {
-      const bool there = Whole || first + i < rows;
-      if (Rows % kStep == 0 || first + i < Rows) copy_async<Copy>(tiles, to + i * Pitch, there && bytes ? source : operand, there ? bytes : 0);
+      const bool exists = Whole || first + i < rows;
+      if (Rows % kStep == 0 || first + i < Rows) copy_async<Copy>(tiles, to + i * Pitch, exists && bytes ? source : operand, exists ? bytes : 0);
       source += u64(kStep) * stride;
     }
   }
 }
 
-// The share of one of kHands threads in copying whole tiles of an operand, Rows rows of Inner neighbours: the same piece of every kStep-th
+// The share of one of kHelpers threads in copying whole tiles of an operand, Rows rows of Inner neighbours: the same piece of every kStep-th
 // row.
 template <int Rows, int Inner, int Pitch, int Copy>
 struct Share {
-  static constexpr int kAtOnce = Copy / int(sizeof(X)), kPieces = (Inner + kAtOnce - 1) / kAtOnce, kStep = kHands / kPieces;
-  static_assert(kHands % kPieces == 0, "a row has a piece for each of some threads");
+  static constexpr int kPieceElements = Copy / int(sizeof(X)), kPieces = (Inner + kPieceElements - 1) / kPieceElements, kStep = kHelpers / kPieces;
+  static_assert(kHelpers % kPieces == 0, "a row has a piece for each of some threads");
   const X* from;  // in the tile that is copied next
   u64 step;       // from a row to this thread's next row
   u32 first, to;
-  DEVICE Share(const X* operand, u32 stride, u32 hand) {
-    first = hand / kPieces;
-    from = operand + (u64(first) * stride + hand % kPieces * kAtOnce), step = u64(stride) * kStep;
-    to = first * Pitch + hand % kPieces * (Copy / 4);
+  DEVICE Share(const X* operand, u32 stride, u32 helper) {
+    first = helper / kPieces;
+    from = operand + (u64(first) * stride + helper % kPieces * kPieceElements), step = u64(stride) * kStep;
+    to = first * Pitch + helper % kPieces * (Copy / 4);
   }
   template <class Array>
-  DEVICE void ask(Array& tiles, u32 at) const {
+  DEVICE void start_copies(Array& tiles, u32 at) const {
     const X* source = from;
 #pragma unroll
     for (u32 i = 0; i < Rows; i += kStep) {
@@ -394,9 +394,9 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
   const u32 block = blockIdx.x % blocks, group = blockIdx.x / blocks % groups, sequence = blockIdx.x / blocks / groups;
   const u32 base = group * group_channels + block * kChannels, width = min(group_channels - block * kChannels, u32(kChannels));
 
-  const bool walks = threadIdx.x < kWalkers;  // whether the thread scans; the others prepare its inputs and compute its outputs
-  const bool copies = !walks && threadIdx.x < kWalkers + kHands;  // copies, and computes d and d u; the others convert B and C to f32 and compute the output
-  const u32 hand = (threadIdx.x - kWalkers) % kHands;  // index among the threads of its kind
+  const bool scans = threadIdx.x < kScanThreads;  // whether the thread scans; the others prepare its inputs and compute its outputs
+  const bool copies = !scans && threadIdx.x < kScanThreads + kHelpers;  // copies, and computes d and d u; the others convert B and C to f32 and compute the output
+  const u32 helper = (threadIdx.x - kScanThreads) % kHelpers;  // index among the threads of its kind
   const int part = threadIdx.x % kLanes, place = threadIdx.x / kLanes;  // the lane's index in its channel, and its place in the block
   const int own = place * kAbreast;  // its first channel
   const int at_place = (place % 2 * kHalf + place / 2) * 4;  // offset in a row of steps or of sums
@@ -415,20 +415,20 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
   ALIGNED_SHARED(u32, keys, 2 * 2 * kTile * kAll * 4);  // f32, of two tiles: B, then C
   SHARED(Pair, biases, kChannels / 2);
   SHARED(Pair, skips, kChannels / 2);
-  Share<kRows, kInner, kRowWords, 16> own_u(u, u_channel, hand);
-  Share<kRows, kInner, kRowWords, 16> own_delta(delta, delta_channel, hand);
-  Share<kRows, kInner, kRowWords, 16> own_z(z, z_channel, hand);
-  Share<kKeys, kKeyInner, kKeyWords, 16> own_B(B, B_n, hand);
-  Share<kKeys, kKeyInner, kKeyWords, 16> own_C(C, C_n, hand);
+  Share<kRows, kInner, kRowWords, 16> own_u(u, u_channel, helper);
+  Share<kRows, kInner, kRowWords, 16> own_delta(delta, delta_channel, helper);
+  Share<kRows, kInner, kRowWords, 16> own_z(z, z_channel, helper);
+  Share<kKeys, kKeyInner, kKeyWords, 16> own_B(B, B_n, helper);
+  Share<kKeys, kKeyInner, kKeyWords, 16> own_C(C, C_n, helper);
   // Tiles are copied in order: whole tiles by shares, whose pointers point at the next tile.
-  const auto ask_for = [&](u32 n) {
+  const auto start_copies = [&](u32 n) {
     if (n >= tiles) return;
     const int at = int(n % kStages * kStageWords);
     const u32 rows = min(length - n * kTile, u32(kTile));
     if (rows == kTile && width == kChannels) {
-      own_u.ask(stages, at);
-      own_delta.ask(stages, at + kAtDelta);
-      own_z.ask(stages, at + kAtZ);
+      own_u.start_copies(stages, at);
+      own_delta.start_copies(stages, at + kAtDelta);
+      own_z.start_copies(stages, at + kAtZ);
     } else {
       copy_tile<kRows, kInner, kRowWords, 16, false>(stages, at, u + n * kTile, u_channel, width, rows);
       copy_tile<kRows, kInner, kRowWords, 16, false>(stages, at + kAtDelta, delta + n * kTile, delta_channel, width, rows);
@@ -438,8 +438,8 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     own_delta.from += kTile;
     own_z.from += kTile;
     if (rows == kTile) {
-      own_B.ask(stages, at + kAtKeys);
-      own_C.ask(stages, at + kAtKeys + kKeys * kKeyWords);
+      own_B.start_copies(stages, at + kAtKeys);
+      own_C.start_copies(stages, at + kAtKeys + kKeys * kKeyWords);
     } else {
       copy_tile<kKeys, kKeyInner, kKeyWords, 16, false>(stages, at + kAtKeys, B + n * kTile, B_n, kState, rows);
       copy_tile<kKeys, kKeyInner, kKeyWords, 16, false>(stages, at + kAtKeys + kKeys * kKeyWords, C + n * kTile, C_n, kState, rows);
@@ -447,15 +447,15 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     own_B.from += kTile;
     own_C.from += kTile;
   };
-  const auto ask_for_first = [&] {
+  const auto start_first_copies = [&] {
     if (copies) {
       for (u32 n = 0; n + 2 < kAhead; ++n) {
-        ask_for(n);
+        start_copies(n);
         commit_copies();
       }
     }
   };
-  ask_for_first();
+  start_first_copies();
 
   for (u32 i = threadIdx.x; i < kChannels / 2; i += kThreads) {
     float two[2];
@@ -469,32 +469,32 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     for (u32 c = 0; c < 2; ++c) two[c] = 2 * i + c < width ? to_float(load(D + u64(base + 2 * i + c) * D_channel)) : 0.f;
     skips[i] = Pair{{two[0], two[1]}};
   }
-  bool there[kAbreast];
+  bool has_channel[kAbreast];
   float a[kAbreast][kOfLane], h[kAbreast][kOfLane];  // A log2(e), and the states
-  float most[kAbreast][kOfLane];  // largest d for the polynomial
+  float largest_d[kAbreast][kOfLane];  // largest d for the polynomial
 #pragma unroll
   for (int c = 0; c < kAbreast; ++c) {
-    there[c] = walks && u32(own + c) < width;
+    has_channel[c] = scans && u32(own + c) < width;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       const int n = part * kOfLane + i;
-      a[c][i] = there[c] && n < kState ? kLog2E * load(A + u64(base + own + c) * A_channel + n * A_n) : 0.f;
-      most[c][i] = 126.f * rcp_approx(fabsf(a[c][i]));
+      a[c][i] = has_channel[c] && n < kState ? kLog2E * load(A + u64(base + own + c) * A_channel + n * A_n) : 0.f;
+      largest_d[c][i] = 126.f * rcp_approx(fabsf(a[c][i]));
       h[c][i] = 0.f;
     }
   }
 
   // A cell of a tile is four tokens of two neighbouring channels. If tokens are contiguous, neighbouring lanes take a few runs of them.
   constexpr int kPairs = kChannels / 2, kCells = kTile / 4 * kPairs;
-  constexpr int kBeside = kTile / 4 < 4 ? kTile / 4 : 4;
-  constexpr int kOwnCells = (kCells + kHands - 1) / kHands;  // cells per lane, at most
+  constexpr int kLaneRuns = kTile / 4 < 4 ? kTile / 4 : 4;
+  constexpr int kOwnCells = (kCells + kHelpers - 1) / kHelpers;  // cells per lane, at most
   // A lane's first cell, and the distance to its k-th one. Cell numbers are sums of the lane's and of k's number, whose bits do not
   // overlap; cells are sums of the two likewise.
   struct Cell {
     int run, pair;
   };
-  const auto cell_of = [&](int i) { return Cell{i % kBeside + i / (kBeside * kPairs) * kBeside, i / kBeside % kPairs}; };
-  const Cell own_cell = cell_of(int(hand));
+  const auto cell_of = [&](int i) { return Cell{i % kLaneRuns + i / (kLaneRuns * kPairs) * kLaneRuns, i / kLaneRuns % kPairs}; };
+  const Cell own_cell = cell_of(int(helper));
   const auto raw_at = [&](const Cell& cell) { return 2 * cell.pair * kRowWords + cell.run * Pack<X, 4>::kWords; };
   const auto step_at = [&](const Cell& cell) { return 2 * cell.run * kStepPitch + cell.pair * 4; };
   const auto sum_at = [&](const Cell& cell) { return cell.run * kSumRun + cell.pair * 4; };
@@ -516,10 +516,10 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     const int rows = int(min(length - n * kTile, u32(kTile)));
 #pragma unroll 
     for (int k = 0; k < kOwnCells; ++k) {
-      if (kCells % kHands && k * kHands + int(hand) >= kCells) break;
-      const Cell apart = cell_of(k * kHands), cell{own_cell.run + apart.run, own_cell.pair + apart.pair};
+      if (kCells % kHelpers && k * kHelpers + int(helper) >= kCells) break;
+      const Cell offset = cell_of(k * kHelpers), cell{own_cell.run + offset.run, own_cell.pair + offset.pair};
       Raw of_u, of_delta;
-      load_cell(from, raw_at(apart), of_u), load_cell(from, kAtDelta + raw_at(apart), of_delta);
+      load_cell(from, raw_at(offset), of_u), load_cell(from, kAtDelta + raw_at(offset), of_delta);
       Values u4, d;
       values_of(of_u, u4), values_of(of_delta, d);
       const Pair bias = biases[cell.pair];
@@ -539,7 +539,7 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
       for (int j = 0; j < 4; ++j) {
         const int c = j / 2, t = j % 2 * 2;
         const u32 words[4] = {__float_as_uint(d[c][t]), __float_as_uint(u4[c][t]), __float_as_uint(d[c][t + 1]), __float_as_uint(u4[c][t + 1])};
-        store_quad(to, step_at(apart) + j % 2 * kStepPitch + c * (4 * kHalf), words);
+        store_quad(to, step_at(offset) + j % 2 * kStepPitch + c * (4 * kHalf), words);
       }
     }
   };
@@ -551,12 +551,12 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     return which * (kKeys * kKeyWords) + 4 * quad * kKeyWords + token / 2;
   };
   const auto key_at = [&](int item) { return 4 * (item % kAll + item / kAll * kFew * kAll); };
-  const Place own_raw_keys = place_in(stages, kAtKeys + raw_key_at(int(hand))), own_keys = place_in(keys, key_at(int(hand)));
+  const Place own_raw_keys = place_in(stages, kAtKeys + raw_key_at(int(helper))), own_keys = place_in(keys, key_at(int(helper)));
   const auto widen = [&](u32 n) {
     const Place from = own_raw_keys + int(n % kStages * kStageWords), to = own_keys + int(n % 2 * (2 * kTile * kAll * 4));
 #pragma unroll 
-    for (int i = 0; i < kKeyItems; i += kHands) {
-      if (kKeyItems % kHands && i + int(hand) >= kKeyItems) break;
+    for (int i = 0; i < kKeyItems; i += kHelpers) {
+      if (kKeyItems % kHelpers && i + int(helper) >= kKeyItems) break;
       float values[kFew][4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -575,26 +575,26 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
   };
 
   // The output of a tile: sums of C h over the lanes, D u, the gate.
-  const auto output_of = [&](Place from, Place sums, const Cell& apart, Values& values) {
+  const auto output_of = [&](Place from, Place sums, const Cell& offset, Values& values) {
     Raw of_u;
-    load_cell(from, raw_at(apart), of_u);
+    load_cell(from, raw_at(offset), of_u);
     Raw of_z;
-    load_cell(from, kAtZ + raw_at(apart), of_z);
+    load_cell(from, kAtZ + raw_at(offset), of_z);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       Values y[(kLanes + 1) / 2];  // of each lane
 #pragma unroll
       for (int l = 0; l < kLanes; ++l) {
         Pack<f32, 4> words;
-        load_quad(sums, sum_at(apart) + l * kSumPitch + c * (4 * kHalf), words.word);
+        load_quad(sums, sum_at(offset) + l * kSumPitch + c * (4 * kHalf), words.word);
         unpack(words, y[l / 2][l % 2]);
       }
 #pragma unroll
-      for (int apart = 1; apart < kLanes; apart *= 2) {
+      for (int distance = 1; distance < kLanes; distance *= 2) {
 #pragma unroll
-        for (int l = 0; l < kLanes; l += 2 * apart) {
+        for (int l = 0; l < kLanes; l += 2 * distance) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) y[l / 2][l % 2][j] += y[(l + apart) / 2][(l + apart) % 2][j];
+          for (int j = 0; j < 4; ++j) y[l / 2][l % 2][j] += y[(l + distance) / 2][(l + distance) % 2][j];
         }
       }
 #pragma unroll
@@ -602,7 +602,7 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     }
     Values u4;
     values_of(of_u, u4);
-    const Pair skip = skips[own_cell.pair + apart.pair];
+    const Pair skip = skips[own_cell.pair + offset.pair];
 #pragma unroll
     for (int e = 0; e < 8; ++e) values[e / 4][e % 4] = fmaf(skip.f[e / 4], u4[e / 4][e % 4], values[e / 4][e % 4]);
     Values z4;
@@ -610,18 +610,18 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
 #pragma unroll
     for (int e = 0; e < 8; ++e) values[e / 4][e % 4] *= silu(z4[e / 4][e % 4]);
   };
-  const auto finish = [&](u32 n) {
+  const auto store_outputs = [&](u32 n) {
     const Place from = own_raw + int(n % kStages * kStageWords), sums = own_sums + int(n % 2 * kSumWords);
     const int rows = int(min(length - n * kTile, u32(kTile)));
     X* const to = out + u64(0) * out_channel + n * kTile;
     if (rows == kTile && width == kChannels) {
 #pragma unroll 
       for (int k = 0; k < kOwnCells; ++k) {
-        if (kCells % kHands && k * kHands + int(hand) >= kCells) break;
-        const Cell apart = cell_of(k * kHands), cell{own_cell.run + apart.run, own_cell.pair + apart.pair};
+        if (kCells % kHelpers && k * kHelpers + int(helper) >= kCells) break;
+        const Cell offset = cell_of(k * kHelpers), cell{own_cell.run + offset.run, own_cell.pair + offset.pair};
         Values values;
-        output_of(from, sums, apart, values);
-        X* const there = to + u64(2 * cell.pair) * out_channel + 4 * cell.run;
+        output_of(from, sums, offset, values);
+        X* const target = to + u64(2 * cell.pair) * out_channel + 4 * cell.run;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -631,22 +631,22 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
             for (int e = 0; e < 4; ++e) some[e] = values[c][j + e];
             Pack<X, 4> rounded;
             pack(some, rounded);
-            store_vector(there + (u64(c) * out_channel + j), rounded);
+            store_vector(target + (u64(c) * out_channel + j), rounded);
           }
         }
       }
       return;
     }
 #pragma unroll 1
-    for (int k = 0; k * kHands + int(hand) < kCells; ++k) {
-      const Cell apart = cell_of(k * kHands), cell{own_cell.run + apart.run, own_cell.pair + apart.pair};
+    for (int k = 0; k * kHelpers + int(helper) < kCells; ++k) {
+      const Cell offset = cell_of(k * kHelpers), cell{own_cell.run + offset.run, own_cell.pair + offset.pair};
       Values values;
-      output_of(from, sums, apart, values);
-      X* const there = to + u64(2 * cell.pair) * out_channel + 4 * cell.run;
+      output_of(from, sums, offset, values);
+      X* const target = to + u64(2 * cell.pair) * out_channel + 4 * cell.run;
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         const int token = e % 4, channel = e / 4;
-        if (4 * cell.run + token < rows && 2 * cell.pair + channel < int(width)) store(there + u64(channel) * out_channel + token, values[channel][token]);
+        if (4 * cell.run + token < rows && 2 * cell.pair + channel < int(width)) store(target + u64(channel) * out_channel + token, values[channel][token]);
       }
     }
   };
@@ -674,12 +674,12 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
     for (int c = 0; c < kAbreast; ++c) {
       const float d = of[c];
 #pragma unroll
-      for (int s = 0; s < kOfLane; ++s) decays[c][s] = kPolynomial >> (4 * i + s % 4) & 1 ? exp2_polynomial(fminf(d, most[c][s]), a[c][s]) : exp2_approx(d * a[c][s]);
+      for (int s = 0; s < kOfLane; ++s) decays[c][s] = kPolynomial >> (4 * i + s % 4) & 1 ? exp2_polynomial(fminf(d, largest_d[c][s]), a[c][s]) : exp2_approx(d * a[c][s]);
     }
   };
   Group now;  // of the next tile
   float decays[kLead][kAbreast][kOfLane];  // of the next tokens
-  const auto walk = [&](u32 n) {
+  const auto scan_tile = [&](u32 n) {
     Place steps = steps_of(n), keys_from = all_keys + int(n % 2 * (2 * kTile * kAll * 4));
     Place to = all_sums + int(n % 2 * kSumWords);
     const Place later = steps_of(n + 1 < tiles ? n + 1 : n);
@@ -727,9 +727,9 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
 #pragma unroll
           for (int k = 0; k < kAbreast; ++k) {
 #pragma unroll
-            for (int apart = 1; apart < kQuads; apart *= 2) {
+            for (int distance = 1; distance < kQuads; distance *= 2) {
 #pragma unroll
-              for (int q = 0; q < kQuads; q += 2 * apart) sums[k][q] += sums[k][q + apart];
+              for (int q = 0; q < kQuads; q += 2 * distance) sums[k][q] += sums[k][q + distance];
             }
             y[k][i] = sums[k][0];
           }
@@ -750,27 +750,27 @@ selective_scan_n16_first_f32_bf16_l4w2t32p1r2sc1e1_a8a7f0df(
   if (copies) wait_copies<kAhead - 3>();
   __syncthreads();
   for (int n = -2; n <= int(tiles); ++n) {
-    if (walks) {
+    if (scans) {
       if (n == -1 && tiles > 0) {
         load_steps(steps_of(0), 0, now);
 #pragma unroll
         for (int i = 0; i < kLead; ++i) decays_of(i, now.d[i], decays[i]);
       }
-      if (n >= 0 && n < int(tiles)) walk(n);
+      if (n >= 0 && n < int(tiles)) scan_tile(n);
     } else if (copies) {
-      ask_for(n + kAhead);
+      start_copies(n + kAhead);
       commit_copies();
       if (n + 2 < int(tiles)) prepare(n + 2);
       wait_copies<kAhead - 3>();
     } else {
       if (n >= -1 && n + 1 < int(tiles)) widen(n + 1);
-      if (n > 0) finish(n - 1);
+      if (n > 0) store_outputs(n - 1);
     }
     __syncthreads();  // complete: d and d u of tile n + 2, B and C of tile n + 1, copies of tile n + 3, sums of tile n
   }
 #pragma unroll
   for (int c = 0; c < kAbreast; ++c) {
-    if (there[c]) {
+    if (has_channel[c]) {
       State* const to = final_states + slot * final_states_slot + u64(base + own + c) * final_states_channel + part * kOfLane;
 #pragma unroll
       for (int n = 0; n < kOfLane; n += 4) {

@@ -33,8 +33,8 @@ constexpr int kAll = kLanes * kQuads;  // quads of states; those beyond kState a
 constexpr int kRows = kTile, kInner = kChannels, kRowWords = 20;
 constexpr int kKeys = kTile, kKeyInner = 4 * kAll, kKeyWords = 8;
 constexpr int kAtDelta = kRows * kRowWords, kAtZ = 2 * kAtDelta, kStageWords = 3 * kAtDelta, kAtKeys = 2 * kStageWords;
-// A warp's own channels in a stage: rows, runs of 4 neighbours per row, and runs that neighbouring lanes take.
-constexpr int kOwnRows = kTile, kRuns = kOfWarp / 4, kBeside = kRuns;
+// A warp's own channels in a stage: rows, runs of 4 neighbours per row, and runs that neighbouring lanes take at once.
+constexpr int kOwnRows = kTile, kRuns = kOfWarp / 4, kLaneRuns = kRuns;
 // Pitches of d, d u from token to token, and of lanes' sums from 4 tokens to the next 4.
 // A warp's channels are permuted to avoid bank conflicts.
 constexpr int kPitch = 34, kSumPitch = 516;
@@ -313,19 +313,19 @@ DEVICE float exp2_polynomial(float d, float a) {
 // Whole: all of them exist. A thread copies the same piece of every kStep-th row.
 template <int Rows, int Inner, int Pitch, int Copy, bool Whole, class Array>
 DEVICE void copy_tile(Array& tiles, int at, const X* operand, u32 stride, u32 rows, u32 inner) {
-  constexpr int kAtOnce = Copy / int(sizeof(X)), kPieces = (Inner + kAtOnce - 1) / kAtOnce;
+  constexpr int kPieceElements = Copy / int(sizeof(X)), kPieces = (Inner + kPieceElements - 1) / kPieceElements;
   static_assert(kThreads % kPieces == 0 || kPieces % kThreads == 0, "pieces are a power of two, and threads have it as a factor");
 #pragma unroll
   for (int across = 0; across < kPieces; across += kThreads) {
     constexpr int kStep = kPieces < kThreads ? kThreads / kPieces : 1;  // rows
     const u32 thread = threadIdx.x, first = thread / kPieces, piece = across + thread % kPieces;
-    const X* source = operand + (u64(first) * stride + piece * kAtOnce);
-    const u32 bytes = Whole || piece * kAtOnce < inner ? (Whole ? Copy : min(inner - piece * kAtOnce, u32(kAtOnce)) * u32(sizeof(X))) : 0;
+    const X* source = operand + (u64(first) * stride + piece * kPieceElements);
+    const u32 bytes = Whole || piece * kPieceElements < inner ? (Whole ? Copy : min(inner - piece * kPieceElements, u32(kPieceElements)) * u32(sizeof(X))) : 0;
     const int to = at + int(first * Pitch + piece * (Copy / 4));
 #pragma unroll
     for (int i = 0; i < Rows; i += kStep) {
-      const bool there = Whole || first + i < rows;
-      if (Rows % kStep == 0 || first + i < Rows) copy_async<Copy>(tiles, to + i * Pitch, there && bytes ? source : operand, there ? bytes : 0);
+      const bool exists = Whole || first + i < rows;
+      if (Rows % kStep == 0 || first + i < Rows) copy_async<Copy>(tiles, to + i * Pitch, exists && bytes ? source : operand, exists ? bytes : 0);
       source += u64(kStep) * stride;
     }
   }
@@ -377,7 +377,7 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
   SHARED(Quad, biases, kChannels / 4);
   SHARED(Quad, skips, kChannels / 4);
   // Tiles are copied in order; the operands' pointers point at the next tile.
-  const auto ask_for = [&](u32 n) {  // a tile's u, delta and z
+  const auto start_copies = [&](u32 n) {  // a tile's u, delta and z
     if (n >= tiles) return;
     const int at = int(n % 2 * kStageWords);
     const u32 rows = min(length - n * kTile, u32(kTile));
@@ -394,7 +394,7 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
     delta += u64(kTile) * delta_token;
     z += u64(kTile) * z_token;
   };
-  const auto ask_for_keys = [&](u32 n) {  // a tile's B and C
+  const auto start_key_copies = [&](u32 n) {  // a tile's B and C
     if (n >= tiles) return;
     const int at = kAtKeys + int(n % 2 * (2 * kKeys * kKeyWords));
     const u32 rows = min(length - n * kTile, u32(kTile));
@@ -408,13 +408,13 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
     B += u64(kTile) * B_token;
     C += u64(kTile) * C_token;
   };
-  const auto ask_for_first = [&] {
-    ask_for_keys(0);
+  const auto start_first_copies = [&] {
+    start_key_copies(0);
     commit_copies();
-    ask_for(0), ask_for_keys(1);
+    start_copies(0), start_key_copies(1);
     commit_copies();
   };
-  ask_for_first();
+  start_first_copies();
 
   for (u32 i = threadIdx.x; i < kChannels / 4; i += kThreads) {
     float values[4];
@@ -428,17 +428,17 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
     for (u32 j = 0; j < 4; ++j) values[j] = 4 * i + j < width ? to_float(load(D + u64(base + 4 * i + j) * D_channel)) : 0.f;
     skips[i] = quad_of(values);
   }
-  const bool there = u32(own) < width;
+  const bool has_channel = u32(own) < width;
   float a[4 * kQuads], h[4 * kQuads];  // A log2(e), and the states
-  float most[4 * kQuads];  // largest d for the polynomial
+  float largest_d[4 * kQuads];  // largest d for the polynomial
 #pragma unroll
   for (int i = 0; i < 4 * kQuads; ++i) {
     const int n = part * (4 * kQuads) + i;
-    a[i] = there && n < kState ? kLog2E * load(A + u64(base + own) * A_channel + n * A_n) : 0.f;
-    most[i] = 126.f * rcp_approx(fabsf(a[i]));
+    a[i] = has_channel && n < kState ? kLog2E * load(A + u64(base + own) * A_channel + n * A_n) : 0.f;
+    largest_d[i] = 126.f * rcp_approx(fabsf(a[i]));
     h[i] = 0.f;
   }
-  if (has_state && there) {
+  if (has_state && has_channel) {
     const State* const from = state + slot * state_slot + u64(base + own) * state_channel + part * (4 * kQuads);
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
@@ -452,18 +452,18 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
   }
 
   // The lanes of a warp share its channels in runs of 4 neighbours. A lane has the same runs of every tile.
-  constexpr int kBands = kRuns / kBeside, kStep = 32 / kBeside;  // bands of a row, each taken by lanes at once; rows taken at once
+  constexpr int kBands = kRuns / kLaneRuns, kStep = 32 / kLaneRuns;  // bands of a row, each taken by lanes at once; rows taken at once
   constexpr int kItems = kOwnRows * kRuns / 32;
   static_assert(kItems * 32 == kOwnRows * kRuns, "of each lane");
-  const int beside = lane % kBeside, start = lane / kBeside;
+  const int lane_run = lane % kLaneRuns, start = lane / kLaneRuns;
   const auto row_of = [&](int i) {
     return (kStep < kOwnRows ? start + i % (kOwnRows / kStep) * kStep : start % kOwnRows);
   };
   const auto run_of = [&](int i) {
-    return warp * kRuns + beside + kBeside * (kBands == 1 ? 0 : kStep < kOwnRows ? i / (kOwnRows / kStep) : start / kOwnRows + i * (kStep / kOwnRows));
+    return warp * kRuns + lane_run + kLaneRuns * (kBands == 1 ? 0 : kStep < kOwnRows ? i / (kOwnRows / kStep) : start / kOwnRows + i * (kStep / kOwnRows));
   };
-  const auto step_at = [&](int i, int j) { return row_of(i) * kPitch + warp * kOfWarp + beside + j * kRuns; };
-  const auto sum_at = [&](int i, int j) { return row_of(i) / 4 * kSumPitch + (warp * kOfWarp + beside + j * kRuns) * (4 * kLanes) + row_of(i) % 4; };
+  const auto step_at = [&](int i, int j) { return row_of(i) * kPitch + warp * kOfWarp + lane_run + j * kRuns; };
+  const auto sum_at = [&](int i, int j) { return row_of(i) / 4 * kSumPitch + (warp * kOfWarp + lane_run + j * kRuns) * (4 * kLanes) + row_of(i) % 4; };
   const auto words_at = [&](int i) { return row_of(i) * kRowWords + run_of(i) * Pack<X, 4>::kWords; };
   const auto load_run = [&](int at, Pack<X, 4>& raw) { load_shared_2xu32(stages, at, raw.word); };
   constexpr int kAtOnce = kItems < 4 ? kItems : 4;  // runs loaded before any of them is processed and stored: accesses keep their order
@@ -483,9 +483,9 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
 #pragma unroll
       for (int l = 0; l < kLanes; ++l) y[l] = sums[sum_at(i, j) + 4 * l];
 #pragma unroll
-      for (int apart = 1; apart < kLanes; apart *= 2) {
+      for (int distance = 1; distance < kLanes; distance *= 2) {
 #pragma unroll
-        for (int l = 0; l < kLanes; l += 2 * apart) y[l] += y[l + apart];
+        for (int l = 0; l < kLanes; l += 2 * distance) y[l] += y[l + distance];
       }
       values[j] = y[0];
     }
@@ -499,7 +499,7 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
 #pragma unroll
     for (int j = 0; j < 4; ++j) values[j] *= silu(z4[j]);
   };
-  const auto finish = [&](u32 n) {
+  const auto store_outputs = [&](u32 n) {
     const int from = int(n % 2 * kStageWords);
     const int rows = int(min(length - n * kTile, u32(kTile)));
     X* const to = out + u64(n * kTile) * out_token + 0;
@@ -589,7 +589,7 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
   };
 
   // A lane scans a tile in groups of 4 tokens; tokens after the last one have d = 0.
-  const auto walk = [&](u32 n) {
+  const auto scan_tile = [&](u32 n) {
     const int rows = int(min(length - n * kTile, u32(kTile))), stage = int(n % 2 * (2 * kTile * kAll));
 #pragma unroll 2
     for (int t = 0; t < rows; t += 4) {
@@ -605,15 +605,15 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const int s = 4 * q + j;
-            const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, most[s]), a[s]) : exp2_approx(step.low * a[s]);
+            const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, largest_d[s]), a[s]) : exp2_approx(step.low * a[s]);
             h[s] = fmaf(decay, h[s], step.high * b.f[j]);
             of_quads[q] = j == 0 ? c.f[0] * h[s] : fmaf(c.f[j], h[s], of_quads[q]);
           }
         }
 #pragma unroll
-        for (int apart = 1; apart < kQuads; apart *= 2) {
+        for (int distance = 1; distance < kQuads; distance *= 2) {
 #pragma unroll
-          for (int q = 0; q < kQuads; q += 2 * apart) of_quads[q] += of_quads[q + apart];
+          for (int q = 0; q < kQuads; q += 2 * distance) of_quads[q] += of_quads[q + distance];
         }
         y[i] = of_quads[0];
       }
@@ -629,16 +629,16 @@ selective_scan_n16_last_bf16_bf16_l4w4t32p1_9bc6f095(
   for (u32 n = 0; n < tiles; ++n) {
     wait_copies<0>();
     __syncthreads();  // all threads see tile n, and the unconverted keys of tile n + 1; the memory of tile n - 1 is free
-    ask_for(n + 1), ask_for_keys(n + 2);
+    start_copies(n + 1), start_key_copies(n + 2);
     commit_copies();
     if (n + 1 < tiles) widen(n + 1);
     prepare(n);
     __syncwarp();  // a warp uses only its own channels
-    walk(n);
+    scan_tile(n);
     __syncwarp();
-    finish(n);
+    store_outputs(n);
   }
-  if (there) {
+  if (has_channel) {
     State* const to = state + slot * state_slot + u64(base + own) * state_channel + part * (4 * kQuads);
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {

@@ -192,16 +192,16 @@ skinny_fma_bf16_e4m3_k2048r8_t2d4w4_58eafeae(
   // A warp's rows of a weight: units count kTile rows over all weights.
   const u32 lane = threadIdx.x % 32, column = lane * kVec;
   const u32 unit = blockIdx.x * kWarps + threadIdx.x / 32;
-  const Weight* const own = weight;
-  const u32 first = unit * kTile, all = n, apart = weight_n;
-  if (first >= all) return;
+  const Weight* const matrix = weight;
+  const u32 first = unit * kTile, outputs = n, pitch = weight_n;
+  if (first >= outputs) return;
 
   Pack<Weight, kVec> w[kDepth][kTile];
   const auto load_weight = [&](Pack<Weight, kVec> (&into)[kTile], u32 step) {
     const u32 k = step * kStep + column;
 #pragma unroll
     for (u32 r = 0; r < kTile; ++r) {  // rows that the weight lacks: its last row, once more
-      into[r] = load_vector<Weight, kVec>(own + u64(min(first + r, all - 1)) * apart + k);
+      into[r] = load_vector<Weight, kVec>(matrix + u64(min(first + r, outputs - 1)) * pitch + k);
     }
   };
 #pragma unroll
@@ -248,14 +248,14 @@ skinny_fma_bf16_e4m3_k2048r8_t2d4w4_58eafeae(
   }
   if (lane >= rows) return;
   Out* const to = out + u64(lane) * out_row + first;
-  const f32* const times = scale + first;
+  const f32* const own_scale = scale + first;
 #pragma unroll
   for (u32 r = 0; r < kTile; ++r) {
-    if (first + r >= all) break;
+    if (first + r >= outputs) break;
     float sum = 0.f;  // lane b has row b of x
 #pragma unroll
     for (u32 row = 0; row < kRows; ++row)
       if (row == lane) sum = sums[r][row];
-    store(to + r, sum * to_float(load(times + r)));
+    store(to + r, sum * to_float(load(own_scale + r)));
   }
 }

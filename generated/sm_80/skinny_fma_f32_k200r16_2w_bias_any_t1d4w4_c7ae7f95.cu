@@ -165,17 +165,17 @@ skinny_fma_f32_k200r16_2w_bias_any_t1d4w4_c7ae7f95(
   const u32 lane = threadIdx.x % 32, column = lane * kVec;
   const u32 unit = blockIdx.x * kWarps + threadIdx.x / 32;
   const u32 first_1 = (n + kTile - 1) / kTile;  // unit of weight 1
-  const X* own = weight;
-  u32 first = unit * kTile, all = n, apart = weight_n;
-  if (unit >= first_1) own = weight_1, first = (unit - first_1) * kTile, all = n_1, apart = weight_1_n;
-  if (first >= all) return;
+  const X* matrix = weight;
+  u32 first = unit * kTile, outputs = n, pitch = weight_n;
+  if (unit >= first_1) matrix = weight_1, first = (unit - first_1) * kTile, outputs = n_1, pitch = weight_1_n;
+  if (first >= outputs) return;
 
   Pack<X, kVec> w[kDepth][kTile];
   const auto load_weight = [&](Pack<X, kVec> (&into)[kTile], u32 step) {
     const u32 k = step * kStep + column;
 #pragma unroll
     for (u32 r = 0; r < kTile; ++r) {  // rows that the weight lacks: its last row, once more
-      if (k < kK) into[r] = load_vector<X, kVec>(own + u64(min(first + r, all - 1)) * apart + k);
+      if (k < kK) into[r] = load_vector<X, kVec>(matrix + u64(min(first + r, outputs - 1)) * pitch + k);
     }
   };
 #pragma unroll
@@ -223,18 +223,18 @@ skinny_fma_f32_k200r16_2w_bias_any_t1d4w4_c7ae7f95(
   }
   if (lane >= rows) return;
   Out* to = out + u64(lane) * out_row + first;
-  const f32* add = bias + first;
+  const f32* own_bias = bias + first;
   if (unit >= first_1) {
     to = out_1 + u64(lane) * out_1_row + first;
-    add = bias_1 + first;
+    own_bias = bias_1 + first;
   }
 #pragma unroll
   for (u32 r = 0; r < kTile; ++r) {
-    if (first + r >= all) break;
+    if (first + r >= outputs) break;
     float sum = 0.f;  // lane b has row b of x
 #pragma unroll
     for (u32 row = 0; row < kRows; ++row)
       if (row == lane) sum = sums[r][row];
-    store(to + r, sum + to_float(load(add + r)));
+    store(to + r, sum + to_float(load(own_bias + r)));
   }
 }

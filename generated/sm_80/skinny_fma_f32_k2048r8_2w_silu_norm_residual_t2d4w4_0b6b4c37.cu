@@ -253,16 +253,16 @@ skinny_fma_f32_k2048r8_2w_silu_norm_residual_t2d4w4_0b6b4c37(
   // A warp's rows of a weight: units count kTile rows over all weights.
   const u32 lane = threadIdx.x % 32, column = lane * kVec;
   const u32 unit = blockIdx.x * kWarps + threadIdx.x / 32;
-  const u32 first = unit * (kTile / 2), all = n;  // rows of both weights
+  const u32 first = unit * (kTile / 2), outputs = n;  // rows of both weights
 
   Pack<X, kVec> w[kDepth][kTile];
   const auto load_weight = [&](Pack<X, kVec> (&into)[kTile], u32 step) {
     const u32 k = step * kStep + column;
 #pragma unroll
     for (u32 r = 0; r < kTile; ++r) {  // rows that the weight lacks: its last row, once more
-      const X* const own = r < kTile / 2 ? weight : weight_1;
-      const u64 row = min(first + r % (kTile / 2), all - 1), apart = r < kTile / 2 ? weight_n : weight_1_n;
-      into[r] = load_vector<X, kVec>(own + row * apart + k);
+      const X* const matrix = r < kTile / 2 ? weight : weight_1;
+      const u64 row = min(first + r % (kTile / 2), outputs - 1), pitch = r < kTile / 2 ? weight_n : weight_1_n;
+      into[r] = load_vector<X, kVec>(matrix + row * pitch + k);
     }
   };
 #pragma unroll
@@ -275,7 +275,7 @@ skinny_fma_f32_k2048r8_2w_silu_norm_residual_t2d4w4_0b6b4c37(
     if (lane == 0) inverse[row] = found;
   }
   __syncthreads();
-  if (first >= all) return;
+  if (first >= outputs) return;
 
   float sums[kTile][kRows] = {};
 #pragma unroll 1
@@ -317,15 +317,15 @@ skinny_fma_f32_k2048r8_2w_silu_norm_residual_t2d4w4_0b6b4c37(
   }
   if (lane >= rows) return;
   Out* const to = out + u64(lane) * out_row + first;
-  const f32* const beside = residual + u64(lane) * residual_row + first;
+  const f32* const own_residual = residual + u64(lane) * residual_row + first;
 #pragma unroll
   for (u32 r = 0; r < kTile / 2; ++r) {
-    if (first + r >= all) break;
+    if (first + r >= outputs) break;
     float gates = 0.f, ups = 0.f;  // lane b has row b of x
 #pragma unroll
     for (u32 row = 0; row < kRows; ++row)
       if (row == lane) gates = sums[r][row], ups = sums[kTile / 2 + r][row];
     const float gate = gates, up = ups;
-    store(to + r, silu(gate) * up + to_float(load(beside + r)));
+    store(to + r, silu(gate) * up + to_float(load(own_residual + r)));
   }
 }

@@ -30,9 +30,9 @@ constexpr int kStages = 3;    // chunks in shared memory
 constexpr int kCopy = 4;     // bytes of q, k, v and out per access
 
 constexpr int kTiles = kHeadV / kTile;  // blocks per head
-constexpr int kWalkers = kTile / 16;    // consumer warps: each holds 16 rows of the state
+constexpr int kConsumers = kTile / 16;    // consumer warps: each holds 16 rows of the state
 constexpr int kFetchers = 4;        // producer warps, which load the chunks
-constexpr int kThreads = 32 * (kWalkers + kFetchers);
+constexpr int kThreads = 32 * (kConsumers + kFetchers);
 constexpr int kSteps = kHeadK / 16;     // products per column of S k^T
 
 // Words of shared memory. The row pitch of k and q is 4 words modulo 8, so that eight rows, read as a matrix, cover all banks.
@@ -434,9 +434,9 @@ delta_chain_k96v192_f32_bf16_vk_t64s3f4_pdl_78c98edd(
   DYNAMIC_SHARED(u32, tiles);  // k, q, v, T, P and factors of chunks, kStages of them
 
   // Producer and consumer warps meet once per chunk: then the chunk is complete, and the memory of the previous one is free.
-  if (warp >= kWalkers) {
-    const u32 thread = threadIdx.x - 32 * kWalkers;
-    const auto ask_for_tokens = [&](u32 n) {
+  if (warp >= kConsumers) {
+    const u32 thread = threadIdx.x - 32 * kConsumers;
+    const auto prefetch_tokens = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords, rows = length - n * kChunk;
         const u64 from = u64(n) * kChunk;
@@ -447,7 +447,7 @@ delta_chain_k96v192_f32_bf16_vk_t64s3f4_pdl_78c98edd(
         copy_tokens<kTile / 2>(tiles, v + from * v_token, v_token, rows, thread, of_v);
       }
     };
-    const auto ask_for_image = [&](u32 n) {
+    const auto prefetch_image = [&](u32 n) {
       if (n < chunks) {
         const u32 at = n % kStages * kStageWords + kAtImage + 4 * thread;
         const u8* const image = images + ((first_chunk + n) * heads + head) * kImage + 16 * thread;
@@ -458,19 +458,19 @@ delta_chain_k96v192_f32_bf16_vk_t64s3f4_pdl_78c98edd(
       commit_copies();
     };
 #pragma unroll 1
-    for (u32 n = 0; n < 2; ++n) ask_for_tokens(n);
+    for (u32 n = 0; n < 2; ++n) prefetch_tokens(n);
     wait_for_upstream();
 #pragma unroll 1
     for (u32 n = 0; n < kStages - 1; ++n) {
-      ask_for_image(n);
+      prefetch_image(n);
     }
     allow_dependents();
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
       wait_copies<kStages - 2>();
       meet(1, kThreads);
-      ask_for_tokens(n + kStages - 1);
-      ask_for_image(n + kStages - 1);
+      prefetch_tokens(n + kStages - 1);
+      prefetch_image(n + kStages - 1);
     }
     return;
   }
@@ -538,7 +538,7 @@ delta_chain_k96v192_f32_bf16_vk_t64s3f4_pdl_78c98edd(
     }
   };
 
-  const auto walk = [&](u32 n) {
+  const auto scan_chunk = [&](u32 n) {
     const u32 at = n % kStages * kStageWords, at_factors = at + kAtFactors + 2 * part;
     const float decay = __uint_as_float(u32(tiles[at + kAtFactors + 3 * kChunk]));
     const Place rows = place_in(tiles, at + at_rows);
@@ -646,7 +646,7 @@ delta_chain_k96v192_f32_bf16_vk_t64s3f4_pdl_78c98edd(
 #pragma unroll 1
   for (u32 n = 0; n < chunks; ++n) {
     meet(1, kThreads);
-    walk(n);
+    scan_chunk(n);
   }
   if (chunks) {
     const u32 n = chunks - 1, at = n % kStages * kStageWords;

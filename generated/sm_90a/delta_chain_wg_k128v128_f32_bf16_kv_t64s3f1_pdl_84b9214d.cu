@@ -29,14 +29,14 @@ constexpr int kChunk = 64;    // tokens
 constexpr u32 kStages = 3;    // chunks in shared memory
 
 constexpr int kTiles = kHeadV / kTile;  // blocks per head
-constexpr u32 kWalkers = kTile / 64;    // consumer warpgroups: each holds 64 rows of the state; one more loads, and one stores o
+constexpr u32 kConsumers = kTile / 64;    // consumer warpgroups: each holds 64 rows of the state; one more loads, and one stores o
 constexpr int kThreads = 384;
 constexpr u32 kSteps = kHeadK / 16;     // products per column of S k^T
 constexpr u32 kEarly = kSteps / 4;  // products of S q^T that are computed before X
 
 // Words of shared memory. A block is 64 columns of a chunk's tokens, rows of 128 bytes; a panel 16 columns of T or P, rows of 32.
 constexpr u32 kBlock = kChunk * 32, kPanel = kChunk * 8;
-constexpr u32 kAtQ = kHeadK / 64 * kBlock, kAtV = 2 * kAtQ, kAtT = kAtV + kWalkers * kBlock, kAtP = kAtT + 4 * kPanel, kAtFactors = kAtP + 4 * kPanel;  // after k
+constexpr u32 kAtQ = kHeadK / 64 * kBlock, kAtV = 2 * kAtQ, kAtT = kAtV + kConsumers * kBlock, kAtP = kAtT + 4 * kPanel, kAtFactors = kAtP + 4 * kPanel;  // after k
 constexpr u32 kStageWords = 14592, kAtO = kStages * kStageWords;
 constexpr u32 kImage = 11136, kFactorBytes = 784;  // workspace bytes per chunk and head; bytes of its factors
 
@@ -551,11 +551,11 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
   // Barriers of filled and freed memory: chunks, filled by the producer for the consumers; and o, by each consumer.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
-  SHARED(u64, made, kWalkers);
-  SHARED(u64, written, kWalkers);
+  SHARED(u64, made, kConsumers);
+  SHARED(u64, written, kConsumers);
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 4), barrier_init(empty, i, 4 * kWalkers);
-    for (u32 i = 0; i < kWalkers; ++i) barrier_init(made, i, 4), barrier_init(written, i, 4);
+    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 4), barrier_init(empty, i, 4 * kConsumers);
+    for (u32 i = 0; i < kConsumers; ++i) barrier_init(made, i, 4), barrier_init(written, i, 4);
   }
   // Above the diagonal T and P are zero: no copy goes there.
   for (u32 i = threadIdx.x; i < kStages * 8 * kPanel; i += kThreads)
@@ -589,8 +589,8 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
         barrier_arrive_expecting(full, stage, 4 * kAtQ);
         copy_box(tiles, at + kAtQ, q_tiles, token, 0, group, row, full, stage);
       } else if (warp == 2) {
-        barrier_arrive_expecting(full, stage, 4 * kWalkers * kBlock);
-        copy_box(tiles, at + kAtV, v_tiles, token, tile * kWalkers, head, row, full, stage);
+        barrier_arrive_expecting(full, stage, 4 * kConsumers * kBlock);
+        copy_box(tiles, at + kAtV, v_tiles, token, tile * kConsumers, head, row, full, stage);
       } else {
         const u8* image = images + ((first_chunk + n) * heads + head) * kImage;
         barrier_arrive_expecting(full, stage, 10240 + kFactorBytes);
@@ -613,15 +613,15 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
     out += u64(token) * out_token + piece * 8;
     for (u32 n = 0; n < chunks; ++n) {
 #pragma unroll 1
-      for (u32 walker = 0; walker < kWalkers; ++walker) {
-        barrier_wait(made, walker, n % 2);
+      for (u32 consumer = 0; consumer < kConsumers; ++consumer) {
+        barrier_wait(made, consumer, n % 2);
 #pragma unroll 2
         for (u32 j = 0; j < 16; j += 4) {
           u32 words[4];
-          load_4_shared(tiles, from + walker * kBlock + j * 32 + (turned ^ j % 8) * 4, words);
-          if (n * kChunk + token + j < length) store_4xu32(out + (u64(n) * kChunk + j) * out_token + walker * 64, words);
+          load_4_shared(tiles, from + consumer * kBlock + j * 32 + (turned ^ j % 8) * 4, words);
+          if (n * kChunk + token + j < length) store_4xu32(out + (u64(n) * kChunk + j) * out_token + consumer * 64, words);
         }
-        arrive_together(written, walker, lane);
+        arrive_together(written, consumer, lane);
       }
     }
   } else {
@@ -629,7 +629,7 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
     // 16 rows of the state: S[4 i + 2 side + e] is in row quad + 8 side, column 8 i + 2 part + e. Sums of other products have the same
     // layout, with tokens instead of columns. Words of first operands are pairs of them, in the same order.
     float S[kHeadK / 2] = {};
-    const u32 walker = (warp - 8) / 4, own_warp = warp % 4, row_of_warp = tile * kTile + 16 * (warp - 8);
+    const u32 consumer = (warp - 8) / 4, own_warp = warp % 4, row_of_warp = tile * kTile + 16 * (warp - 8);
     const auto S_at = [&](u32 i, u32 r) -> float& { return S[4 * i + r]; };
     const u32 state_at = 2 * part * kHeadV + row_of_warp + quad;
     {
@@ -654,20 +654,20 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
       }
     };
 
-    // `mark` is the sequence's next listed position; `due` is the number of its tokens up to there, or ~0 if there is none. Positions within
+    // `checkpoint` is the sequence's next listed position; `due` is the number of its tokens up to there, or ~0 if there is none. Positions within
     // a chunk are skipped.
     const i64 start = begin;
-    u32 mark = first_above(checkpoint_positions, checkpoint_positions_position, positions, start, lane);
+    u32 checkpoint = first_above(checkpoint_positions, checkpoint_positions_position, positions, start, lane);
     const auto next_due = [&] {
-      const i64 after = mark < positions ? load(checkpoint_positions + u64(mark) * checkpoint_positions_position) - start : 0;
+      const i64 after = checkpoint < positions ? load(checkpoint_positions + u64(checkpoint) * checkpoint_positions_position) - start : 0;
       return after > 0 && after <= i64(length) ? u32(after) : ~0u;
     };
     u32 due = next_due();
-    const auto keep_marked = [&](u32 n) {  // after chunk n
+    const auto store_checkpoints = [&](u32 n) {  // after chunk n
       const u32 done = min((n + 1) * kChunk, length);
       while (due <= done) {
-        if (due == done) keep(checkpoints + u64(mark) * checkpoints_slot + u64(head) * checkpoints_head + state_at);
-        ++mark;
+        if (due == done) keep(checkpoints + u64(checkpoint) * checkpoints_slot + u64(head) * checkpoints_head + state_at);
+        ++checkpoint;
         due = next_due();
       }
     };
@@ -695,11 +695,11 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
     const auto multiply = [&](float(&sum)[32], u32 step, u32 at) {
       wgmma_64<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), step > 0);
     };
-    const auto ask_for_v = [&](u32 at) {
+    const auto load_v = [&](u32 at) {
 #pragma unroll
       for (u32 c = 0; c < 4; ++c) {
         u32 a[4];
-        load_matrices_transposed(a, tiles, at + kAtV + walker * kBlock + tile_by_columns(16 * c, own_warp, lane));
+        load_matrices_transposed(a, tiles, at + kAtV + consumer * kBlock + tile_by_columns(16 * c, own_warp, lane));
 #pragma unroll
         for (u32 r = 0; r < 4; ++r) x[4 * c + r] = a[r];
       }
@@ -713,7 +713,7 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
 #pragma unroll
       for (u32 step = 0; step < kSteps; ++step) multiply(sum_k, step, 0);
       wgmma_commit();
-      ask_for_v(0);
+      load_v(0);
       wgmma_wait<0>();
       wgmma_landed(sum_k);
     }
@@ -721,7 +721,7 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
 #pragma unroll 1
     for (u32 n = 0; n < chunks; ++n) {
       const u32 next = n + 1 == chunks ? stage : stage + 1 < kStages ? stage + 1 : 0, next_at = next * kStageWords;  // the last chunk waits for itself again
-      if (n) keep_marked(n - 1);
+      if (n) store_checkpoints(n - 1);
       float fresh[32];  // u^T
       const auto make_X = [&](u32 c) {  // of 16 tokens
 #pragma unroll
@@ -803,7 +803,7 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
 #pragma unroll
       for (u32 step = 1; step < kSteps / 2; ++step) multiply(sum_k, step, next_at);
       wgmma_commit();
-      barrier_wait(written, walker, (n + 1) % 2);
+      barrier_wait(written, consumer, (n + 1) % 2);
       wgmma_wait<1>();
       wgmma_landed(sum_q);
       arrive_together(empty, stage, lane);
@@ -818,16 +818,16 @@ delta_chain_wg_k128v128_f32_bf16_kv_t64s3f1_pdl_84b9214d(
 #pragma unroll
         for (u32 r = 0; r < 4; ++r) o[r] = round_pair(X{}, sum_q[8 * c + 2 * r], sum_q[8 * c + 2 * r + 1]);
         const u32 token = 16 * c + lane / 16 * 8 + lane % 8, piece = 2 * own_warp + lane / 8 % 2;
-        store_matrices_transposed(tiles, kAtO + walker * kBlock + token * 32 + (piece ^ token % 8) * 4, o[0], o[1], o[2], o[3]);
+        store_matrices_transposed(tiles, kAtO + consumer * kBlock + token * 32 + (piece ^ token % 8) * 4, o[0], o[1], o[2], o[3]);
       }
       wgmma_commit();
-      ask_for_v(next_at);
-      arrive_together(made, walker, lane);
+      load_v(next_at);
+      arrive_together(made, consumer, lane);
       phase ^= next < stage, stage = next, at = next_at;
       wgmma_wait<0>();
       wgmma_landed(sum_k);
     }
-    if (chunks) keep_marked(chunks - 1);
+    if (chunks) store_checkpoints(chunks - 1);
     keep(final_states + slot * final_states_slot + u64(head) * final_states_head + state_at);
   }
 }

@@ -28,13 +28,13 @@ constexpr int kChunk = 64;    // tokens
 constexpr u32 kStages = 3;    // chunks in shared memory
 
 constexpr int kTilesOfN = kHeadV / kTile, kTiles = kTilesOfN + kHeadK / kTile;  // blocks per head: N's, then M's
-constexpr u32 kWalkers = kTile / 64;    // consumer warpgroups: each holds 64 rows of the state; one more loads
+constexpr u32 kConsumers = kTile / 64;    // consumer warpgroups: each holds 64 rows of the state; one more loads
 constexpr int kThreads = 384;
 constexpr u32 kSteps = kHeadK / 16;     // products per column of S k^T
 
 // Words of shared memory. A block is 64 columns of a chunk's tokens, rows of 128 bytes; a panel 16 columns of T or P, rows of 32.
 constexpr u32 kBlock = kChunk * 32, kPanel = kChunk * 8;
-constexpr u32 kAtV = kHeadK / 64 * kBlock, kAtT = kAtV + kWalkers * kBlock, kAtFactors = kAtT + 4 * kPanel;  // after k
+constexpr u32 kAtV = kHeadK / 64 * kBlock, kAtT = kAtV + kConsumers * kBlock, kAtFactors = kAtT + 4 * kPanel;  // after k
 constexpr u32 kStageWords = 10496;
 constexpr u32 kImage = 11136, kFactorBytes = 784;  // workspace bytes per chunk and head; bytes of its factors
 
@@ -535,14 +535,14 @@ delta_sums_wg_k128v128_f32_bf16_vk_t128s3f1n8_pdl_6f86eceb(
   // one reads. All blocks wait for it in the end, so that it has ended when this kernel ends.
 
   // Blocks have the segments of one candidate after the other, except the first and the last of each.
-  const u32 segment = 1 + number % (kSegments - 1), asked = number / (kSegments - 1);
-  const u32 sequence = sequence_of(asked, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
+  const u32 segment = 1 + number % (kSegments - 1), wanted = number / (kSegments - 1);
+  const u32 sequence = sequence_of(wanted, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
   const i64 begin = load(cu_seqlens + u64(sequence) * cu_seqlens_sequence), end = load(cu_seqlens + u64(sequence + 1) * cu_seqlens_sequence);
   const u32 whole = begin >= 0 && begin < end && end <= i64(tokens) ? u32(end - begin) : 0;
   const u64 origin = whole ? u64(begin) : 0;
   const Cut cut = cut_of(whole);
   const u32 candidate = candidate_of(sequence, origin, tokens, sequences);
-  if (segment + 1 >= cut.segments || candidate != asked) {  // there is no such segment, or it is the last
+  if (segment + 1 >= cut.segments || candidate != wanted) {  // there is no such segment, or it is the last
     wait_for_upstream();
     return;
   }
@@ -558,7 +558,7 @@ delta_sums_wg_k128v128_f32_bf16_vk_t128s3f1n8_pdl_6f86eceb(
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
   if (threadIdx.x == 0)
-    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 3), barrier_init(empty, i, 4 * kWalkers);
+    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 3), barrier_init(empty, i, 4 * kConsumers);
   // Above the diagonal T is zero: no copy goes there.
   for (u32 i = threadIdx.x; i < kStages * 4 * kPanel; i += kThreads)
     if (i % kPanel / 8 < i / kPanel % 4 * 16) tiles[i / (4 * kPanel) * kStageWords + kAtT + i % (4 * kPanel)] = 0;
@@ -578,8 +578,8 @@ delta_sums_wg_k128v128_f32_bf16_vk_t128s3f1n8_pdl_6f86eceb(
         barrier_arrive_expecting(full, stage, 4 * kAtV);
         copy_box(tiles, at, k_tiles, token, 0, group, row, full, stage);
       } else if (warp == 2) {
-        barrier_arrive_expecting(full, stage, 4 * kWalkers * kBlock);
-        copy_box(tiles, at + kAtV, v_tiles, token, tile * kWalkers, head, row, full, stage);
+        barrier_arrive_expecting(full, stage, 4 * kConsumers * kBlock);
+        copy_box(tiles, at + kAtV, v_tiles, token, tile * kConsumers, head, row, full, stage);
       } else {
         const u8* image = images + ((first_chunk + n) * heads + head) * kImage;
         barrier_arrive_expecting(full, stage, 5120 + kFactorBytes);
@@ -595,7 +595,7 @@ delta_sums_wg_k128v128_f32_bf16_vk_t128s3f1n8_pdl_6f86eceb(
     // 16 rows of the state: S[4 i + 2 side + e] is in row quad + 8 side, column 8 i + 2 part + e. Sums of other products have the same
     // layout, with tokens instead of columns. Words of first operands are pairs of them, in the same order.
     float S[kHeadK / 2] = {};
-    const u32 walker = (warp - 4) / 4, own_warp = warp % 4, row_of_warp = tile * kTile + 16 * (warp - 4);
+    const u32 consumer = (warp - 4) / 4, own_warp = warp % 4, row_of_warp = tile * kTile + 16 * (warp - 4);
     const auto S_at = [&](u32 i, u32 r) -> float& { return S[4 * i + r]; };
     if (tile >= kTilesOfN) {  // rows of M start as the identity
       const u32 own = row_of_warp + quad - kHeadV;
@@ -606,7 +606,7 @@ delta_sums_wg_k128v128_f32_bf16_vk_t128s3f1n8_pdl_6f86eceb(
       }
     }
     float* const left = reinterpret_cast<float*>(images + u64(tokens / kChunk + sequences) * heads * kImage) + ((u64(candidate) * kSegments + segment) * heads + head) * kRoom + (row_of_warp + quad) * kHeadK + 2 * part;
-    const auto leave_state = [&](float* to) {
+    const auto store_segment_state = [&](float* to) {
 #pragma unroll
       for (u32 i = 0; i < kHeadK / 8; ++i) {
 #pragma unroll
@@ -641,11 +641,11 @@ delta_sums_wg_k128v128_f32_bf16_vk_t128s3f1n8_pdl_6f86eceb(
     const auto multiply = [&](float(&sum)[32], u32 step, u32 at) {
       wgmma_64<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), step > 0);
     };
-    const auto ask_for_v = [&](u32 at) {
+    const auto load_v = [&](u32 at) {
 #pragma unroll
       for (u32 c = 0; c < 4; ++c) {
         u32 a[4];
-        load_matrices_transposed(a, tiles, at + kAtV + walker * kBlock + tile_by_columns(16 * c, own_warp, lane));
+        load_matrices_transposed(a, tiles, at + kAtV + consumer * kBlock + tile_by_columns(16 * c, own_warp, lane));
 #pragma unroll
         for (u32 r = 0; r < 4; ++r) x[4 * c + r] = a[r];
       }
@@ -659,7 +659,7 @@ delta_sums_wg_k128v128_f32_bf16_vk_t128s3f1n8_pdl_6f86eceb(
 #pragma unroll
       for (u32 step = 0; step < kSteps; ++step) multiply(sum_k, step, 0);
       wgmma_commit();
-      ask_for_v(0);
+      load_v(0);
       wgmma_wait<0>();
       wgmma_landed(sum_k);
     }
@@ -704,12 +704,12 @@ delta_sums_wg_k128v128_f32_bf16_vk_t128s3f1n8_pdl_6f86eceb(
         multiply(sum_k, step, next_at), multiply(sum_k, step + 1, next_at);
       }
       wgmma_commit();
-      ask_for_v(next_at);
+      load_v(next_at);
       phase ^= next < stage, stage = next, at = next_at;
       wgmma_wait<0>();
       wgmma_landed(sum_k);
     }
-    leave_state(left);
+    store_segment_state(left);
     wait_for_upstream();  // for the first segments: the next kernel needs both, and waits only for this one
   }
 }

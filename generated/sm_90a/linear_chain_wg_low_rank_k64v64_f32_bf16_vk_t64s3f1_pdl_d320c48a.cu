@@ -30,7 +30,7 @@ constexpr u32 kRows = 64;     // rows of T, P and W; the last kChunk of them rea
 constexpr u32 kStages = 3;    // chunks in shared memory
 
 constexpr int kTiles = kHeadV / kTile;  // blocks per head
-constexpr u32 kWalkers = kTile / 64;    // consumer warpgroups: each holds 64 rows of the state; one more loads, and one stores o
+constexpr u32 kConsumers = kTile / 64;    // consumer warpgroups: each holds 64 rows of the state; one more loads, and one stores o
 constexpr int kThreads = 384;
 constexpr u32 kSteps = kHeadK / 16;     // products per column of S Q^T
 constexpr u32 kEarly = kSteps / 4;  // products of S Q^T that are computed before X
@@ -39,7 +39,7 @@ constexpr u32 kEarly = kSteps / 4;  // products of S Q^T that are computed befor
 // rows of 32.
 constexpr u32 kBlock = kChunk * 32, kPanel = kChunk * 8;
 constexpr u32 kAtQ = 1024, kAtW = 2048, kAtV = 4096, kAtT = 5120, kAtP = 6144;
-constexpr u32 kStageWords = 7168, kAtO = kStages * kStageWords, kAtDecay = kAtO + kWalkers * kBlock;  // kHeadK floats of each stage
+constexpr u32 kStageWords = 7168, kAtO = kStages * kStageWords, kAtDecay = kAtO + kConsumers * kBlock;  // kHeadK floats of each stage
 constexpr u32 kImage = 23808;  // workspace bytes per chunk and head
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
@@ -564,11 +564,11 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
   // Barriers of filled and freed memory: chunks, filled by the producer for the consumers; and o, by each consumer.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
-  SHARED(u64, made, kWalkers);
-  SHARED(u64, written, kWalkers);
+  SHARED(u64, made, kConsumers);
+  SHARED(u64, written, kConsumers);
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 4 * kWalkers);
-    for (u32 i = 0; i < kWalkers; ++i) barrier_init(made, i, 4), barrier_init(written, i, 4);
+    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 4 * kConsumers);
+    for (u32 i = 0; i < kConsumers; ++i) barrier_init(made, i, 4), barrier_init(written, i, 4);
   }
   // Above the diagonal T and P are zero: no copy goes there.
   for (u32 i = threadIdx.x; i < kStages * 4 * kPanel; i += kThreads)
@@ -602,8 +602,8 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
         copy_bulk(tiles, at + 7040, image + 23040, 512, full, stage);
         copy_bulk(tiles, kAtDecay + stage * kHeadK, image + 23552, 4 * kHeadK, full, stage);
       } else {
-        barrier_arrive_expecting(full, stage, 4 * kWalkers * kBlock);
-        copy_box(tiles, at + kAtV, v_tiles, u32(first) + n * kChunk, tile * kWalkers, head, 0, full, stage);
+        barrier_arrive_expecting(full, stage, 4 * kConsumers * kBlock);
+        copy_box(tiles, at + kAtV, v_tiles, u32(first) + n * kChunk, tile * kConsumers, head, 0, full, stage);
       }
     }
   } else if (warp < 8) {
@@ -614,15 +614,15 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
     out += u64(token) * out_token + piece * 8;
     for (u32 n = 0; n < chunks; ++n) {
 #pragma unroll 1
-      for (u32 walker = 0; walker < kWalkers; ++walker) {
-        barrier_wait(made, walker, n % 2);
+      for (u32 consumer = 0; consumer < kConsumers; ++consumer) {
+        barrier_wait(made, consumer, n % 2);
 #pragma unroll 2
         for (u32 j = 0; j < 8; j += 4) {
           u32 words[4];
-          load_4_shared(tiles, from + walker * kBlock + j * 32 + (turned ^ j % 8) * 4, words);
-          if (n * kChunk + token + j < length) store_4xu32(out + (u64(n) * kChunk + j) * out_token + walker * 64, words);
+          load_4_shared(tiles, from + consumer * kBlock + j * 32 + (turned ^ j % 8) * 4, words);
+          if (n * kChunk + token + j < length) store_4xu32(out + (u64(n) * kChunk + j) * out_token + consumer * 64, words);
         }
-        arrive_together(written, walker, lane);
+        arrive_together(written, consumer, lane);
       }
     }
   } else {
@@ -630,7 +630,7 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
     // 16 rows of the state: S[4 i + 2 side + e] is in row quad + 8 side, column 8 i + 2 part + e. Sums of other products have the same
     // layout, with tokens instead of columns. Words of first operands are pairs of them, in the same order.
     float S[kHeadK / 2] = {};
-    const u32 walker = (warp - 8) / 4, own_warp = warp % 4, row_of_warp = tile * kTile + 16 * (warp - 8);
+    const u32 consumer = (warp - 8) / 4, own_warp = warp % 4, row_of_warp = tile * kTile + 16 * (warp - 8);
     const auto S_at = [&](u32 i, u32 r) -> float& { return S[4 * i + r]; };
     const i64 slot = load(state_indices + u64(sequence) * state_indices_sequence);  // loaded again: ptxas would keep it in local memory
     const u32 state_at = (row_of_warp + quad) * kHeadK + 2 * part;
@@ -676,11 +676,11 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
         for (u32 r = 4 * i; r < 4 * i + 4; ++r) S[r] = S[r] * __uint_as_float(decay[r % 2]);
       }
     };
-    const auto multiply = [&](float(&sum)[kChunk / 2], u32 step, u32 at, bool anew) {
-      wgmma_32<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), !anew);
+    const auto multiply = [&](float(&sum)[kChunk / 2], u32 step, u32 at, bool from_zero) {
+      wgmma_32<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), !from_zero);
     };
-    const auto ask_for_v = [&](u32 at, u32(&x)[kRows / 4]) {
-      const Place own = place_in(tiles, at + kAtV + walker * kBlock + tile_by_columns(0, own_warp, lane));
+    const auto load_v = [&](u32 at, u32(&x)[kRows / 4]) {
+      const Place own = place_in(tiles, at + kAtV + consumer * kBlock + tile_by_columns(0, own_warp, lane));
 #pragma unroll
       for (u32 c = 0; c < kChunk / 16; ++c) {
         u32 a[4];
@@ -689,7 +689,7 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
         for (u32 r = 0; r < 4; ++r) x[4 * c + r] = a[r];
       }
     };
-    const Place own_o = place_in(tiles, kAtO + walker * kBlock + tile_by_columns(0, own_warp, lane));
+    const Place own_o = place_in(tiles, kAtO + consumer * kBlock + tile_by_columns(0, own_warp, lane));
     const auto lay_down = [&](const float(&sum)[kChunk / 2], u32 c) {  // o of 16 tokens
       u32 o[4];
 #pragma unroll
@@ -706,7 +706,7 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
 #pragma unroll
       for (u32 step = 0; step < kSteps; ++step) multiply(sum_e, step, 0, step == 0);
       wgmma_commit();
-      ask_for_v(0, x);
+      load_v(0, x);
       wgmma_wait<0>();
       wgmma_landed(sum_e);
     }
@@ -786,7 +786,7 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
 #pragma unroll
       for (u32 step = 1; step < kSteps / 2; ++step) multiply(sum_e, step, next_at, false);
       wgmma_commit();
-      barrier_wait(written, walker, (n + 1) % 2);
+      barrier_wait(written, consumer, (n + 1) % 2);
       wgmma_wait<1>();
       wgmma_landed(sum_q);
       arrive_together(empty, stage, lane);
@@ -800,8 +800,8 @@ linear_chain_wg_low_rank_k64v64_f32_bf16_vk_t64s3f1_pdl_d320c48a(
         if (c < kChunk / 16) lay_down(sum_q, c);
       }
       wgmma_commit();
-      ask_for_v(next_at, x);
-      arrive_together(made, walker, lane);
+      load_v(next_at, x);
+      arrive_together(made, consumer, lane);
       phase ^= next < stage, stage = next, at = next_at;
       wgmma_wait<0>();
       wgmma_landed(sum_e);

@@ -509,7 +509,7 @@ linear_prepare_delta_k96_f16_log_pdl_f932159a(
   // Past the last token a lane loads the last token's decays, and past the last channel the last piece's, and ignores them, which needs no
   // branch.
   Pack<f32, 8> raw[4];
-  const auto ask = [&](u32 channel, u32 row, u32 slice) {
+  const auto load_raw_decays = [&](u32 channel, u32 row, u32 slice) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) raw[n] = load_elements<f32, 8>(gk + u64(min(first_token + row + n, rows - 1)) * gk_token + min(channel + slice * 8, u32(kHead - 8)), 1);
   };
@@ -522,7 +522,7 @@ linear_prepare_delta_k96_f16_log_pdl_f932159a(
     const u32 channel = slab * kSlab;
     copy_band(tiles, warp * kBand, q, q_token, first_token, rows, channel, lane);
     copy_band(tiles, kAtW + warp * kBand, k, k_token, first_token, rows, channel, lane);
-    ask(channel, first_row, piece);
+    load_raw_decays(channel, first_row, piece);
     allow_dependents();
     wait_all_copies();
     __syncwarp();
@@ -806,7 +806,7 @@ linear_prepare_delta_k96_f16_log_pdl_f932159a(
         multiply(query[n], ahead);
         multiply(key[n], ahead);
       }
-      ask(first + 64, first_row, piece);  // one load more than there are blocks: under a condition, its registers would be live all the time
+      load_raw_decays(first + 64, first_row, piece);  // one load more than there are blocks: under a condition, its registers would be live all the time
       // Stores to the workspace, block by block, with pieces swizzled by row.
       const u32 from = block * 4096 + (16 * warp + first_row) * 64 + (piece ^ first_row % 8) * 8;
 #pragma unroll

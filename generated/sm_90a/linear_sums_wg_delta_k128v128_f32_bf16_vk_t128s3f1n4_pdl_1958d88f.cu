@@ -29,7 +29,7 @@ constexpr u32 kRows = 64;     // rows of T, P and W
 constexpr u32 kStages = 3;    // chunks in shared memory
 
 constexpr int kTilesOfN = kHeadV / kTile, kTiles = kTilesOfN + kHeadK / kTile;  // blocks per head: N's, then M's
-constexpr u32 kWalkers = kTile / 64;    // consumer warpgroups: each holds 64 rows of the state; one more loads
+constexpr u32 kConsumers = kTile / 64;    // consumer warpgroups: each holds 64 rows of the state; one more loads
 constexpr int kThreads = 384;
 constexpr u32 kSteps = kHeadK / 16;     // products per column of S Q^T
 
@@ -607,14 +607,14 @@ linear_sums_wg_delta_k128v128_f32_bf16_vk_t128s3f1n4_pdl_1958d88f(
   // one reads. All blocks wait for it in the end, so that it has ended when this kernel ends.
 
   // Blocks have the segments of one candidate after the other, except the first and the last of each.
-  const u32 segment = 1 + number % (kSegments - 1), asked = number / (kSegments - 1);
-  const u32 sequence = sequence_of(asked, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
+  const u32 segment = 1 + number % (kSegments - 1), wanted = number / (kSegments - 1);
+  const u32 sequence = sequence_of(wanted, cu_seqlens, cu_seqlens_sequence, tokens, sequences, lane);
   const i64 begin = load(cu_seqlens + u64(sequence) * cu_seqlens_sequence), end = load(cu_seqlens + u64(sequence + 1) * cu_seqlens_sequence);
   const u32 whole = begin >= 0 && begin < end && end <= i64(tokens) ? u32(end - begin) : 0;
   const u64 origin = whole ? u64(begin) : 0;
   const Cut cut = cut_of(whole);
   const u32 candidate = candidate_of(sequence, origin, tokens, sequences);
-  if (segment + 1 >= cut.segments || candidate != asked) {  // there is no such segment, or it is the last
+  if (segment + 1 >= cut.segments || candidate != wanted) {  // there is no such segment, or it is the last
     wait_for_upstream();
     return;
   }
@@ -629,7 +629,7 @@ linear_sums_wg_delta_k128v128_f32_bf16_vk_t128s3f1n4_pdl_1958d88f(
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
   if (threadIdx.x == 0)
-    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 4 * kWalkers);
+    for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 4 * kConsumers);
   // Above the diagonal T is zero: no copy goes there.
   // T's zeros in the half that is summed together with the diagonal's rows: 16 rows of the second panel and of the last one.
   for (u32 i = threadIdx.x; i < kStages * 128; i += kThreads) tiles[i / 128 * kStageWords + kAtT + 512 + i % 128] = 0;
@@ -654,8 +654,8 @@ linear_sums_wg_delta_k128v128_f32_bf16_vk_t128s3f1n4_pdl_1958d88f(
         copy_bulk(tiles, at + 13696, image + 53760, 2560, full, stage);
         copy_bulk(tiles, kAtDecay + stage * kHeadK, image + 61440, 4 * kHeadK, full, stage);
       } else {
-        barrier_arrive_expecting(full, stage, 4 * kWalkers * kBlock);
-        copy_box(tiles, at + kAtV, v_tiles, u32(first) + n * kChunk, tile * kWalkers, head, 0, full, stage);
+        barrier_arrive_expecting(full, stage, 4 * kConsumers * kBlock);
+        copy_box(tiles, at + kAtV, v_tiles, u32(first) + n * kChunk, tile * kConsumers, head, 0, full, stage);
       }
     }
   } else {
@@ -663,7 +663,7 @@ linear_sums_wg_delta_k128v128_f32_bf16_vk_t128s3f1n4_pdl_1958d88f(
     // 16 rows of the state: S[4 i + 2 side + e] is in row quad + 8 side, column 8 i + 2 part + e. Sums of other products have the same
     // layout, with tokens instead of columns. Words of first operands are pairs of them, in the same order.
     float S[kHeadK / 2] = {};
-    const u32 walker = (warp - 4) / 4, own_warp = warp % 4, row_of_warp = tile * kTile + 16 * (warp - 4);
+    const u32 consumer = (warp - 4) / 4, own_warp = warp % 4, row_of_warp = tile * kTile + 16 * (warp - 4);
     const auto S_at = [&](u32 i, u32 r) -> float& { return S[4 * i + r]; };
     if (tile >= kTilesOfN) {  // rows of M start as the identity
       const u32 own = row_of_warp + quad - kHeadV;
@@ -674,7 +674,7 @@ linear_sums_wg_delta_k128v128_f32_bf16_vk_t128s3f1n4_pdl_1958d88f(
       }
     }
     float* const left = reinterpret_cast<float*>(images + u64(tokens / kChunk + sequences) * heads * kImage) + ((u64(candidate) * kSegments + segment) * heads + head) * kRoom + (row_of_warp + quad) * kHeadK + 2 * part;
-    const auto leave_state = [&](float* to) {
+    const auto store_segment_state = [&](float* to) {
 #pragma unroll
       for (u32 i = 0; i < kHeadK / 8; ++i) {
 #pragma unroll
@@ -704,11 +704,11 @@ linear_sums_wg_delta_k128v128_f32_bf16_vk_t128s3f1n4_pdl_1958d88f(
         for (u32 r = 4 * i; r < 4 * i + 4; ++r) S[r] = S[r] * __uint_as_float(decay[r % 2]);
       }
     };
-    const auto multiply = [&](float(&sum)[kChunk / 2], u32 step, u32 at, bool anew) {
-      wgmma_64<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), !anew);
+    const auto multiply = [&](float(&sum)[kChunk / 2], u32 step, u32 at, bool from_zero) {
+      wgmma_64<false>(sum, rounded + 4 * step, rows + 4 * at + (step / 4 * (4 * kBlock) + step % 4 * 32), !from_zero);
     };
-    const auto ask_for_v = [&](u32 at, u32(&x)[kRows / 4]) {
-      const Place own = place_in(tiles, at + kAtV + walker * kBlock + tile_by_columns(0, own_warp, lane));
+    const auto load_v = [&](u32 at, u32(&x)[kRows / 4]) {
+      const Place own = place_in(tiles, at + kAtV + consumer * kBlock + tile_by_columns(0, own_warp, lane));
 #pragma unroll
       for (u32 c = 0; c < kChunk / 16; ++c) {
         u32 a[4];
@@ -727,7 +727,7 @@ linear_sums_wg_delta_k128v128_f32_bf16_vk_t128s3f1n4_pdl_1958d88f(
 #pragma unroll
       for (u32 step = 0; step < kSteps; ++step) multiply(sum_e, step, 0, step == 0);
       wgmma_commit();
-      ask_for_v(0, x);
+      load_v(0, x);
       wgmma_wait<0>();
       wgmma_landed(sum_e);
     }
@@ -799,12 +799,12 @@ linear_sums_wg_delta_k128v128_f32_bf16_vk_t128s3f1n4_pdl_1958d88f(
         multiply(sum_e, step, next_at, step == 0), multiply(sum_e, step + 1, next_at, false);
       }
       wgmma_commit();
-      ask_for_v(next_at, x);
+      load_v(next_at, x);
       phase ^= next < stage, stage = next, at = next_at;
       wgmma_wait<0>();
       wgmma_landed(sum_e);
     }
-    leave_state(left);
+    store_segment_state(left);
     wait_for_upstream();  // for the first segments: the next kernel needs both, and waits only for this one
   }
 }

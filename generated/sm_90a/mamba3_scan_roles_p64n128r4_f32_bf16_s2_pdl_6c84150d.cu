@@ -64,6 +64,12 @@ DEVICE u8 load_u8(const void* p) {
   asm volatile("ld.global.u8 %0, [%1];" : "=h"(r) : "l"(p));
   return u8(r);
 }
+// The same address, which the compiler keeps instead of adding up its terms again for every access.
+template <class T>
+DEVICE const T* pinned(const T* p) {
+  asm("" : "+l"(p));
+  return p;
+}
 DEVICE u16 load_u16(const void* p) {
   u16 r;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(r) : "l"(p));
@@ -1065,6 +1071,9 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
     bf16 logits[kSpan][kOwnAngles] = {};
     bf16 raw_dt = {};  // of token `lane` of this warp
     float half_turns[kSpan][kOwnAngles];
+    // wrapped(v), up to 2^23 half turns: a large number rounds v to a multiple of 2, ties to even. Its additions have a shorter latency than
+    // rintf, and the sums depend on each other.
+    const auto wrapped_soon = [](float v) { return v - ((v + 25165824.f) - 25165824.f); };
     const u32 own_first = maker * kSpan;
     const auto left_of = [&](u32 n) {  // this warp's tokens of a chunk
       const u32 here = n * kChunk + own_first;
@@ -1072,13 +1081,13 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
     };
     const auto load_angles = [&](u32 n) {
       const u32 here = n * kChunk + own_first, left = left_of(n);
+      const bf16* const from = pinned(angle + u64(here) * angle_token + u64(lane) * angle_angle);
       if (lane < left) raw_dt = load(dt + u64(here + lane) * dt_token);
 #pragma unroll
       for (int i = 0; i < kSpan; ++i) {
 #pragma unroll
         for (int p = 0; p < kOwnAngles; ++p) {
-          const u32 a = lane + 32 * p;
-          if (i < left) logits[i][p] = load(angle + u64(here + i) * angle_token + a * angle_angle);
+          if (i < left) logits[i][p] = load(from + u64(i) * angle_token + u64(32 * p) * angle_angle);
         }
       }
     };
@@ -1095,7 +1104,7 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < kSpan; ++i) {
-          sum = wrapped(sum + wrapped(tanh_precise(to_float(logits[i][p])) * deltas[i]));
+          sum = wrapped_soon(sum + wrapped_soon(tanh_precise(to_float(logits[i][p])) * deltas[i]));
           half_turns[i][p] = sum;
         }
         totals[n % 2 * (kMakers * kAngles) + maker * kAngles + a] = sum;
@@ -1110,34 +1119,36 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
         float before = 0.f;
 #pragma unroll
         for (int w = 0; w < kMakers - 1; ++w) {
-          const float sum = wrapped(before + __uint_as_float(load_word(sums, w * kAngles)));
-          if (w < maker) before = sum;
+          const float sum = w < maker ? __uint_as_float(load_word(sums, w * kAngles)) : 0.f;
+          before = wrapped_soon(before + sum);
         }
         const float start = starts[n % 2 * kAngles + a];
         float theta[kSpan];
 #pragma unroll
         for (int i = 0; i < kSpan; ++i) {
-          const float sum = wrapped(before + half_turns[i][p]);
+          const float sum = wrapped_soon(before + half_turns[i][p]);
           theta[i] = turned(start, fmaf(sum, 3.14159274f, sum * -8.7422777e-8f));  // pi in two parts
           store_word(to, i * kTurnWords, __float_as_uint(sin_approx(theta[i])));
           store_word(to, i * kTurnWords + kAtCosine - kAtSine, __float_as_uint(cos_approx(theta[i])));
         }
-        if (last < kSpan) {
-#pragma unroll
-          for (int i = 0; i < kSpan; ++i) {
-            if (i == last) starts[(n + 1) % 2 * kAngles + a] = theta[i];
-          }
-        }
+        if (last < kSpan) starts[(n + 1) % 2 * kAngles + a] = theta[kSpan - 1];  // tokens past the end change no sum
       }
     };
 
     u32 raw[2][kSlots][4] = {};  // of C and of B: in slot i of row 8 maker + i kAtOnce + which
+    // The row of slot 0. Other slots are whole tokens or ranks away.
+    const u32 slot_row = kOwnRows * maker + which;
+    const X* const slot_C = C + u64(slot_row / kRank) * C_token + slot_row % kRank * C_rank + column_of(place, 0, 0);
+    const X* const slot_B = B + u64(slot_row / kRank) * B_token + slot_row % kRank * B_rank + column_of(place, 0, 0);
     const auto load_rows = [&](u32 n) {
+      const u32 here = n * kChunk + slot_row / kRank, left = here < length ? length - here : 0;
+      const X* const chunk_C = pinned(slot_C + u64(n * kChunk) * C_token);
+      const X* const chunk_B = pinned(slot_B + u64(n * kChunk) * B_token);
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
-        const u32 row = kOwnRows * maker + i * kAtOnce + which, token = n * kChunk + row / kRank;
-        if (token >= length) continue;
-        const X* const from[2] = {C + u64(token) * C_token + row % kRank * C_rank + column_of(place, 0, 0), B + u64(token) * B_token + row % kRank * B_rank + column_of(place, 0, 0)};
+        const u32 t = i * kAtOnce / kRank;
+        if (t >= left) continue;
+        const X* const from[2] = {chunk_C + u64(t) * C_token + u64(i * kAtOnce % kRank) * C_rank, chunk_B + u64(t) * B_token + u64(i * kAtOnce % kRank) * B_rank};
         constexpr int kPart = 8 / 4;  // words at once
 #pragma unroll
         for (int is_k = 0; is_k < 2; ++is_k) {
@@ -1157,6 +1168,8 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
       const bool turns = 4 * place < kAngles;
       const Place sines = place_in(tiles, kAtSine + (turns ? first_row / kRank * kTurnWords + 4 * place : kChunk * kTurnWords));
       const int step = turns ? kTurnWords : 0;
+      u32 sine[kSlots][4], cosine[kSlots][4];  // of rows of C, and then of B
+      const bool has_last = (count - 1) * kRank / kOwnRows <= maker && maker <= (count * kRank - 1) / kOwnRows;  // rows of the last token
 #pragma unroll
       for (int is_k = 0; is_k < 2; ++is_k) {
         float squared[kSlots][1];
@@ -1172,7 +1185,7 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
         load_weights(norms, is_k * kState, place, norm);
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
-          const u32 row = first_row + i * kAtOnce, t = first_row / kRank + i * kAtOnce / kRank;
+          const u32 row = first_row + i * kAtOnce;
           float v[8];
           widen_units(raw[is_k][i], v);
           const float scale = __shfl_sync(0xffffffffu, scale_of, which * kRowLanes + i);
@@ -1182,13 +1195,19 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
           for (int e = 0; e < 8; ++e) {
             v[e] = fmaf(v[e] * scale, __uint_as_float(norm[e]), __uint_as_float(bias[e]));
           }
-          u32 sine[4], cosine[4];
-          load_quad(sines + i * kAtOnce / kRank * step, 0, sine), load_quad(sines + i * kAtOnce / kRank * step, kAtCosine - kAtSine, cosine);
+          if (!is_k) {
+            if (i && i * kAtOnce / kRank == (i - 1) * kAtOnce / kRank) {  // another rank of the same token
+#pragma unroll
+              for (int a = 0; a < 4; ++a) sine[i][a] = sine[i - 1][a], cosine[i][a] = cosine[i - 1][a];
+            } else {
+              load_quad(sines + i * kAtOnce / kRank * step, 0, sine[i]), load_quad(sines + i * kAtOnce / kRank * step, kAtCosine - kAtSine, cosine[i]);
+            }
+          }
 #pragma unroll
           for (int a = 0; a < 4; ++a) {
             float& left = v[a / 2 * 4 + first_of(a % 2)];
             float& right = v[a / 2 * 4 + second_of(a % 2)];
-            const float one = left, other = right, sin = __uint_as_float(sine[a]), cos = __uint_as_float(cosine[a]);
+            const float one = left, other = right, sin = __uint_as_float(sine[i][a]), cos = __uint_as_float(cosine[i][a]);
             left = fmaf(one, cos, -(other * sin));
             right = fmaf(one, sin, other * cos);
           }
@@ -1196,10 +1215,22 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2_pdl_6c84150d(
 #pragma unroll
           for (int w = 0; w < 4; ++w) made[word_of(w / 2, w % 2)] = round_pair(X{}, v[2 * w], v[2 * w + 1]);
           store_row(to, is_k * kAtB + i * kAtOnce * kRowWords, made);
-          if (is_k && t + 1 == count) {
+        }
+        if (is_k && has_last) {
+#pragma unroll
+          for (int i = 0; i < kSlots; ++i) {
+            const u32 row = first_row + i * kAtOnce, t = first_row / kRank + i * kAtOnce / kRank;
+            if (t + 1 != count) continue;
+            u32 made[4];
+            // This lane's own row, which is rounded to the type of the states' k.
+            u32 left[2], right[2];
+            load_pair(to, kAtB + i * kAtOnce * kRowWords, left), load_pair(to, kAtB + i * kAtOnce * kRowWords + kState / 4, right);
+            made[0] = left[0], made[1] = left[1], made[2] = right[0], made[3] = right[1];
+            float v[8];
+            widen_units(made, v);
 #pragma unroll
             for (int e = 0; e < 8; ++e)
-              last_k[(n + 1) % kKept * (kRank * kState) + row % kRank * kState + column_of(place, e / 4, e % 4)] = kept_as<bf16>(v[e]);
+              last_k[(n + 1) % kKept * (kRank * kState) + row % kRank * kState + column_of(place, e / 4, e % 4)] = v[e];
           }
         }
       }

@@ -584,16 +584,16 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_45117303(
   // above 1.
   SHARED(float, row_factors, kStages * kChunk);            // 2^(s_i - s_b)
   SHARED(Pair, column_factors, kStages * 4 * kChunk / 2);  // 2^(s_b - s_j) d_j of two tokens, for each block b; zero from its first token on
-  // Barriers of filled and freed memory. `full`, `empty`: chunks, filled by the producer for all others. `prepared`, `walked`: M and
-  // weighted x, for the consumers; y is complete at `walked` too. `written`: y has been stored.
+  // Barriers of filled and freed memory. `full`, `empty`: chunks, filled by the producer for all others. `prepared`, `consumed`: M and
+  // weighted x, for the consumers; y is complete at `consumed` too. `written`: y has been stored.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
   SHARED(u64, prepared, 2);
-  SHARED(u64, walked, 2);
+  SHARED(u64, consumed, 2);
   SHARED(u64, written, 2);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 8);
-    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 4);
+    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(consumed, i, 4), barrier_init(written, i, 4);
   }
   __syncthreads();
   const auto wait_full = [&](u32 i) { barrier_wait(full, i % kStages, i / kStages % 2); };
@@ -624,7 +624,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_45117303(
       const float bias = to_float(load(dt_bias + u64(head) * dt_bias_head));
       bf16 raw_dt[2];
       int id[2] = {}, id_ahead = 0;  // of a lane's two tokens, and of the token before the chunk
-      const auto ask_for_steps = [&](u32 n) {
+      const auto load_steps = [&](u32 n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const u32 token = n * kChunk + 2 * lane + e;
@@ -633,7 +633,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_45117303(
         }
         if (n) id_ahead = load(seq_idx + u64(n * kChunk - 1) * seq_idx_token);
       };
-      if (warp - 1 < steps_end) ask_for_steps(chunk_of(warp - 1));
+      if (warp - 1 < steps_end) load_steps(chunk_of(warp - 1));
       for (u32 i = warp - 1; i < steps_end; i += 2) {
         const u32 n = chunk_of(i);
         float d[2];
@@ -656,7 +656,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_45117303(
         }
         const u32 earlier = __shfl_up_sync(0xffffffffu, from[1], 1);
         if (lane) from[0] = max(from[0], earlier);
-        if (i + 2 < steps_end) ask_for_steps(chunk_of(i + 2));
+        if (i + 2 < steps_end) load_steps(chunk_of(i + 2));
         const bool apart = from[1] == 2 * lane + 2;  // the state restarts at the second token
         const float own[2] = {d[0] * rate, apart ? d[1] * rate : fmaf(d[1], rate, d[0] * rate)};
         float up_to = own[1];
@@ -751,7 +751,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_45117303(
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_landed(product);
-      barrier_wait(walked, buffer, (uses + 1) % 2);  // the consumers are done with M and weighted x of this warpgroup's previous chunk, and its y is complete
+      barrier_wait(consumed, buffer, (uses + 1) % 2);  // the consumers are done with M and weighted x of this warpgroup's previous chunk, and its y is complete
       switch (row_block) {  // one instance for each: the work below the diagonal is known at compile time
         case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, since, row_factors, column_factors, stage, skip, lane); break;
         case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, since, row_factors, column_factors, stage, skip, lane); break;
@@ -770,7 +770,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_45117303(
       ++made;
     }
     if (made > 0) {
-      barrier_wait(walked, buffer, (uses - 1) % 2);
+      barrier_wait(consumed, buffer, (uses - 1) % 2);
       write(first_step + 2 * (made - 1));
     }
   } else {
@@ -843,7 +843,7 @@ scan_wg_p64n128_f32_bf16_k1s4_pdl_45117303(
       wgmma_wait<0>();
       wgmma_landed(S);
       arrive_together(empty, stage, lane);
-      arrive_together(walked, i % 2, lane);
+      arrive_together(consumed, i % 2, lane);
       round_state();
       decay(next > i ? by : 1.f);
     }

@@ -651,16 +651,16 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
   SHARED(Pair, column_factors, kStages * 4 * kChunk / 2);  // 2^(s_b - s_j) d_j of two tokens, for each block b; zero from its first token on
   ALIGNED_SHARED(u32, part_decay, 4);  // the decay over this part, a float four times
   SHARED(u32, exchange_of, kParts);  // where each block keeps the exchanged sums: in the stage of its last step before the exchange
-  // Barriers of filled and freed memory. `full`, `empty`: chunks, filled by the producer for all others. `prepared`, `walked`: M and
-  // weighted x, for the consumers; y is complete at `walked` too. `written`: y has been stored.
+  // Barriers of filled and freed memory. `full`, `empty`: chunks, filled by the producer for all others. `prepared`, `consumed`: M and
+  // weighted x, for the consumers; y is complete at `consumed` too. `written`: y has been stored.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
   SHARED(u64, prepared, 2);
-  SHARED(u64, walked, 2);
+  SHARED(u64, consumed, 2);
   SHARED(u64, written, 2);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 8);
-    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 4);
+    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(consumed, i, 4), barrier_init(written, i, 4);
     for (u32 r = 0; r < kParts; ++r) exchange_of[r] = ((r == 0 ? lead : r < behind ? share : 0) + kStages - 1) % kStages * kStageWords;
   }
   __syncthreads();
@@ -712,10 +712,10 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
       const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
       const float bias = to_float(load(dt_bias + u64(head) * dt_bias_head));
       // Loads run two chunks in advance: a chunk before the block's part takes less time than a load of dt.
-      struct Asked {
+      struct RawSteps {
         bf16 raw_dt[2];
-      } asked[2] = {};
-      const auto ask_for_steps = [&](u32 n, Asked& mine) {
+      } raw_steps[2] = {};
+      const auto load_steps = [&](u32 n, RawSteps& mine) {
         auto& raw_dt = mine.raw_dt;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -723,10 +723,10 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
           if (token < length) raw_dt[e] = load(dt + u64(token) * dt_token);
         }
       };
-      if (warp - 1 < steps_end) ask_for_steps(chunk_of(warp - 1), asked[0]);
-      if (warp + 1 < steps_end) ask_for_steps(chunk_of(warp + 1), asked[1]);
+      if (warp - 1 < steps_end) load_steps(chunk_of(warp - 1), raw_steps[0]);
+      if (warp + 1 < steps_end) load_steps(chunk_of(warp + 1), raw_steps[1]);
       bool met = false;
-      const auto make_steps = [&](u32 i, Asked& own_steps) {
+      const auto make_steps = [&](u32 i, RawSteps& own_steps) {
         const auto& raw_dt = own_steps.raw_dt;
         const u32 n = chunk_of(i);
         float d[2];
@@ -736,7 +736,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
           v = softplus(v);
           d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // no decay and no addition past the last token
         }
-        if (i + 4 < steps_end) ask_for_steps(chunk_of(i + 4), own_steps);
+        if (i + 4 < steps_end) load_steps(chunk_of(i + 4), own_steps);
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
         float up_to = own[1];
 #pragma unroll
@@ -769,8 +769,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
         arrive_together(full, i % kStages, lane);
       };
       for (u32 i = warp - 1; i < steps_end; i += 4) {
-        make_steps(i, asked[0]);
-        if (i + 2 < steps_end) make_steps(i + 2, asked[1]);
+        make_steps(i, raw_steps[0]);
+        if (i + 2 < steps_end) make_steps(i + 2, raw_steps[1]);
       }
       if (!met) meet_parts();
     } else {
@@ -824,7 +824,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
       if (i >= summed + 2 && !met) meet_parts(), met = true;  // before chunks that are not loaded until parts are joined
       wait_full(i);
       if (i < summed && rank) {  // its sum only
-        barrier_wait(walked, buffer, (uses + 1) % 2);
+        barrier_wait(consumed, buffer, (uses + 1) % 2);
         weigh(i);
         fence_for_async();
         arrive_together(prepared, buffer, lane);
@@ -843,7 +843,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_landed(product);
-      barrier_wait(walked, buffer, (uses + 1) % 2);  // the consumers are done with M and weighted x of this warpgroup's previous chunk, and its y is complete
+      barrier_wait(consumed, buffer, (uses + 1) % 2);  // the consumers are done with M and weighted x of this warpgroup's previous chunk, and its y is complete
       switch (row_block) {  // one instance for each: the work below the diagonal is known at compile time
         case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
         case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
@@ -863,7 +863,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
     }
     if (!met) meet_parts();
     if (made > 0) {
-      barrier_wait(walked, buffer, (uses - 1) % 2);
+      barrier_wait(consumed, buffer, (uses - 1) % 2);
       write(first_step + 2 * (uses - 1));
     }
   } else {
@@ -924,7 +924,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
       };
       const auto done_with = [&](u32 i) {
         if (i + 1 < summed) arrive_together(empty, i % kStages, lane);
-        arrive_together(walked, i % 2, lane);
+        arrive_together(consumed, i % 2, lane);
       };
       float before = 1.f;  // decay of the previous chunk
       u32 i = 0;
@@ -1035,20 +1035,20 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
         for (u32 k = 0; k < kState / 4; ++k) rounded[k] = round_pair(X{}, S[2 * k], S[2 * k + 1]);
       };
 
-      // `mark` is the sequence's next listed position; `due` is the number of its tokens up to there, or ~0 if there is none.
+      // `checkpoint` is the sequence's next listed position; `due` is the number of its tokens up to there, or ~0 if there is none.
       const i64 start = begin;
-      u32 mark = first_above(checkpoint_positions, checkpoint_positions_position, positions, start + i64(chunk_of(own_begin)) * kChunk, lane);
+      u32 checkpoint = first_above(checkpoint_positions, checkpoint_positions_position, positions, start + i64(chunk_of(own_begin)) * kChunk, lane);
       const auto next_due = [&] {
-        const i64 after = mark < positions ? load(checkpoint_positions + u64(mark) * checkpoint_positions_position) - start : 0;
+        const i64 after = checkpoint < positions ? load(checkpoint_positions + u64(checkpoint) * checkpoint_positions_position) - start : 0;
         return after > 0 && after <= i64(length) ? u32(after) : ~0u;
       };
       u32 due = next_due();
       // The state of a sequence that ends at the position. The sums treat later tokens of the chunk as past the end; products start from S,
       // which stays unchanged.
-      const auto keep_marked = [&](u32 marked) {
-        const u32 n = chunk_of(marked);
+      const auto store_checkpoints = [&](u32 index) {
+        const u32 n = chunk_of(index);
         while (due - n * kChunk - 1 < kChunk) {
-          const u32 count = due - n * kChunk, at_first = marked % kStages * kChunk;
+          const u32 count = due - n * kChunk, at_first = index % kStages * kChunk;
           const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;  // loaded again: registers are scarce
           float d[2];
 #pragma unroll
@@ -1065,7 +1065,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
           const float last = __shfl_sync(0xffffffffu, s[1], 31);
           const float weight[2] = {exp2_approx(last - s[0]) * d[0], exp2_approx(last - s[1]) * d[1]};
           const float kept = exp2_approx(last);
-          const u32 at = marked % kStages * kStageWords;
+          const u32 at = index % kStages * kStageWords;
           const Matrix columns_of_B = matrix_by_columns(tiles, at + kAtB, 4 * kBlock);
           u32 added[kChunk / 4];
 #pragma unroll
@@ -1089,7 +1089,7 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
           wgmma_commit();
           wgmma_wait<0>();
           wgmma_landed(sum);
-          State* const to = checkpoints + u64(mark) * checkpoints_slot + u64(head) * checkpoints_head + state_at;
+          State* const to = checkpoints + u64(checkpoint) * checkpoints_slot + u64(head) * checkpoints_head + state_at;
 #pragma unroll
           for (u32 i = 0; i < kState / 8; ++i) {
 #pragma unroll
@@ -1100,13 +1100,13 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
               store_vector(to + side * 8 * kState + i * 8, stored);
             }
           }
-          ++mark;
+          ++checkpoint;
           due = next_due();
         }
       };
       if (own_begin < own_end) {
         wait_full(own_begin);
-        keep_marked(own_begin);
+        store_checkpoints(own_begin);
         round_state();
         decay(decay_of(own_begin));
       }
@@ -1148,8 +1148,8 @@ scan_wg_p64n128_f32_bf16_k6s4_pdl_bd929492(
         wgmma_wait<0>();
         wgmma_landed(S);
         if (i + 1 != summed) arrive_together(empty, stage, lane);
-        arrive_together(walked, i % 2, lane);
-        keep_marked(next);
+        arrive_together(consumed, i % 2, lane);
+        store_checkpoints(next);
         round_state();
         decay(next > i ? by : 1.f);
       }

@@ -596,8 +596,8 @@ scan_wg_p64n256_f32_f16_k1s2_pdl_087ac308(
   // above 1.
   SHARED(float, row_factors, kStages * kChunk);            // 2^(s_i - s_b)
   SHARED(Pair, column_factors, kStages * 4 * kChunk / 2);  // 2^(s_b - s_j) d_j of two tokens, for each block b; zero from its first token on
-  // Barriers of filled and freed memory. `full`, `empty`: chunks, filled by the producer for all others. `prepared`, `walked`: M and
-  // weighted x, for the consumers; y is complete at `walked` too. `written`: y has been stored.
+  // Barriers of filled and freed memory. `full`, `empty`: chunks, filled by the producer for all others. `prepared`, `consumed`: M and
+  // weighted x, for the consumers; y is complete at `consumed` too. `written`: y has been stored.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
   SHARED(u64, empty_C, kStages);  // C's part of a stage, which is free first
@@ -648,14 +648,14 @@ scan_wg_p64n256_f32_f16_k1s2_pdl_087ac308(
       // its own stages.
       const float rate = to_float(load(A + u64(head) * A_head)) * kLog2E;
       f32 raw_dt[2];
-      const auto ask_for_steps = [&](u32 n) {
+      const auto load_steps = [&](u32 n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const u32 token = n * kChunk + 2 * lane + e;
           if (token < length) raw_dt[e] = load(dt + u64(token) * dt_token);
         }
       };
-      if (warp - 1 < steps_end) ask_for_steps(chunk_of(warp - 1));
+      if (warp - 1 < steps_end) load_steps(chunk_of(warp - 1));
       for (u32 i = warp - 1; i < steps_end; i += 2) {
         const u32 n = chunk_of(i);
         float d[2];
@@ -664,7 +664,7 @@ scan_wg_p64n256_f32_f16_k1s2_pdl_087ac308(
           float v = to_float(raw_dt[e]);
           d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // no decay and no addition past the last token
         }
-        if (i + 2 < steps_end) ask_for_steps(chunk_of(i + 2));
+        if (i + 2 < steps_end) load_steps(chunk_of(i + 2));
         const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
         float up_to = own[1];
 #pragma unroll

@@ -618,12 +618,12 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
   // above 1.
   SHARED(float, row_factors, kStages * kChunk);            // 2^(s_i - s_b)
   SHARED(Pair, column_factors, kStages * 4 * kChunk / 2);  // 2^(s_b - s_j) d_j of two tokens, for each block b; zero from its first token on
-  // Barriers of filled and freed memory. `full`, `empty`: chunks, filled by the producer for all others. `prepared`, `walked`: M and
-  // weighted x, for the consumers; y is complete at `walked` too. `written`: y has been stored.
+  // Barriers of filled and freed memory. `full`, `empty`: chunks, filled by the producer for all others. `prepared`, `consumed`: M and
+  // weighted x, for the consumers; y is complete at `consumed` too. `written`: y has been stored.
   SHARED(u64, full, kStages);
   SHARED(u64, empty, kStages);
   SHARED(u64, prepared, 2);
-  SHARED(u64, walked, 2);
+  SHARED(u64, consumed, 2);
   SHARED(u64, written, 2);
   // Items are listed by a warp that is otherwise idle, and taken by all others. A role may go on to the next item before the other roles.
   SHARED(Item, list, kListed);
@@ -631,7 +631,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
   SHARED(u64, taken, kListed);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kStages; ++i) barrier_init(full, i, 2), barrier_init(empty, i, 8);
-    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(walked, i, 4), barrier_init(written, i, 4);
+    for (u32 i = 0; i < 2; ++i) barrier_init(prepared, i, 4), barrier_init(consumed, i, 4), barrier_init(written, i, 4);
     for (u32 i = 0; i < kListed; ++i) barrier_init(listed, i, 1), barrier_init(taken, i, kThreads / 32 - 1);
   }
   __syncthreads();
@@ -697,7 +697,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         // A warp's work for a chunk is one dependent chain, for which all other warps would wait. Two warps take alternate chunks, each with
         // its own stages.
         bf16 raw_dt[2];
-        const auto ask_for_steps = [&](u32 n) {
+        const auto load_steps = [&](u32 n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const u32 token = n * kChunk + 2 * lane + e;
@@ -705,7 +705,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
           }
         };
         const u32 first_step = done + (done + warp + 1) % 2;
-        if (first_step < steps_end) ask_for_steps(chunk_of(first_step));
+        if (first_step < steps_end) load_steps(chunk_of(first_step));
         for (u32 i = first_step; i < steps_end; i += 2) {
           const u32 n = chunk_of(i);
           float d[2];
@@ -715,7 +715,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
             v = softplus(v);
             d[e] = n * kChunk + 2 * lane + e < length ? v : 0.f;  // no decay and no addition past the last token
           }
-          if (i + 2 < steps_end) ask_for_steps(chunk_of(i + 2));
+          if (i + 2 < steps_end) load_steps(chunk_of(i + 2));
           const float own[2] = {d[0] * rate, fmaf(d[1], rate, d[0] * rate)};
           float up_to = own[1];
 #pragma unroll
@@ -873,7 +873,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_landed(product);
-        barrier_wait(walked, buffer, (uses + 1) % 2);  // the consumers are done with M and weighted x of this warpgroup's previous chunk, and its y is complete
+        barrier_wait(consumed, buffer, (uses + 1) % 2);  // the consumers are done with M and weighted x of this warpgroup's previous chunk, and its y is complete
         switch (row_block) {  // one instance for each: the work below the diagonal is known at compile time
           case 0: make_rows_of_M<0>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
           case 1: make_rows_of_M<1>(product, tiles, kAtMix + buffer * kBlock, steps, row_factors, column_factors, stage, skip, lane); break;
@@ -897,7 +897,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
       done = steps_end;
     }
     if (made > 0) {
-      barrier_wait(walked, buffer, (uses - 1) % 2);
+      barrier_wait(consumed, buffer, (uses - 1) % 2);
       write();
     }
   } else {
@@ -993,7 +993,7 @@ scan_wg_p80n128_bf16_bf16_stays4_pdl_9845752a(
         wgmma_wait<0>();
         wgmma_landed(S);
         arrive_together(empty, stage, lane);
-        arrive_together(walked, i % 2, lane);
+        arrive_together(consumed, i % 2, lane);
         round_state();
         decay(next > i ? by : 1.f);
       }

@@ -33,8 +33,8 @@ constexpr int kAll = kLanes * kQuads;  // quads of states; those beyond kState a
 constexpr int kRows = kChannels, kInner = kTile, kRowWords = 24;
 constexpr int kKeys = 4 * kAll, kKeyInner = kTile, kKeyWords = 20;
 constexpr int kAtDelta = kRows * kRowWords, kAtZ = 2 * kAtDelta, kStageWords = 3 * kAtDelta, kAtKeys = 2 * kStageWords;
-// A warp's own channels in a stage: rows, runs of 4 neighbours per row, and runs that neighbouring lanes take.
-constexpr int kOwnRows = kOfWarp, kRuns = kTile / 4, kBeside = kRuns < 4 ? kRuns : 4;
+// A warp's own channels in a stage: rows, runs of 4 neighbours per row, and runs that neighbouring lanes take at once.
+constexpr int kOwnRows = kOfWarp, kRuns = kTile / 4, kLaneRuns = kRuns < 4 ? kRuns : 4;
 // Pitches of d, d u from token to token, and of lanes' sums from 4 tokens to the next 4.
 // Eight channels and four runs cover all banks.
 constexpr int kPitch = 33, kSumPitch = 516;
@@ -43,7 +43,7 @@ constexpr u32 kPolynomial = 32768;
 // Most parts of a sequence, and fewest tokens of a part; the multiple of tokens at which it may be cut, and the shortest length that is
 // cut.
 constexpr u32 kParts = 8, kPartTokens = 256, kCut = 128, kCutFrom = 1024;
-constexpr int kLeft = 4 * kQuads + 1;  // values that a thread passes on from a part: its states, and the sum of d
+constexpr int kPassed = 4 * kQuads + 1;  // values that a thread passes on from a part: its states, and the sum of d
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -329,19 +329,19 @@ DEVICE float exp2_polynomial(float d, float a) {
 // Whole: all of them exist. A thread copies the same piece of every kStep-th row.
 template <int Rows, int Inner, int Pitch, int Copy, bool Whole, class Array>
 DEVICE void copy_tile(Array& tiles, int at, const X* operand, u32 stride, u32 rows, u32 inner) {
-  constexpr int kAtOnce = Copy / int(sizeof(X)), kPieces = (Inner + kAtOnce - 1) / kAtOnce;
+  constexpr int kPieceElements = Copy / int(sizeof(X)), kPieces = (Inner + kPieceElements - 1) / kPieceElements;
   static_assert(kThreads % kPieces == 0 || kPieces % kThreads == 0, "pieces are a power of two, and threads have it as a factor");
 #pragma unroll
   for (int across = 0; across < kPieces; across += kThreads) {
     constexpr int kStep = kPieces < kThreads ? kThreads / kPieces : 1;  // rows
     const u32 thread = threadIdx.x, first = thread / kPieces, piece = across + thread % kPieces;
-    const X* source = operand + (u64(first) * stride + piece * kAtOnce);
-    const u32 bytes = Whole || piece * kAtOnce < inner ? (Whole ? Copy : min(inner - piece * kAtOnce, u32(kAtOnce)) * u32(sizeof(X))) : 0;
+    const X* source = operand + (u64(first) * stride + piece * kPieceElements);
+    const u32 bytes = Whole || piece * kPieceElements < inner ? (Whole ? Copy : min(inner - piece * kPieceElements, u32(kPieceElements)) * u32(sizeof(X))) : 0;
     const int to = at + int(first * Pitch + piece * (Copy / 4));
 #pragma unroll
     for (int i = 0; i < Rows; i += kStep) {
-      const bool there = Whole || first + i < rows;
-      if (Rows % kStep == 0 || first + i < Rows) copy_async<Copy>(tiles, to + i * Pitch, there && bytes ? source : operand, there ? bytes : 0);
+      const bool exists = Whole || first + i < rows;
+      if (Rows % kStep == 0 || first + i < Rows) copy_async<Copy>(tiles, to + i * Pitch, exists && bytes ? source : operand, exists ? bytes : 0);
       source += u64(kStep) * stride;
     }
   }
@@ -390,7 +390,7 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
   SHARED(float, biases, kChannels);
   SHARED(float, skips, kChannels);
   // Tiles are copied in order; the operands' pointers point at the next tile.
-  const auto ask_for = [&](u32 n) {  // a tile's u, delta and z
+  const auto start_copies = [&](u32 n) {  // a tile's u, delta and z
     if (n >= tiles) return;
     const int at = int(n % 2 * kStageWords);
     const u32 rows = min(length - n * kTile, u32(kTile));
@@ -407,7 +407,7 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
     delta += kTile;
     z += kTile;
   };
-  const auto ask_for_keys = [&](u32 n) {  // a tile's B and C
+  const auto start_key_copies = [&](u32 n) {  // a tile's B and C
     if (n >= tiles) return;
     const int at = kAtKeys + int(n % 2 * (2 * kKeys * kKeyWords));
     const u32 rows = min(length - n * kTile, u32(kTile));
@@ -421,40 +421,40 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
     B += kTile;
     C += kTile;
   };
-  const auto ask_for_first = [&] {
-    ask_for_keys(0);
+  const auto start_first_copies = [&] {
+    start_key_copies(0);
     commit_copies();
-    ask_for(0), ask_for_keys(1);
+    start_copies(0), start_key_copies(1);
     commit_copies();
   };
-  ask_for_first();
+  start_first_copies();
   allow_dependents();
 
   for (u32 i = threadIdx.x; i < kChannels; i += kThreads) biases[i] = i < width ? to_float(load(delta_bias + u64(base + i) * delta_bias_channel)) : 0.f;
   for (u32 i = threadIdx.x; i < kChannels; i += kThreads) skips[i] = i < width ? to_float(load(D + u64(base + i) * D_channel)) : 0.f;
-  const bool there = u32(own) < width;
+  const bool has_channel = u32(own) < width;
   float a[4 * kQuads], h[4 * kQuads];  // A log2(e), and the states
-  float most[4 * kQuads];  // largest d for the polynomial
+  float largest_d[4 * kQuads];  // largest d for the polynomial
 #pragma unroll
   for (int i = 0; i < 4 * kQuads; ++i) {
     const int n = part * (4 * kQuads) + i;
-    a[i] = there && n < kState ? kLog2E * load(A + u64(base + own) * A_channel + n * A_n) : 0.f;
-    most[i] = 126.f * rcp_approx(fabsf(a[i]));
+    a[i] = has_channel && n < kState ? kLog2E * load(A + u64(base + own) * A_channel + n * A_n) : 0.f;
+    largest_d[i] = 126.f * rcp_approx(fabsf(a[i]));
     h[i] = 0.f;
   }
   cluster_arrive();
   float total = 0.f;  // sum of d over a part
 
   // The lanes of a warp share its channels in runs of 4 neighbours. A lane has the same runs of every tile.
-  constexpr int kBands = kRuns / kBeside, kStep = 32 / kBeside;  // bands of a row, each taken by lanes at once; rows taken at once
+  constexpr int kBands = kRuns / kLaneRuns, kStep = 32 / kLaneRuns;  // bands of a row, each taken by lanes at once; rows taken at once
   constexpr int kItems = kOwnRows * kRuns / 32;
   static_assert(kItems * 32 == kOwnRows * kRuns, "of each lane");
-  const int beside = lane % kBeside, start = lane / kBeside;
+  const int lane_run = lane % kLaneRuns, start = lane / kLaneRuns;
   const auto row_of = [&](int i) {
     return warp * kOfWarp + (kStep < kOwnRows ? start + i % (kOwnRows / kStep) * kStep : start % kOwnRows);
   };
   const auto run_of = [&](int i) {
-    return beside + kBeside * (kBands == 1 ? 0 : kStep < kOwnRows ? i / (kOwnRows / kStep) : start / kOwnRows + i * (kStep / kOwnRows));
+    return lane_run + kLaneRuns * (kBands == 1 ? 0 : kStep < kOwnRows ? i / (kOwnRows / kStep) : start / kOwnRows + i * (kStep / kOwnRows));
   };
   const auto step_at = [&](int i, int j) { return (4 * run_of(i) + j) * kPitch + row_of(i); };
   const auto sum_at = [&](int i, int j) { return run_of(i) * kSumPitch + row_of(i) * (4 * kLanes) + j; };
@@ -477,9 +477,9 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
 #pragma unroll
       for (int l = 0; l < kLanes; ++l) y[l] = sums[sum_at(i, j) + 4 * l];
 #pragma unroll
-      for (int apart = 1; apart < kLanes; apart *= 2) {
+      for (int distance = 1; distance < kLanes; distance *= 2) {
 #pragma unroll
-        for (int l = 0; l < kLanes; l += 2 * apart) y[l] += y[l + apart];
+        for (int l = 0; l < kLanes; l += 2 * distance) y[l] += y[l + distance];
       }
       values[j] = y[0];
     }
@@ -492,7 +492,7 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
 #pragma unroll
     for (int j = 0; j < 4; ++j) values[j] *= silu(z4[j]);
   };
-  const auto finish = [&](u32 n) {
+  const auto store_outputs = [&](u32 n) {
     const int from = int(n % 2 * kStageWords);
     const int rows = int(min(length - n * kTile, u32(kTile)));
     X* const to = out + u64(0) * out_channel + n * kTile;
@@ -585,7 +585,7 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
   };
 
   // A lane scans a tile in groups of 4 tokens; tokens after the last one have d = 0.
-  const auto walk = [&](u32 n) {
+  const auto scan_tile = [&](u32 n) {
     const int rows = int(min(length - n * kTile, u32(kTile))), stage = int(n % 2 * (2 * kTile * kAll));
 #pragma unroll 2
     for (int t = 0; t < rows; t += 4) {
@@ -601,15 +601,15 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const int s = 4 * q + j;
-            const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, most[s]), a[s]) : exp2_approx(step.low * a[s]);
+            const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, largest_d[s]), a[s]) : exp2_approx(step.low * a[s]);
             h[s] = fmaf(decay, h[s], step.high * b.f[j]);
             of_quads[q] = j == 0 ? c.f[0] * h[s] : fmaf(c.f[j], h[s], of_quads[q]);
           }
         }
 #pragma unroll
-        for (int apart = 1; apart < kQuads; apart *= 2) {
+        for (int distance = 1; distance < kQuads; distance *= 2) {
 #pragma unroll
-          for (int q = 0; q < kQuads; q += 2 * apart) of_quads[q] += of_quads[q + apart];
+          for (int q = 0; q < kQuads; q += 2 * distance) of_quads[q] += of_quads[q + distance];
         }
         y[i] = of_quads[0];
       }
@@ -620,7 +620,7 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
   };
 
   // The same for the states alone.
-  const auto add = [&](u32 n) {
+  const auto add_tile = [&](u32 n) {
     const int rows = int(min(length - n * kTile, u32(kTile))), stage = int(n % 2 * (2 * kTile * kAll));
 #pragma unroll 2
     for (int t = 0; t < rows; t += 4) {
@@ -635,7 +635,7 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const int s = 4 * q + j;
-            const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, most[s]), a[s]) : exp2_approx(step.low * a[s]);
+            const float decay = kPolynomial >> (4 * i + j) & 1 ? exp2_polynomial(fminf(step.low, largest_d[s]), a[s]) : exp2_approx(step.low * a[s]);
             h[s] = fmaf(decay, h[s], step.high * b.f[j]);
           }
         }
@@ -655,24 +655,24 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
       for (u32 n = 0; n < tiles; ++n) {
         wait_copies<0>();
         __syncthreads();  // all threads see tile n, and the unconverted keys of tile n + 1; the memory of tile n - 1 is free
-        ask_for(n + 1), ask_for_keys(n + 2);
+        start_copies(n + 1), start_key_copies(n + 2);
         commit_copies();
         if (n + 1 < tiles) widen(n + 1);
         prepare(n);
         __syncwarp();  // a warp uses only its own channels
         if (!known) {
-          add(n);
+          add_tile(n);
           continue;
         }
-        walk(n);
+        scan_tile(n);
         __syncwarp();
-        finish(n);
+        store_outputs(n);
       }
     }
     if (parts == 1 || (known && rank > 0)) break;
     cluster_wait();  // all blocks have begun
     for (u32 to = rank + 1; to < parts; ++to) {
-      const u32 at = rank * (kThreads * kLeft) + threadIdx.x;
+      const u32 at = rank * (kThreads * kPassed) + threadIdx.x;
 #pragma unroll
       for (int i = 0; i < 4 * kQuads; ++i) store_to_peer(sums, at + i * kThreads, to, h[i]);
       store_to_peer(sums, at + 4 * kQuads * kThreads, to, total);
@@ -686,18 +686,18 @@ selective_scan_n16_first_f32_bf16_l4w4t32p1b3k8_pdl_98d9b78c(
       z -= u64(tiles) * kTile;
       B -= u64(tiles) * kTile;
       C -= u64(tiles) * kTile;
-      ask_for_first();
+      start_first_copies();
     }
 #pragma unroll
     for (int i = 0; i < 4 * kQuads; ++i) h[i] = sums[i * kThreads + threadIdx.x];
     for (u32 from = 1; from < rank; ++from) {
-      const u32 at = from * (kThreads * kLeft) + threadIdx.x;
+      const u32 at = from * (kThreads * kPassed) + threadIdx.x;
       const float d = sums[at + 4 * kQuads * kThreads];
 #pragma unroll
       for (int i = 0; i < 4 * kQuads; ++i) h[i] = fmaf(exp2_approx(d * a[i]), h[i], sums[at + i * kThreads]);
     }
   }
-  if (rank + 1 == parts && there) {
+  if (rank + 1 == parts && has_channel) {
     State* const to = final_states + slot * final_states_slot + u64(base + own) * final_states_channel + part * (4 * kQuads);
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {

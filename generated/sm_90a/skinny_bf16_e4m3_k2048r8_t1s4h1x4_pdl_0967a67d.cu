@@ -467,9 +467,9 @@ skinny_bf16_e4m3_k2048r8_t1s4h1x4_pdl_0967a67d(
 #pragma unroll
         for (u32 c = 0; c < kWarps; ++c) chain[c] = __uint_as_float(stages[kAtSums + (t * kWarps + c) * kSumWords + i % 16 * kSumPitch + column]);
 #pragma unroll
-        for (u32 apart = 1; apart < kWarps; apart *= 2) {
+        for (u32 distance = 1; distance < kWarps; distance *= 2) {
 #pragma unroll
-          for (u32 c = 0; c < kWarps; c += 2 * apart) chain[c] = chain[c] + chain[c + apart];
+          for (u32 c = 0; c < kWarps; c += 2 * distance) chain[c] = chain[c] + chain[c + distance];
         }
         const u32 row = 16 * tile + i % 16;
         if (row < n) store(out + u64(column) * out_row + row, chain[0] * to_float(load(scale + row)));

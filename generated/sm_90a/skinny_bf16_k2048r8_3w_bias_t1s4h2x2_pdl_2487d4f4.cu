@@ -298,10 +298,10 @@ skinny_bf16_k2048r8_3w_bias_t1s4h2x2_pdl_2487d4f4(
           __syncwarp();
           if (lane < 16) {  // rows that a weight lacks in its last tile: its last row, once more
             const X* from = weight;
-            u32 row = 16 * tile + lane, last = n - 1, apart = weight_n;
-            if (tile >= first_1) from = weight_1, row = 16 * (tile - first_1) + lane, last = n_1 - 1, apart = weight_1_n;
-            if (tile >= first_2) from = weight_2, row = 16 * (tile - first_2) + lane, last = n_2 - 1, apart = weight_2_n;
-            copy_bulk(stages, stage * kStageWords + lane * kRowWords, from + u64(min(row, last)) * apart + piece * kPiece, bytes, full, stage);
+            u32 row = 16 * tile + lane, last = n - 1, pitch = weight_n;
+            if (tile >= first_1) from = weight_1, row = 16 * (tile - first_1) + lane, last = n_1 - 1, pitch = weight_1_n;
+            if (tile >= first_2) from = weight_2, row = 16 * (tile - first_2) + lane, last = n_2 - 1, pitch = weight_2_n;
+            copy_bulk(stages, stage * kStageWords + lane * kRowWords, from + u64(min(row, last)) * pitch + piece * kPiece, bytes, full, stage);
           }
           if (++stage == kStages) {
             stage = 0;
@@ -439,22 +439,22 @@ skinny_bf16_k2048r8_3w_bias_t1s4h2x2_pdl_2487d4f4(
 #pragma unroll
         for (u32 c = 0; c < kWarps; ++c) chain[c] = __uint_as_float(stages[kAtSums + (t * kWarps + c) * kSumWords + i % 16 * kSumPitch + column]);
 #pragma unroll
-        for (u32 apart = 1; apart < kWarps; apart *= 2) {
+        for (u32 distance = 1; distance < kWarps; distance *= 2) {
 #pragma unroll
-          for (u32 c = 0; c < kWarps; c += 2 * apart) chain[c] = chain[c] + chain[c + apart];
+          for (u32 c = 0; c < kWarps; c += 2 * distance) chain[c] = chain[c] + chain[c + distance];
         }
         Out* to = out;
-        const bf16* add = bias;
-        u32 row = 16 * tile + i % 16, all = n, apart = out_row;
+        const bf16* own_bias = bias;
+        u32 row = 16 * tile + i % 16, outputs = n, pitch = out_row;
         if (tile >= first_1) {
-          to = out_1, row = 16 * (tile - first_1) + i % 16, all = n_1, apart = out_1_row;
-          add = bias_1;
+          to = out_1, row = 16 * (tile - first_1) + i % 16, outputs = n_1, pitch = out_1_row;
+          own_bias = bias_1;
         }
         if (tile >= first_2) {
-          to = out_2, row = 16 * (tile - first_2) + i % 16, all = n_2, apart = out_2_row;
-          add = bias_2;
+          to = out_2, row = 16 * (tile - first_2) + i % 16, outputs = n_2, pitch = out_2_row;
+          own_bias = bias_2;
         }
-        if (row < all) store(to + u64(column) * apart + row, chain[0] + to_float(load(add + row)));
+        if (row < outputs) store(to + u64(column) * pitch + row, chain[0] + to_float(load(own_bias + row)));
       }
     }
   }

@@ -393,8 +393,8 @@ skinny_bf16_k4096r8_2w_silu_norm_t1s4h4x2_pdl_3e379f17(
           __syncwarp();
           if (lane < 16) {
             const X* const from = lane < 8 ? weight : weight_1;
-            const u64 row = 8 * tile + lane % 8, apart = lane < 8 ? weight_n : weight_1_n;
-            copy_bulk(stages, stage * kStageWords + lane * kRowWords, from + row * apart + piece * kPiece, bytes, full, stage);
+            const u64 row = 8 * tile + lane % 8, pitch = lane < 8 ? weight_n : weight_1_n;
+            copy_bulk(stages, stage * kStageWords + lane * kRowWords, from + row * pitch + piece * kPiece, bytes, full, stage);
           }
           if (++stage == kStages) {
             stage = 0;
@@ -541,17 +541,17 @@ skinny_bf16_k4096r8_2w_silu_norm_t1s4h4x2_pdl_3e379f17(
 #pragma unroll
         for (u32 c = 0; c < kWarps; ++c) gates[c] = __uint_as_float(stages[kAtSums + (t * kWarps + c) * kSumWords + i % 8 * kSumPitch + column]);
 #pragma unroll
-        for (u32 apart = 1; apart < kWarps; apart *= 2) {
+        for (u32 distance = 1; distance < kWarps; distance *= 2) {
 #pragma unroll
-          for (u32 c = 0; c < kWarps; c += 2 * apart) gates[c] = gates[c] + gates[c + apart];
+          for (u32 c = 0; c < kWarps; c += 2 * distance) gates[c] = gates[c] + gates[c + distance];
         }
         float ups[kWarps];
 #pragma unroll
         for (u32 c = 0; c < kWarps; ++c) ups[c] = __uint_as_float(stages[kAtSums + (t * kWarps + c) * kSumWords + (8 + i % 8) * kSumPitch + column]);
 #pragma unroll
-        for (u32 apart = 1; apart < kWarps; apart *= 2) {
+        for (u32 distance = 1; distance < kWarps; distance *= 2) {
 #pragma unroll
-          for (u32 c = 0; c < kWarps; c += 2 * apart) ups[c] = ups[c] + ups[c + apart];
+          for (u32 c = 0; c < kWarps; c += 2 * distance) ups[c] = ups[c] + ups[c + distance];
         }
 
         const u32 row = 8 * tile + i % 8;

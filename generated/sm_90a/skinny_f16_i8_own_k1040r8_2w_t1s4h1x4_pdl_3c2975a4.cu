@@ -322,9 +322,9 @@ skinny_f16_i8_own_k1040r8_2w_t1s4h1x4_pdl_3c2975a4(
           __syncwarp();
           if (lane < 16) {  // rows that a weight lacks in its last tile: its last row, once more
             const Weight* from = weight;
-            u32 row = 16 * tile + lane, last = n - 1, apart = weight_n;
-            if (tile >= first_1) from = weight_1, row = 16 * (tile - first_1) + lane, last = n_1 - 1, apart = weight_1_n;
-            copy_bulk(stages, stage * kStageWords + lane * kRowWords, from + u64(min(row, last)) * apart + piece * kPiece, bytes, full, stage);
+            u32 row = 16 * tile + lane, last = n - 1, pitch = weight_n;
+            if (tile >= first_1) from = weight_1, row = 16 * (tile - first_1) + lane, last = n_1 - 1, pitch = weight_1_n;
+            copy_bulk(stages, stage * kStageWords + lane * kRowWords, from + u64(min(row, last)) * pitch + piece * kPiece, bytes, full, stage);
           }
           if (++stage == kStages) {
             stage = 0;
@@ -470,18 +470,18 @@ skinny_f16_i8_own_k1040r8_2w_t1s4h1x4_pdl_3c2975a4(
 #pragma unroll
         for (u32 c = 0; c < kWarps; ++c) chain[c] = __uint_as_float(stages[kAtSums + (t * kWarps + c) * kSumWords + i % 16 * kSumPitch + column]);
 #pragma unroll
-        for (u32 apart = 1; apart < kWarps; apart *= 2) {
+        for (u32 distance = 1; distance < kWarps; distance *= 2) {
 #pragma unroll
-          for (u32 c = 0; c < kWarps; c += 2 * apart) chain[c] = chain[c] + chain[c + apart];
+          for (u32 c = 0; c < kWarps; c += 2 * distance) chain[c] = chain[c] + chain[c + distance];
         }
         Out* to = out;
-        const f16* times = scale;
-        u32 row = 16 * tile + i % 16, all = n, apart = out_row;
+        const f16* own_scale = scale;
+        u32 row = 16 * tile + i % 16, outputs = n, pitch = out_row;
         if (tile >= first_1) {
-          to = out_1, row = 16 * (tile - first_1) + i % 16, all = n_1, apart = out_1_row;
-          times = scale_1;
+          to = out_1, row = 16 * (tile - first_1) + i % 16, outputs = n_1, pitch = out_1_row;
+          own_scale = scale_1;
         }
-        if (row < all) store(to + u64(column) * apart + row, chain[0] * to_float(load(times + row)));
+        if (row < outputs) store(to + u64(column) * pitch + row, chain[0] * to_float(load(own_scale + row)));
       }
     }
   }

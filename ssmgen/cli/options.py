@@ -117,7 +117,7 @@ model_options = [
     click.option(
         "--ring",
         type=_names(Ring),
-        help="Ring of draft tokens: store keeps their inputs, commit replays them; not for Mamba. Default: none.",
+        help="Ring of draft tokens: store keeps inputs, ready computes gates first, commit replays them; not for Mamba. Default: none.",
     ),
     click.option("--layers", is_flag=True, help="Commit several layers at once; not for Mamba."),
     click.option(

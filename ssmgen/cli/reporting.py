@@ -14,6 +14,7 @@ import click
 
 from ..select.catalog import OPERATOR_OF
 from ..select.models import Client, asks
+from ..spec.family import public_names
 from ..spec.kernel import Arch, KernelSpec, Problem
 from ..variants.build import Built
 from .options import EXIT_FAILURE
@@ -31,14 +32,16 @@ def by_operator(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
 
 
 def describe(work: Work, found: Mapping[tuple[KernelSpec, Arch], bool], callers: Sequence[Client | None]) -> str:
-    """A line for each operator with its variants, their purpose and the number found; then the kernels that a first request compiles."""
-    roles = {name: ask.role.value for name, ask in asks().items() if ask.role}
+    """A line for each operator with its variants, their purpose and the number found; then the kernels that are not built."""
+    public = public_names()  # variants are listed by family, purposes by operator
+    roles = {public[name][0].name if name in public else name: ask.role.value for name, ask in asks().items() if ask.role}
     lines = []
     for operator in dict.fromkeys(work.values()):
         pairs = [pair for pair, whose in work.items() if whose == operator]
         there = sum(found[pair] for pair in pairs)
-        lines.append(f"{len(pairs):5} {operator or 'named by --spec'}: {roles.get(operator, 'itself')}" + f" ({there} found)" * bool(there))
-    lines += [f"left to the first request, of {caller.value}: {caller.left}" for caller in callers if caller]
+        purpose = f": {roles[operator]}" if operator in roles else ""
+        lines.append(f"{len(pairs):5} {operator or 'named by --spec'}{purpose}" + f" ({there} found)" * bool(there))
+    lines += [f"not built, compiled at the first request ({caller.value}): {caller.left}" for caller in callers if caller]
     return "\n".join(lines)
 
 

@@ -188,6 +188,10 @@ inline T emulated_load(const void* p) {
 }
 
 inline unsigned char load_u8(const void* p) { return emulated_load<unsigned char>(p); }
+template <class T>
+inline const T* pinned(const T* p) {
+  return p;
+}
 inline unsigned short load_u16(const void* p) { return emulated_load<unsigned short>(p); }
 inline unsigned load_u32(const void* p) { return emulated_load<unsigned>(p); }
 inline unsigned long long load_u64(const void* p) { return emulated_load<unsigned long long>(p); }

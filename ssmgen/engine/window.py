@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ..spec.kernel import Loads
+from ..spec.kernel import Loads, must
 
 MAX_WIDTH = 8  # taps
 MAX_REACH = 17  # inputs that a window spans, of taps that are apart
+GATES = ("input_gate", "output_gate")
 
 
 def reach_of(width: int, dilation: int) -> int:
@@ -35,6 +36,38 @@ class Saved(Enum):
     NO = "no"
     RUNS = "runs"
     ANY = "any"
+
+
+class Convolution:
+    """Part of the problem of a convolution, over prompts or in decoding: taps that may be apart, and gates."""
+
+    __slots__ = ()
+    width: int
+    taps: Loads
+    input_gate: bool
+    output_gate: bool
+    dilation: int
+
+    @property
+    def reach(self) -> int:
+        """Inputs that a window spans."""
+        return reach_of(self.width, self.dilation)
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The gates that are given."""
+        return tuple([name for name in GATES if getattr(self, name)])
+
+    @property
+    def loose_taps(self) -> bool:
+        return self.taps is Loads.ELEMENT
+
+    def reach_faults(self) -> list[str]:
+        """Constraints on the window that no variant can meet."""
+        return must(
+            self.dilation >= 1 and self.reach <= MAX_REACH,
+            f"dilation is {self.dilation} with width {self.width}; expected 1 or more, and a window of at most {MAX_REACH} inputs",
+        )
 
 
 class Windowed:

@@ -48,7 +48,7 @@ class Client(Enum):
 
     @property
     def left(self) -> str:
-        """The kernels that `build` leaves to the first request, in words."""
+        """The kernels that `build` leaves out, so that a first request compiles them, in words."""
         return _LEFT[self]
 
 
@@ -105,14 +105,14 @@ OPTIONS = SEVERAL | {"pools", "layout", "ring", "layers"}
 class Role(Enum):
     """An operator's part in a model. A model's problems are listed in this order."""
 
-    STATE = "the decode step of its recurrence"
-    PROMPTS = "the short convolution of prompts"
-    SCAN = "its recurrence over prompts"
-    CONVOLUTION = "the decode step of its short convolution"
-    REPLAY = "steps of its recurrence that are replayed"
-    NORM = "the gated norm behind its recurrence"
-    LAYER = "the decode step of a whole layer, between its projections"
-    PRODUCT = "the projections of its recurrent layers, for few rows"
+    STATE = "the recurrence's decode step"
+    PROMPTS = "the short convolution over prompts"
+    SCAN = "the recurrence over prompts"
+    CONVOLUTION = "the short convolution's decode step"
+    REPLAY = "the recurrence's decode step with replay of draft tokens"
+    NORM = "the gated norm after the recurrence"
+    LAYER = "a whole layer's decode step, between its projections"
+    PRODUCT = "the recurrent layers' projections, for few rows"
 
 
 class Ask:
@@ -233,7 +233,7 @@ class Model:
     @property
     def function(self) -> str:
         """The public function that decodes it."""
-        raise NotImplementedError
+        return self.operator
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -281,7 +281,7 @@ class Model:
         **call: Any,
     ) -> list[Problem]:
         """The problems of decoding the model; empty if needed slot indices are missing. call: further keywords of `problem`."""
-        by_slot = call.get("ring") is Ring.STORE
+        by_slot = call.get("ring") in (Ring.STORE, Ring.READY)
         kinds = [(i, pool) for i in indices for pool in pools if i is not Index.NONE or not (by_slot or pool is PoolMode.SPLIT)]
         return [self.problem(state, index, pool, **call) for state in states or (self.state,) for index, pool in kinds]
 

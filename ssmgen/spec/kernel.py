@@ -55,10 +55,14 @@ class Layout(Enum):
 
 
 class Ring(Enum):
-    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: absent, written, or replayed by a commit."""
+    """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: absent, written, or replayed by a commit.
+
+    READY: written, with log decays and step sizes in f32 for raw gates and logits.
+    """
 
     NONE = "none"
     STORE = "store"
+    READY = "ready"
     COMMIT = "commit"
 
 

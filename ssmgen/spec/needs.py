@@ -37,6 +37,7 @@ class Needs:
     box_prefetches: bool = False  # prefetches of boxes into L2
     uneven: bool = False  # copies of boxes from tensors whose rows are not a multiple of 64 columns
     warpgroups: tuple[int, ...] = ()  # columns of the warpgroups' products, of `mma`'s type; sm_90a
+    pinned: bool = False  # addresses in global memory that several loads share
     peers: bool = False  # loads and stores of four words of another block of the cluster; warpgroups have them
     registers: bool = False  # warpgroups change their threads' registers, also without products; sm_90a and sm_100a
     own_thread: bool = False  # the thread's index, read again where it is used

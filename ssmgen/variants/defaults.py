@@ -47,15 +47,15 @@ class Default:
 class FixedSpec:
     """A variant that the registry chooses for no call. Its `pdl` is switched off on architectures without it.
 
-    since: the first architecture for which it is listed. only: if there are some, the others are left out.
+    since, until: the first and the last architecture for which it is listed; without `until`, all later ones.
     """
 
     spec: KernelSpec
     since: Arch = FIRST
-    only: tuple[Arch, ...] = ()
+    until: Arch | None = None
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
-        if arch < self.since or (self.only and arch not in self.only):
+        if arch < self.since or (self.until and arch > self.until):
             return []
         spec: Any = self.spec  # `pdl` is a field of every spec, but not of a base class
         chosen: KernelSpec = spec if arch >= SM90 else replace(spec, pdl=Pdl.OFF)

@@ -30,7 +30,7 @@ def uses() -> list[Callable[[], object]]:
     init = Path(find_spec("ssmgen").origin)
     folders = ("", "cache", "calls", "compat", "engine", "tuned", "families", "families/*")
     files = [path for folder in folders for path in init.parent.glob(f"{folder}/*.py".lstrip("/"))]
-    files = [path for path in files if path.stem not in ("bench", "bench_recurrences", "trial")]  # commands', by one thread
+    files = [path for path in files if path.stem not in ("bench", "trial")]  # commands', by one thread
     modules = [".".join(path.relative_to(init.parents[1]).with_suffix("").parts).removesuffix(".__init__") for path in files]
     transformers = ("__main__", "hf", "hf_functions", "hf_layers", "replacing")  # modules that run the command or import transformers
     return [

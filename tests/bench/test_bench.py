@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import BF16, F16, F32, SILENT, broken, on_the_cpu, options_of, recorded, small_case, usage_error
+from bench_cases import BF16, F16, F32, SILENT, broken, on_the_cpu, recorded, small_case
 
 import ssmgen
 from ssmgen.bench import bench_of, case, report, rows, table, timing
 from ssmgen.bench.progress import Watch
 from ssmgen.bench.suite import Suite
 from ssmgen.errors import SsmgenError
-from ssmgen.families.linear_attention import TIMED, bench, bench_peers
+from ssmgen.families.linear_attention import TIMED, bench
 from ssmgen.spec.kernel import DType, PoolMode
 
 HEADS, DIM, BATCH = 4, 8, 5
@@ -151,7 +151,7 @@ def wide(op: str = "gated_delta_rule", state: DType = DType.BF16, **how) -> case
 @pytest.mark.parametrize("how", CASES.values(), ids=CASES)
 def test_flashinfer_gets_the_same_call(called, how):
     case = wide(**how)
-    bench_peers.flashinfer(case)(0)
+    bench.flashinfer(case)(0)
     ((name, given),) = called.items()
     ours = case.arguments(0)
     assert name.endswith("gated_delta_rule" if case.at.tokens == 1 else "gated_delta_rule_mtp")
@@ -163,14 +163,14 @@ def test_flashinfer_gets_the_same_call(called, how):
 
 
 def test_flashinfer_is_asked_only_for_what_it_has(called):
-    assert bench_peers.flashinfer(case_of(dtype=BF16)) is None, "not of 128 x 128"
-    assert bench_peers.flashinfer(wide(state=DType.F32)) is None and bench_peers.flashinfer(wide("kda")) is None
+    assert bench.flashinfer(case_of(dtype=BF16)) is None, "not of 128 x 128"
+    assert bench.flashinfer(wide(state=DType.F32)) is None and bench.flashinfer(wide("kda")) is None
 
 
 @pytest.mark.parametrize("op", bench.OPS)
 def test_fla_gets_contiguous_f32_states(called, op):
     case = case_of(op, BF16, key_heads=HEADS, batch=2)
-    call = bench_peers.fla(case)
+    call = bench.fla(case)
     call(case.sets - 1)
     (given,) = called.values()
     assert given["initial_state"].shape == (2, HEADS, DIM, DIM) and given["initial_state"].dtype == F32
@@ -181,7 +181,7 @@ def test_fla_gets_contiguous_f32_states(called, op):
 
 
 def test_fla_without_groups_is_left_out(called):
-    assert bench_peers.fla(case_of("gla")) is None and bench_peers.fla(case_of("kda")) is not None
+    assert bench.fla(case_of("gla")) is None and bench.fla(case_of("kda")) is not None
 
 
 def test_a_missing_peer_is_silent_and_a_broken_one_is_named(tmp_path, monkeypatch):
@@ -212,43 +212,8 @@ def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
 # Options.
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["selective_state_update", "--tokens", "2", "--model", "mamba-130m"], "; expected Mamba-2 models for several tokens"),
-        (["selective_state_update", "--intermediates"], "--intermediates is given for one token; expected --tokens of 2 or more"),
-        (["selective_state_update", "--pool-mode", "split", "--no-intermediates"], "No such option"),
-        (["kda", "--model", "mamba-130m"], "No such option"),
-        (["rwkv7", "--key-heads", "4"], "--key-heads does not apply to rwkv7"),
-        (["gla", "--heads", "6", "--key-heads", "4"], "--heads is 6; expected a multiple of 4 key heads"),
-        (["gated_delta_rule", "--intermediates"], "--intermediates is given for one token; expected --tokens of 2 or more"),
-        (["gla", "--ring"], "--ring does not apply to gla, which has no ring"),
-        (
-            ["gated_delta_rule", "--intermediates", "--tokens", "2", "--pool-mode", "split"],
-            "--intermediates is given with --pool-mode split",
-        ),
-        (["gated_delta_rule", "--state", "f8"], "'f8' is not one of"),
-        (["dplr_delta_rule"], "No such command"),
-    ],
-)
-def test_options_that_do_not_apply_are_usage_errors(args, message):
-    assert message in usage_error(*args[:1], args[1:])
-
-
 def test_every_operator_can_be_asked_for():
     assert set(TIMED) == set(bench.OPS) and all(hasattr(ssmgen, op) for op in bench.OPS)
-
-
-@pytest.mark.parametrize(
-    ("op", "own", "wanted"),
-    [
-        ("gated_delta_rule", ["--pool-mode", "single", "--pool-mode", "split"], {"pools": tuple(PoolMode)}),
-        ("selective_state_update", ["--model", "mamba2-130m"], {"names": ("mamba2-130m",)}),
-    ],
-)
-def test_options_reach_the_benchmark(op, own, wanted):
-    seen = options_of(op, "--batch", "2", "--batch", "4", "--state", "f32", "--tokens", "4", *own)
-    assert seen.items() >= ({"batches": (2, 4), "states": (DType.F32,), "tokens": (4,)} | wanted).items()
 
 
 # Reports.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import BF16, F32, broken, on_the_cpu, options_of, small_case, usage_error
+from bench_cases import BF16, F32, broken, on_the_cpu, small_case
 
 import ssmgen
 from ssmgen.bench import bench_of, case, engine, report
@@ -114,27 +114,7 @@ def test_the_peer_gets_the_same(flashinfer, form):
         assert engine.peers_of(one, BENCH.peers) == {}
 
 
-# Options and reports.
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--shape", "1,2,3"], "is wrong; expected two positive numbers such as"),
-        (["--shape", "0,2"], "is wrong; expected two positive numbers such as"),
-        (["--form", "even"], "'even' is not one of"),
-        (["--d-v", "2048"], "2048 is not in the range"),
-        (["--batch", "2"], "No such option"),
-    ],
-)
-def test_options_that_do_not_apply_are_usage_errors(args, message):
-    assert message in usage_error("combine_splits", args)
-
-
-def test_options_reach_the_benchmark():
-    args = ["--shape", "1,2", "--d-v", "64", "--form", "pair", "--dtype", "f16", "--hot"]
-    assert options_of("combine_splits", *args) == {
-        "shapes": ((1, 2),), "widths": (64,), "forms": (Form.PAIR,), "dtypes": (DType.F16,), "hot": True}  # fmt: skip
+# Reports.
 
 
 def test_run(flashinfer, monkeypatch):

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from bench_cases import BF16, F16, F32, SILENT, broken, on_the_cpu, options_of, recorded, small_case, usage_error
+from bench_cases import BF16, F16, F32, SILENT, broken, on_the_cpu, recorded, small_case
 from click.testing import CliRunner
 
 import ssmgen
@@ -151,33 +151,6 @@ def test_what_the_peer_returns_is_kept_for_a_turn():
 
 
 # Options.
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["causal_conv1d", "--shape", "1,2"], "is wrong; expected three positive numbers such as"),
-        (["causal_conv1d", "--shape", "1,0,2"], "is wrong; expected three positive numbers such as"),
-        (["causal_conv1d", "--shape", "1,x,2"], "is wrong; expected three positive numbers such as"),
-        (["causal_conv1d", "--form", "even"], "'even' is not one of"),
-        (["causal_conv1d", "--width", "9"], "9 is not in the range"),
-        (["causal_conv1d", "--batch", "2"], "No such option"),
-        (["causal_conv1d_update", "--layout", "channel_last"], "No such option"),
-        (["causal_conv1d_update", "--state-layout", "any"], "'any' is not one of"),
-    ],
-)
-def test_options_that_do_not_apply_are_usage_errors(args, message):
-    assert message in usage_error(*args[:1], args[1:])
-
-
-def test_options_reach_the_benchmark():
-    args = ["--shape", "1,2,3", "--shape", "4,5,6", "--layout", "channel_last", "--form", "odd", "--dtype", "f32"]
-    wanted = {"shapes": ((1, 2, 3), (4, 5, 6)), "layouts": (LAST,), "forms": (Form.ODD,), "width": 4, "dtype": DType.F32}
-    assert options_of("causal_conv1d", *args) == wanted
-    args = ["--batch", "2", "--tokens", "4", "--state-layout", "channels", "--dim", "64", "--width", "3"]
-    wanted = {"batches": (2,), "tokens": (4,), "layouts": (Innermost.CHANNELS,), "dim": 64, "width": 3, "dtype": DType.BF16, "tree": False}
-    assert options_of("causal_conv1d_update", *args) == wanted
-    assert options_of("causal_conv1d_update")["dim"] == 12288
 
 
 def test_the_command_names_every_form_and_layout():

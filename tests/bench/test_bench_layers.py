@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import BF16, F32, HEAD, SILENT, broken, on_the_cpu, options_of, small_case, usage_error
+from bench_cases import BF16, F32, HEAD, SILENT, broken, on_the_cpu, small_case
 
 import ssmgen
 from ssmgen.bench import bench_of, engine, report, rows
@@ -256,38 +256,7 @@ def test_peers_that_do_not_serve_a_state(packages):
     assert peers_of(case_of("gdn", F32)).keys() == {"fla"}, "FlashInfer has a bf16 state"
 
 
-# Options and reports.
-
-
-@pytest.mark.parametrize(
-    ("op", "args", "message"),
-    [
-        (
-            "mamba2_layer",
-            ["--model", "qwen3.5-35b-a3b"],
-            "--model is qwen3.5-35b-a3b; expected models with layers that mamba2_layer computes",
-        ),
-        ("gdn_layer", ["--state", "f8"], "'f8' is not one of"),
-        ("gdn_layer", ["--batch", "0"], "0 is not in the range"),
-        ("mamba2_layer", ["--tokens", "9"], "; expected at most 8 for a layer"),
-        ("mamba2_layer", ["--intermediates"], "--intermediates is given for one token; expected --tokens of 2 or more"),
-        ("gdn_layer", ["--slot-per-token"], "--slot-per-token is given for one token; expected --tokens of 2 or more"),
-        (
-            "kda_layer",
-            ["--slot-per-token", "--intermediates", "--tokens", "2"],
-            "--slot-per-token and --intermediates are both given; expected one",
-        ),
-        ("mamba2_layer", ["--state-layout", "kv"], "No such option"),
-    ],
-)
-def test_options_that_do_not_apply_are_usage_errors(op, args, message):
-    assert message in usage_error(op, args)
-
-
-def test_options_reach_the_benchmark():
-    args = ["--model", "nemotron-h-8b", "--state", "f16", "--batch", "7", "--tp", "2", "--tokens", "4"]
-    wanted = {"names": ("nemotron-h-8b",), "states": (DType.F16,), "batches": (7,), "tp": 2, "tokens": (4,)}
-    assert options_of("mamba2_layer", *args) == wanted | {"intermediates": None, "by_slot": False}
+# Reports.
 
 
 def run(op: str, model: str, **how) -> dict:

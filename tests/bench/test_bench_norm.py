@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import BF16, F32, broken, on_the_cpu, options_of, small_case, usage_error
+from bench_cases import BF16, F32, broken, on_the_cpu, small_case
 
 import ssmgen
 from ssmgen.bench import bench_of, case, engine, report
@@ -89,26 +89,7 @@ def test_the_peers_get_the_same(packages, form):
         assert list(engine.peers_of(one, BENCH.peers)) == ["torch.chain"]
 
 
-# Options and reports.
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--shape", "1,2,3"], "is wrong; expected two positive numbers such as"),
-        (["--form", "gla"], "'gla' is not one of"),
-        (["--rows", "0"], "0 is not in the range"),
-        (["--batch", "2"], "No such option"),
-    ],
-)
-def test_options_that_do_not_apply_are_usage_errors(args, message):
-    assert message in usage_error("gated_rms_norm", args)
-
-
-def test_options_reach_the_benchmark():
-    args = ["--shape", "1,64", "--form", "kda", "--dtype", "f16", "--rows", "7", "--hot"]
-    assert options_of("gated_rms_norm", *args) == {
-        "shapes": ((1, 64),), "forms": (Form.KDA,), "dtypes": (DType.F16,), "rows": (7,), "hot": True}  # fmt: skip
+# Reports.
 
 
 def test_run(packages, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import BF16, F16, F32, SILENT, broken, on_the_cpu, options_of, small_case, usage_error
+from bench_cases import BF16, F16, F32, SILENT, broken, on_the_cpu, small_case
 
 import ssmgen
 from ssmgen.bench import bench_of, case, report
@@ -179,46 +179,6 @@ def test_tensorrt_llm_gets_the_same_call(called):
         given["state_batch_indices"] is not None
         and bench.tensorrt_llm(case_of(window=16)) is bench.tensorrt_llm(case_of(with_conv1d=True)) is None
     )
-
-
-# Options.
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--shape", "1,2,3"], "is wrong; expected four positive numbers such as"),
-        (["--shape", "6,64,128,4"], "--shape has 6 heads; expected a multiple of its 4 groups"),
-        (["--accepted", "7"], "7 accepted of a step of 6 tokens"),
-        (["--window", "8"], "--accepted 3 and --tokens 6 exceed a window of"),
-        (["--window", "16", "--accepted", "17"], "17 accepted tokens in a window of 16"),
-        (["--window", "4", "--accepted", "1"], "--tokens is 6 with a window of"),
-        (["--window", "0", "--writing", "0.5"], "--writing is given for a history of one step; expected a ring"),
-        (["--one-kernel", "--internal-pdl"], "--internal-pdl is given for one kernel; expected --two-kernels"),
-        (["--rounding", "--state", "f32"], "--rounding is given with --state f32; expected a shorter state"),
-        (["--tokens", "33"], "33 is not in the range"),
-        (["--writing", "2"], "2.0 is not in the range"),
-        (["--precision", "tf32"], "'tf32' is not one of"),
-    ],
-    ids=lambda v: "".join(v) if isinstance(v, list) else None,
-)
-def test_options_that_do_not_apply_are_usage_errors(args, message):
-    assert message in usage_error("replay_selective_state_update", args)
-
-
-def test_options_reach_the_benchmark():
-    op = "replay_selective_state_update"
-    several = {"states": (), "batches": (), "tokens": (), "accepted": (), "windows": (), "writing": ()}
-    plain = several | {"shape": (16, 64, 128, 1), "rounding": False, "precision": "f32", "with_conv1d": False}
-    plain |= dict.fromkeys(("two_kernels", "external_pdl", "internal_pdl"))
-    assert options_of(op) == plain
-    args = ["--state", "f16", "--state", "bf16", "--batch", "2", "--tokens", "4", "--accepted", "1", "--accepted", "2", "--window", "9"]
-    args += ["--writing", "1", "--shape", "8,32,64,2", "--rounding", "--precision", "bf16", "--with-conv1d", "--two-kernels"]
-    wanted = {"states": (DType.F16, DType.BF16), "batches": (2,), "tokens": (4,), "accepted": (1, 2), "windows": (9,), "writing": (1.0,)}
-    wanted |= {"shape": (8, 32, 64, 2), "rounding": True, "precision": "bf16", "with_conv1d": True, "two_kernels": True}
-    wanted |= {"external_pdl": False, "internal_pdl": True}
-    assert options_of(op, *args, "--no-external-pdl", "--internal-pdl") == wanted
-    assert options_of(op, "--one-kernel")["two_kernels"] is False
 
 
 # Reports.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import broken, small_run, usage_error, without_a_gpu
+from bench_cases import broken, small_run, without_a_gpu
 from selection import costly
 from test_bench import case_of
 from test_bench_conv import update_case
@@ -13,7 +13,7 @@ import ssmgen
 from ssmgen.bench import case, rows, table
 from ssmgen.bench.suite import Suite
 from ssmgen.errors import SsmgenError
-from ssmgen.families.linear_attention import bench_peers
+from ssmgen.families.linear_attention import bench
 
 pytestmark = pytest.mark.usefixtures("one_compile")
 
@@ -63,19 +63,5 @@ def test_a_tree_is_timed_beside_its_chain(op, tokens, monkeypatch):
 
 def test_nothing_else_is_timed_beside_a_tree():
     tree, plain = case_of(tokens=3, tree=True), case_of(tokens=3)
-    assert bench_peers.flashinfer(tree) is bench_peers.fla(tree) is None and case.without_tree(plain) is None
+    assert bench.flashinfer(tree) is bench.fla(tree) is None and case.without_tree(plain) is None
     assert case.without_tree(update_case(tokens=3)) is None and case.without_tree(tree) is not None
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["gated_delta_rule", "--tree"], "--tree is given for one token; expected --tokens of 2 or more"),
-        (["kda", "--tree", "--tokens", "4", "--ring"], "--tree is given without --intermediates; expected both"),
-        (["gated_delta_rule", "--tree", "--tokens", "4", "--no-intermediates"], "--tree is given without --intermediates; expected both"),
-        (["gated_delta_rule", "--tree", "--tokens", "4", "--pool-mode", "split"], "--tree is given without --intermediates; expected both"),
-        (["causal_conv1d_update", "--tree", "--tokens", "1"], "--tree is given for one token; expected --tokens of 2 or more"),
-    ],
-)
-def test_options_that_do_not_go_together_are_usage_errors(args, message):
-    assert message in usage_error(*args[:1], args[1:])

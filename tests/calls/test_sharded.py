@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
 import torch
+from programs import succeeds
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
@@ -259,5 +258,4 @@ def test_plain_calls_do_not_import_what_dtensors_need():
         "ssmgen.causal_conv1d_update(x, torch.zeros(2, 8, 3), torch.zeros(8, 4))\n"
         "assert 'torch.distributed.tensor' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    succeeds(program)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import pytest
+from programs import succeeds
 from selection import costly
 
 from ssmgen.compile import nvrtc
@@ -108,8 +107,8 @@ def test_missing_compiler_names_the_extra(package):
         "try: nvrtc.build_id()\n"
         "except nvrtc.CompilerMissingError as e: print(e)\n"
     )  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "pip install 'ssmgen[cu12]'" in done.stdout and "torch.version.cuda" in done.stdout, done.stderr
+    told = succeeds(program).stdout
+    assert "pip install 'ssmgen[cu12]'" in told and "torch.version.cuda" in told
 
 
 def sass(spec: SsuSpec) -> str:

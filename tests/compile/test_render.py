@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -13,6 +12,7 @@ from itertools import pairwise
 import jinja2
 import kernel_laws as laws
 import pytest
+from programs import succeeds
 
 from ssmgen.compile import render as rendering
 from ssmgen.compile.render import render
@@ -89,8 +89,7 @@ def test_same_in_another_process_and_environment():
     )
     root = str(rendering.templates_dir().parent)
     env = {"PYTHONPATH": root, "PYTHONHASHSEED": "77", "TZ": "Asia/Tokyo", "HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, cwd="/")
-    assert done.stdout == render(FULL, SM90), done.stderr
+    assert succeeds(program, env=env, cwd="/").stdout == render(FULL, SM90)
 
 
 def test_what_is_switched_off_is_not_in_the_text():

@@ -26,7 +26,7 @@ from ssmgen.families.causal_conv1d_update import call as update
 from ssmgen.families.causal_conv1d_update import trial as update_trial
 from ssmgen.families.linear_attention import planning as linear
 from ssmgen.families.linear_attention import trial as linear_trial
-from ssmgen.families.linear_attention.views import Options
+from ssmgen.families.linear_attention.planning import Options
 from ssmgen.families.selective_state_update.spec import SsuSpec
 from ssmgen.select.catalog import SPECS
 from ssmgen.spec.kernel import Arch, DType, KernelSpec, parse_spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conv_laws import Draw, equal
-from test_causal_conv1d_gates import FORMS, GATES, make
+from test_causal_conv1d_gates import FORMS, GATES, gates_are_multiplications, make
 from test_causal_conv1d_prompt_gates import BOTH, kept, multiplied, results
 from test_causal_conv1d_prompt_gates import FORMS as PROMPTS
 from test_causal_conv1d_prompt_gates import make as prompts_of
@@ -20,17 +20,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "last", "dim"), [(torch.bfloat16, True, 1024), (torch.float16, False, 24), (torch.float32, True, 17)])
 def test_gates_are_multiplications_around_the_call(gates, form, dtype, last, dim):
     call = make(FORMS[form], Draw("cuda", dtype, last, dim, width=3), gates)
-    plain = {n: t.clone(memory_format=torch.preserve_format) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
-    around = {name: plain.pop(name) for name in gates}
-    if "input_gate" in around:
-        plain["x"] = plain["x"] * around["input_gate"]
-    want = ssmgen.causal_conv1d_update(**plain, activation=None)
-    got = ssmgen.causal_conv1d_update(**call, activation=None)
-    if "output_gate" in around:
-        want = torch.where(want == 0, want, want * around["output_gate"])  # padding is 0, also of a negative gate
-    assert equal(got, want)
-    for name in ("conv_state", "intermediate_conv_window"):
-        assert name not in call or equal(call[name], plain[name])
+    gates_are_multiplications(ssmgen.causal_conv1d_update, call, gates)
 
 
 @pytest.mark.parametrize("gates", GATES, ids="-".join)

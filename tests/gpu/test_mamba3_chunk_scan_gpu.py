@@ -10,8 +10,8 @@ import pytest
 import torch
 from bits import all_same, error, same
 from card_calls import arch, launch, needs_pdl
-from mamba3_prompt_cases import INITIAL, NAN, POOLS, Call, cut, exact, make, starts_of, states, variant
-from ssu_cases import Memory
+from mamba3_cases import POOLS, WRITTEN, on_card
+from mamba3_prompt_cases import INITIAL, NAN, Call, cut, exact, make, starts_of, states, variant
 from test_mamba3_chunk_scan import BOUND, CASES, STATE
 from torch import Tensor
 
@@ -28,25 +28,8 @@ from ssmgen.select.registry import select
 from ssmgen.spec.kernel import Arch, Pdl
 
 pytestmark = pytest.mark.gpu
-WRITTEN = (*POOLS, "out")
 BF16 = torch.bfloat16
 MODELS = {"siso-1.5b": {}, "mimo-1.5b": {"R": 4}, "rank-8": {"R": 8}}
-
-
-def on_card(named: dict[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
-    """The operands on the card, with their strides; the written ones between poison."""
-    memory = Memory("cuda")
-    found = {}
-    for name, t in named.items():
-        if name in WRITTEN:
-            found[name] = memory.view(name, tuple(t.shape), tuple(t.stride()), t.dtype).copy_(t)
-        else:
-            room = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
-            axes = tuple(0 if t.stride(a) == 0 else slice(None) for a in range(t.dim()))
-            room[axes].copy_(t[axes])
-            found[name] = room
-    memory.seal()
-    return found, memory
 
 
 def variants(problem: Any) -> list[Any]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mamba3_cases import POOLS
-from ssu_cases import Memory
+from mamba3_cases import POOLS, WRITTEN, on_card
 from test_mamba3_state_update import CASES, HALVES, PAIRS, angles_stay_accurate, arguments, bits, chosen, options_of
 from torch import Tensor
 
@@ -26,29 +25,12 @@ from ssmgen.spec.kernel import Arch, DType, Pdl
 
 pytestmark = pytest.mark.gpu
 SM90 = Arch.parse("sm_90a")
-WRITTEN = (*POOLS, "out")
 MORE = {
     "siso-1.5b": replace(PAIRS, d_state=128, headdim=64, nheads=64, ngroups=1, angles=32),
     "mimo-1.5b": replace(HALVES, d_state=128, headdim=64, nheads=64, ngroups=1, angles=32),
     "mimo-1.5b-f32": replace(HALVES, d_state=128, headdim=64, nheads=64, ngroups=1, angles=32, state=DType.F32),
     "mimo-1.5b-rank-8": replace(HALVES, d_state=128, headdim=64, nheads=64, ngroups=1, angles=64, rank=8),
 }
-
-
-def on_card(named: dict[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
-    """The operands on the card, with their strides; the written ones between poison."""
-    memory = Memory("cuda")
-    found = {}
-    for name, t in named.items():
-        if name in WRITTEN:
-            found[name] = memory.view(name, tuple(t.shape), tuple(t.stride()), t.dtype).copy_(t)
-        else:
-            room = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
-            axes = [0 if t.stride(a) == 0 else slice(None) for a in range(t.dim())]
-            room[tuple(axes)].copy_(t[tuple(axes)])
-            found[name] = room
-    memory.seal()
-    return found, memory
 
 
 @pytest.mark.parametrize("name", [*CASES, *MORE])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import native_build
 import pytest
 import torch
+from programs import succeeds
 from test_ops import Loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -315,8 +315,7 @@ def found_in(folder: Path, *, deny: bool = False, change: str = "pass") -> tuple
     asked = "print(native.found() and 'native'); " * 2
     program = f"from ssmgen.launch import native; {change}; {asked}print(native.state())"
     env = {"PYTHONPATH": f"{Path(ssmgen.__file__).parents[1]}:{folder}", "SSMGEN_NATIVE": "deny" if deny else "allow"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = succeeds(program, env=env)
     return done.stdout, done.stderr
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from docs_pages import DOCS, ROOT
+from programs import succeeds
 
 from ssmgen.calls.sharding_rules import RULES
 from ssmgen.emulator.check import trial_of
@@ -103,8 +102,7 @@ def test_records_and_rules_are_read_without_torch():
         "assert rules.RULES and ssmgen.spec.family.public_names()\n"
         "assert not {'torch', 'cuda.bindings', 'jinja2'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    succeeds(program)
 
 
 @FAMILIES

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarded_call import GuardedCall
+from guarded_call import GuardedCall, gaps
 from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 from varying import vary
@@ -95,21 +95,12 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[order.index(a)] for a in range(len(shape)))
 
 
-def _gaps(shape: tuple[int, ...], odd: int = 0) -> tuple[int, ...]:
-    """Strides with a gap after every axis, which keeps the alignment to 16 bytes."""
-    strides, reach = [1], shape[-1] + 8 + odd
-    for n in reversed(shape[:-1]):
-        strides.append(reach)
-        reach = reach * n + 8
-    return tuple(strides[::-1])
-
-
 # (strides, elements from an aligned address)
 LAYOUTS = {
     "dense": lambda shape: (tuple(torch.empty(shape, device="meta").stride()), 64),
     "swapped": lambda shape: (_swapped(shape) if len(shape) > 2 else tuple(torch.empty(shape, device="meta").stride()), 64),
-    "gaps": lambda shape: (_gaps(shape), 64),
-    "odd": lambda shape: (_gaps(shape, 1), 65),
+    "gaps": lambda shape: (gaps(shape), 64),
+    "odd": lambda shape: (gaps(shape, 1), 65),
 }
 
 

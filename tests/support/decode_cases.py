@@ -21,6 +21,34 @@ WRITTEN = ("state", "out", "intermediate_states")
 
 
 @dataclass(frozen=True)
+class Steps:
+    """One point of a matrix of calls of several tokens; `id` is readable. A recurrence adds its operands."""
+
+    id: str
+    tokens: int | None = None  # None: no tokens axis
+    lengths: tuple[int, ...] = ()  # ragged: packed as [tokens, …], or as [1, tokens, …] if `tokens` is 1
+    batch: int = 5
+    state: torch.dtype = F32
+    weights: torch.dtype = F32
+    out: torch.dtype | None = None  # None: the dtype of the operand whose shape it has
+    index: torch.dtype | None = I32
+    pad_slot_id: int = -1
+    dst: str = ""  # row: one slot per sequence; token: one per token; own: the slots that the sequence may start from
+    accepted: torch.dtype | None = None
+    rows: torch.dtype | None = None  # of the rows of intermediate_states, which then are more; a sequence's may be none
+    parents: torch.dtype | None = None  # of a draft tree
+    update: bool = True
+    packed: int | None = None  # several operands are slices of one tensor, from this element on
+    slot_gap: int = 0  # elements between slots
+    out_gap: bool = False  # out has its own strides
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens, by sequence."""
+        return self.lengths or (self.tokens or 1,) * self.batch
+
+
+@dataclass(frozen=True)
 class Row:
     """The start and the outputs of one sequence. Its tokens are [row, start + i] of the operands."""
 

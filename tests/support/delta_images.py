@@ -60,9 +60,9 @@ def images_of(views: Mapping[str, Tensor], options: Any) -> Images:
     return found
 
 
-def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
-    """(row of the batch, first token, one past the last token) of each sequence."""
-    batch, length = views["v"].shape[:2]
+def spans_of(views: Mapping[str, Tensor], rows: str = "v") -> list[tuple[int, int, int]]:
+    """(row of the batch, first token, one past the last token) of each sequence. rows: an operand with all tokens."""
+    batch, length = views[rows].shape[:2]
     if "cu_seqlens" not in views:
         return [(b, 0, length) for b in range(batch)]
     starts = views["cu_seqlens"].tolist()

@@ -98,6 +98,9 @@ SIGNATURES = {
     ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._flashkda_prefill"): (
         "self, q, k, v, g, beta, initial_state, cu_seqlens, out, checkpoint=None, raw_qkv=None, conv_state=None, recurrent_state=None"
     ),
+    (f"{_GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
+    ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention._forward"): "self, mixed_qkv, g1, g2, beta, core_attn_out",
+    ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention._forward"): "self, qkv_proj_states, g1, beta, core_attn_out",
     (f"{_FLA}.kda", "fused_recurrent_kda"): (
         "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
         "ssm_state_indices=None, **kwargs"
@@ -159,6 +162,9 @@ SIGNATURES = {
         "track_end_locs=None"
     ),
     (f"{_LAYERS}.mamba.mamba1", "MambaMixer1._selective_scan"): "*, x, dt, A, B, C, h0",  # a static method
+    (f"{_LAYERS}.mamba.mamba1", "MambaMixer1._forward_prefill"): (
+        "self, *, x, gate, out, A, conv_state, ssm_state, conv_weights, state_indices, query_start_loc, metadata, use_triton_causal_conv"
+    ),
     (f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update"): (
         "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, num_accept_tokens=None, "
         "intermediate_conv_window=None, intermediate_state_indices=None, retrieve_next_token=None, retrieve_next_sibling=None, "
@@ -177,6 +183,10 @@ SIGNATURES = {
         "use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None, disable_state_update=False, "
         "intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, retrieve_parent_token=None, "
         "cache_ring=False, replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, replayssm_beta=None, match_cutedsl_decode=False"
+    ),
+    (f"{_ATTENTION}.linear.kda_replayssm_spec_decode", "commit_kda_replayssm_spec_all_layers"): (
+        "checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens, max_cache_len, num_k_heads, "
+        "mamba_track_indices=None, mamba_steps_to_track=None, use_qk_l2norm_in_kernel=True, null_block_id=0"
     ),
     (f"{_ATTENTION}.fla.chunk", "chunk_gated_delta_rule"): (
         "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None, head_first=False, "
@@ -317,7 +327,7 @@ IMPORTS = {
         f"{_CONV}\n{_CUSTOM_OP.format(fla=_FLA)}\n{_WORKSPACES}\n{_CONTEXT}\nfrom {_FLA} import {_PACKED_AND_SIGMOID}"
     ),
     f"{_GDN}.olmo_gdn_linear_attn": f"{_CONV}\nfrom {_FLA} import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule",
-    f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}",
+    f"{_GDN}.kimi_gdn_linear_attn": f"from ..ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update\n{_PREFILL}\n{_CONTEXT}",
     "vllm.model_executor.models.bailing_moe_v3": f"{_CONV}\nfrom {_FLA}.kda import {_BAILING}",
     _KIMI: (
         "from .chunk import chunk_kda_with_fused_gate\nfrom .fused_recurrent import fused_recurrent_kda, fused_recurrent_kda_packed_decode"
@@ -327,11 +337,11 @@ IMPORTS = {
     "vllm.model_executor.layers.mamba.linear.minimax_linear_attn": (
         "from vllm.model_executor.layers.lightning_attn import lightning_attention, linear_decode_forward_triton"
     ),
-    "vllm.models.kimi_k3.nvidia.kda": f"{_CONV}\n{_ALIGNMENT}\n{_PREFILL}",
+    "vllm.models.kimi_k3.nvidia.kda": f"{_CONV}\n{_ALIGNMENT}\n{_PREFILL}\n{_WORKSPACES}\n{_CONTEXT}",
     "vllm.models.kimi_k3.nvidia.mla": _MERGE,
     "vllm.models.kimi_k3.amd.kda": _CONV,
     "vllm.models.glm5next.common.kda": (
-        f"{_CONV}\n{_ALIGNMENT}\n{_WORKSPACES}\nfrom {_GLM} import chunk_kda_with_fused_gate, fused_recurrent_kda"
+        f"{_CONV}\n{_ALIGNMENT}\n{_WORKSPACES}\n{_CONTEXT}\nfrom {_GLM} import chunk_kda_with_fused_gate, fused_recurrent_kda"
     ),
     "vllm.v1.attention.backends.flash_attn": _MERGE,
     "vllm.v1.attention.backends.rocm_aiter_fa": _MERGE,

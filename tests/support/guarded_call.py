@@ -22,6 +22,15 @@ def refused(memory: Memory, function: Any, kwargs: dict[str, Any], change: dict[
     return str(e.value)
 
 
+def gaps(shape: tuple[int, ...], odd: int = 0, axes: int | None = None) -> tuple[int, ...]:
+    """Strides with a gap after the last `axes` axes, or after every axis, which keeps the alignment to 16 bytes without `odd`."""
+    strides, reach = [1], shape[-1] + 8 + odd
+    for n in reversed(shape[:-1]):
+        strides.append(reach)
+        reach = reach * n + (8 if axes is None or len(strides) <= axes else 0)
+    return tuple(strides[::-1])
+
+
 @dataclass
 class GuardedCall:
     """A call's arguments and the memory around them."""

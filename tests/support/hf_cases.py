@@ -65,6 +65,15 @@ def nothing_stays_patched() -> Any:
     assert not undo_leaks()
 
 
+@pytest.fixture(autouse=True)
+def the_originals_are_back(nothing_stays_patched: Any) -> Any:
+    """Undone patches leave the identical objects."""
+    before = replaced()
+    yield
+    assert not undo_leaks()
+    assert all(now is before[label] for label, now in replaced().items())
+
+
 def known(name: str) -> bool:
     """Whether the installed transformers has the model."""
     return importlib.util.find_spec(f"transformers.models.{name}") is not None

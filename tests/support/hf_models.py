@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -186,3 +187,15 @@ def tiny(name: str, **changes: Any) -> torch.nn.Module:
         config, maker = AutoConfig.for_model(kind, **text), AutoModelForCausalLM
     torch.manual_seed(0)
     return maker.from_config(config).eval()
+
+
+def compiled_nodes(step: Any, *args: Any) -> tuple[Any, Counter[str]]:
+    """(result of the step compiled into one graph, how often each operator of ssmgen is called in it)"""
+    targets: Counter[str] = Counter()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        targets.update(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith("ssmgen."))
+        return graph.forward
+
+    torch._dynamo.reset()
+    return torch.compile(step, backend=backend, fullgraph=True)(*args), targets

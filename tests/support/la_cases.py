@@ -8,7 +8,7 @@ from itertools import cycle, product
 from typing import Any
 
 import torch
-from decode_cases import Row, rows_of
+from decode_cases import I32, I64, Row, Steps, rows_of
 from guarded_call import GuardedCall
 from rounding import Approx, U, dot, exact
 from ssu_cases import BF16, F16, F32, Memory, ulp
@@ -18,7 +18,6 @@ from varying import vary
 from ssmgen.engine.recurrences.attention.operands import OF_KEY_HEADS, ROLES
 from ssmgen.families.linear_attention import planning as op
 
-I32, I64 = torch.int32, torch.int64
 # The operands of each function. Their roles decide their shapes and values.
 QKV = {"q": "query", "k": "key", "v": "value"}
 RULES: dict[str, dict[str, str]] = {
@@ -37,22 +36,15 @@ RULES: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """One point of the matrix; `id` is readable."""
+class Case(Steps):
+    """A call of one of the rules. packed: q, k, v are slices of one tensor; g and beta of another."""
 
-    id: str
     rule: str = "gated_delta_rule"
     heads: int = 4  # of v and the state
     group: int = 2  # of them per head of q and k
     K: int = 128
     V: int = 64
-    tokens: int | None = None  # None: no tokens axis
-    lengths: tuple[int, ...] = ()  # ragged: packed as [tokens, …], or as [1, tokens, …] if `tokens` is 1
-    batch: int = 5
-    state: torch.dtype = F32
     x: torch.dtype | None = BF16  # of all operands except the state, weights and out; None: types differ
-    weights: torch.dtype = F32
-    out: torch.dtype | None = None  # None: the dtype of v
     omit: tuple[str, ...] = ()  # operands left out
     gate: str = "log"  # softplus, bounded, bounded_plain (without A_log)
     bias: str = "full"  # flat: [HV K]; or none
@@ -63,23 +55,9 @@ class Case:
     beta_rows: bool = False
     l2norm: bool = False
     scale: float | None = None
-    index: torch.dtype | None = I32
-    pad_slot_id: int = -1
-    dst: str = ""  # row: one slot per sequence; token: one per token; own: the slots that the sequence may start from
-    accepted: torch.dtype | None = None
     kept: int | None = None  # columns of intermediate_states, beyond the most tokens; if negative, dst_state_indices has as few
-    parents: torch.dtype | None = None  # of a draft tree
-    rows: torch.dtype | None = None  # of the rows of intermediate_states, which then are more; a sequence's may be none
-    update: bool = True
-    packed: int | None = None  # q, k, v are slices of one tensor, from this element on; g and beta of another
-    slot_gap: int = 0  # elements between slots
     head_gap: int = 0  # elements between the heads of one
-    out_gap: bool = False  # out has its own strides
     layout: str = "vk"
-
-    @property
-    def counts(self) -> tuple[int, ...]:  # of tokens, by sequence
-        return self.lengths or (self.tokens or 1,) * self.batch
 
 
 RAW: dict[str, Any] = {"gate": "softplus", "beta": "sigmoid", "l2norm": True}

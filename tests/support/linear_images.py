@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
-from delta_images import ROUNDED
+from delta_images import ROUNDED, spans_of
 from torch import Tensor
 
 from ssmgen.engine.chunks.problem import chunks_of
@@ -89,15 +88,6 @@ def operands_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float
     return scale * key["q"], read, key.get("w", key["k"]), second, weight
 
 
-def spans_of(views: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
-    """(row of the batch, first token, one past the last token) of each sequence."""
-    batch, length = views["q"].shape[:2]
-    if "cu_seqlens" not in views:
-        return [(b, 0, length) for b in range(batch)]
-    starts = views["cu_seqlens"].tolist()
-    return [(0, a, b) if 0 <= a < b <= length else (0, 0, 0) for a, b in pairwise(starts)]
-
-
 def images_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float = 1.0, lower_bound: float = 0.0) -> Images:
     """Images in float64 from a call's operands by their roles, in token form: q, k, read, write, alpha [B, T, HK, K], gk, erase [B, T, HV,
     K], g, beta [B, T, HV], A_log [HV], dt_bias [HV] or [HV, K], cu_seqlens. Rows without a token are zero, except that T is the identity if
@@ -105,7 +95,7 @@ def images_of(views: Mapping[str, Tensor], problem: ImageProblem, scale: float =
     *operands, weights = operands_of(views, problem, scale)
     a = decays_of(views, problem, lower_bound)
     (batch, length), heads, K, step = views["q"].shape[:2], _heads(views), problem.head_k, problem.rule.tokens
-    spans = spans_of(views)
+    spans = spans_of(views, "q")
     numbers = chunks_of(batch * length, len(spans), step)
     matrix, square = torch.zeros(numbers, heads, ROWS, K, dtype=torch.float64), torch.zeros(numbers, heads, ROWS, ROWS, dtype=torch.float64)
     served = torch.zeros(numbers, dtype=torch.int64)

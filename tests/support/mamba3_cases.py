@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ssu_cases import Memory
 from torch import Tensor
 
 from ssmgen.families.mamba3_state_update import planning
 
 NAN = float("nan")
 POOLS = ("state", "k_state", "v_state", "angle_state")
+WRITTEN = (*POOLS, "out")
 SISO = dict.fromkeys(("mimo_x", "mimo_z", "mimo_o"))  # of a call without ranks
 Call = dict[str, Any]
 
@@ -62,3 +64,19 @@ def view_like(t: Tensor, plain: Tensor, view: Tensor) -> Tensor:
     """The float64 tensor in the shape and strides of the view of its float32 twin."""
     t = t.contiguous()
     return t if plain.shape == view.shape else t.as_strided(view.shape, view.stride())
+
+
+def on_card(named: dict[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
+    """The operands on the card, with their strides; the written ones between poison."""
+    memory = Memory("cuda")
+    found = {}
+    for name, t in named.items():
+        if name in WRITTEN:
+            found[name] = memory.view(name, tuple(t.shape), tuple(t.stride()), t.dtype).copy_(t)
+        else:
+            room = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+            axes = tuple(0 if t.stride(a) == 0 else slice(None) for a in range(t.dim()))
+            room[axes].copy_(t[axes])
+            found[name] = room
+    memory.seal()
+    return found, memory

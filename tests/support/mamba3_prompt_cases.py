@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
+from bits import all_same, same
 from emulated_calls import emulate
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from ssmgen.families.mamba3_chunk_scan.problem import Mamba3PromptProblem
 from ssmgen.families.mamba3_chunk_scan.spec import Mamba3ScanSpec
 
 NAN = float("nan")
-POOLS = ("state", "k_state", "v_state", "angle_state")
 INITIAL = ("initial_states", "initial_k", "initial_v", "initial_angles")
 PER_TOKEN = ("x", "z", "B", "C", "dt", "A", "trap", "angle")
 SISO = ("mimo_x", "mimo_z", "mimo_o")
@@ -81,3 +81,16 @@ def emulated(*, spec: Any = None, change: Any = str, **call: Any) -> Any:
 
 def starts_of(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+
+
+def packing_changes_no_bit(call: Call, lengths: Sequence[int], **how: Any) -> None:
+    """Packed sequences have the bits, in outputs and final states, of each by itself. how: further arguments of `emulated`."""
+    starts = starts_of(*lengths)
+    packed, *last = emulated(**call, cu_seqlens=starts, return_final_states=True, **how)
+    for i, length in enumerate(lengths):
+        span = slice(int(starts[i]), int(starts[i + 1]))
+        if length:
+            out, *own = emulated(**cut(cut(call, span), None), return_final_states=True, **how)
+            assert same(out[0], packed[span]) and all_same((t[0] for t in own), (t[i] for t in last)), length
+        else:
+            assert not any(t[i].any() for t in last)

@@ -19,7 +19,7 @@ from ssmgen.emulator.check import trial_of
 from ssmgen.engine.narrow_reference import narrowed, widened
 from ssmgen.engine.recurrences.mamba.operands import OPERANDS
 from ssmgen.engine.recurrences.mamba.reference import one_token, reference
-from ssmgen.families.selective_state_update.views import Options, views_of
+from ssmgen.families.selective_state_update.planning import Options, views_of
 from ssmgen.spec.arguments import Arguments
 
 I8, I16, E4M3 = torch.int8, torch.int16, torch.float8_e4m3fn

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from guarded_call import GuardedCall
+from guarded_call import GuardedCall, gaps
 from ssu_cases import BF16, F16, F32, Memory, ulp
 from torch import Tensor
 from varying import vary
@@ -79,20 +79,11 @@ def matrix() -> list[Case]:
     return cases
 
 
-def _gaps(shape: tuple[int, ...], odd: int = 0) -> tuple[int, ...]:
-    """Strides with a gap after every group and row, which keeps the alignment to 16 bytes; rows of rows are nested."""
-    strides, reach = [1], shape[-1] + 8 + odd
-    for n in reversed(shape[:-1]):
-        strides.append(reach)
-        reach = reach * n + (8 if len(strides) == 2 else 0)
-    return tuple(strides[::-1])
-
-
 # (strides, elements from an aligned address)
 LAYOUTS = {
     "dense": lambda shape: (tuple(torch.empty(shape, device="meta").stride()), 64),
-    "gaps": lambda shape: (_gaps(shape), 64),
-    "odd": lambda shape: (_gaps(shape, 1), 65),
+    "gaps": lambda shape: (gaps(shape, axes=2), 64),
+    "odd": lambda shape: (gaps(shape, 1, axes=2), 65),
 }
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from ssmgen import emulator
 from ssmgen.calls.checks import NARROW
 from ssmgen.families.skinny_linear import call as op
-from ssmgen.families.skinny_linear.fma import FmaSpec
 from ssmgen.families.skinny_linear.operands import BIASES, OUTS, SCALES, WEIGHTS
 from ssmgen.families.skinny_linear.problem import SkinnyProblem
+from ssmgen.families.skinny_linear.reference import skinny_linear as reference
 from ssmgen.families.skinny_linear.rules import space
+from ssmgen.families.skinny_linear.spec import FmaSpec
 from ssmgen.select import registry
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, Pdl, changed
@@ -93,3 +94,29 @@ def variants(problem: SkinnyProblem) -> list[Any]:
     wanted = ((1, 4, 1, few), (2, 4, 2, few), (3, 6, 1, many), (3, 4, 1, many), (1, 4, 2, many), (1, 2, 1, many))
     chosen = [s for s in found if (s.tiles, s.stages, s.held, s.slots) in wanted]
     return [*chosen, *(changed(s, warps=4) for s in chosen[:1])]
+
+
+def variants_agree(named: Named) -> set[type]:
+    """Variants have the same bits, within rounding of float64. Returns their kinds."""
+    exact = {n: t.double() for n, t in named.items()}
+    reference(**exact, dtype=torch.float64)
+    specs = variants(problem_of(named))
+    results = [emulate(spec, named) for spec in specs]
+    assert len(results) >= 3
+    for spec, outs in zip(specs, results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True)), spec
+    # One rounding of the result, and of each f32 sum: of K products of normal numbers.
+    x = named["x"]
+    slack = 8 * x.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps * 8
+    for got, name in zip(results[0], OUTS, strict=False):
+        assert torch.allclose(got.double(), exact[name], rtol=torch.finfo(x.dtype).eps, atol=slack)
+    return {type(s) for s in specs}
+
+
+def weights_are_as_alone(together: Named) -> None:
+    """A product of several weights has the bits of each one's by itself."""
+    outs = emulate(served(problem_of(together), 72), together)
+    for *names, got in zip(WEIGHTS, BIASES, SCALES, OUTS, outs, strict=False):
+        own = {role: together[name] for role, name in zip(("weight", "bias", "scale", "out"), names, strict=True) if name in together}
+        alone = by_name(x=together["x"], **own)
+        assert torch.equal(emulate(served(problem_of(alone), 24), alone)[0], got), names

@@ -11,7 +11,7 @@ from torch import Tensor
 import ssmgen
 from ssmgen.engine.recurrences.mamba.reference import reference
 from ssmgen.engine.recurrences.reference import softplus
-from ssmgen.families.selective_state_update.views import Options, views_of
+from ssmgen.families.selective_state_update.planning import Options, views_of
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 POISON = {F32: 1e30, F16: 6e4, BF16: 1e30}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from decode_cases import I32, I64, Row, assert_matches, rounding, rows_of
+from decode_cases import I32, I64, Row, Steps, assert_matches, rounding, rows_of
 from guarded_call import GuardedCall
 from rounding import Approx, dot, exact
 from ssu_cases import BF16, F16, F32, Memory
@@ -18,44 +18,25 @@ from ssmgen.families.selective_state_update import planning as op
 
 
 @dataclass(frozen=True)
-class Case:
-    """One point of the matrix; `id` is readable."""
+class Case(Steps):
+    """A call of selective_state_update. packed: x, B and C are slices of one tensor."""
 
-    id: str
+    tokens: int | None = 4
+    batch: int = 6
     heads: int = 4
     headdim: int = 64
     d_state: int = 128
     groups: int = 2
-    tokens: int | None = 4  # None: no tokens axis
-    lengths: tuple[int, ...] = ()  # ragged: packed as [tokens, …], or as [1, tokens, …] if `tokens` is 1
-    batch: int = 6
-    state: torch.dtype = F32
     x: torch.dtype = BF16  # of all operands except states, weights and out
-    weights: torch.dtype = F32
-    out: torch.dtype | None = None  # None: the dtype of x
     D: bool = True
     z: bool = False
     dt_bias: bool = True
     softplus: bool = True
     limit: tuple[float, float] | None = None
-    index: torch.dtype | None = I32
-    pad_slot_id: int = -1
-    dst: str = ""  # row: one slot per sequence; token: one per token; own: the slots that the sequence may start from
-    accepted: torch.dtype | None = None
     kept: torch.dtype | None = None  # type of intermediate states
     columns: int = 0  # of intermediate states and of a ragged tree: the number beyond the longest sequence's tokens
-    rows: torch.dtype | None = None  # intermediate_state_indices
-    parents: torch.dtype | None = None
-    update: bool = True
     seed: str = ""  # one, or slots
     rounds: int = 10
-    packed: int | None = None  # x, B and C are slices of one tensor, from this element on
-    slot_gap: int = 0  # elements between slots
-    out_gap: bool = False  # out has its own strides
-
-    @property
-    def counts(self) -> tuple[int, ...]:  # of tokens, by sequence
-        return self.lengths or (self.tokens or 1,) * self.batch
 
 
 def matrix() -> list[Case]:

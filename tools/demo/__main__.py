@@ -11,6 +11,7 @@ import click
 from ssmgen.bench.progress import watching
 from ssmgen.cli import Command
 
+from . import ops
 from . import run as demonstration
 from .measure import Options
 from .presets import chosen
@@ -26,15 +27,16 @@ from .table import as_markdown, kernel_lists, print_table
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--longest", type=click.FloatRange(0), default=3.0, show_default=True, help="Seconds that transformers' own prompt may take.")
 @click.option("--kernels", is_flag=True, help="Of patched prompts, list kernels by name, with launches and time; in the JSON too.")
+@click.option("--ops", "launches", is_flag=True, help="List the launches of an accelerated model's token, by kind of layer.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was measured here.")
 @click.option("--markdown", is_flag=True, help="Print the table in Markdown, as is done where the output is no terminal.")
-def demo(names, batches, prompts, layers, tokens, rounds, longest, kernels, file, markdown) -> None:
+def demo(names, batches, prompts, layers, tokens, rounds, longest, kernels, launches, file, markdown) -> None:
     """Decode with models of Hugging Face transformers: as they are, patched, and patched in a CUDA graph.
 
-    Needs a GPU. Builds a model of each family with random weights, as wide as a public one and with fewer layers; nothing is downloaded.
-    Shows milliseconds and kernels per token, and that greedy generation in f32 gives the same tokens; with --prompt, milliseconds, kernels
-    and memory to the first token after a prompt. If mamba-ssm, causal-conv1d or flash-linear-attention are installed, transformers is
-    also timed with them. A family that fails does not stop the others. It is named at the end, and the exit code is 1.
+    Needs a GPU, except for --ops. Builds a model of each family with random weights, as wide as a public one and with fewer layers; nothing
+    is downloaded. Shows milliseconds and kernels per token, and that greedy generation in f32 gives the same tokens; with --prompt,
+    milliseconds, kernels and memory to the first token after a prompt. If mamba-ssm, causal-conv1d or flash-linear-attention are installed,
+    transformers is also timed with them. A family that fails does not stop the others. It is named at the end, and the exit code is 1.
     """
     if file and not file.parent.is_dir():
         raise click.UsageError(f"--json: there is no directory {file.parent}")
@@ -42,6 +44,14 @@ def demo(names, batches, prompts, layers, tokens, rounds, longest, kernels, file
         raise click.UsageError("--kernels is of prompts: name a length with --prompt")
     demonstration.need_transformers()
     presets = chosen(names)
+    if launches:
+        if prompts or file or kernels:
+            raise click.UsageError("--ops lists one token of decoding; remove --prompt, --kernels and --json")
+        demonstration.quiet()
+        for batch in tuple(dict.fromkeys(batches)) or (1,):
+            for text in ops.listings(presets, layers, batch):
+                click.echo(text)
+        return
     demonstration.need_device()
     demonstration.quiet()
     lengths = tuple(dict.fromkeys(prompts))

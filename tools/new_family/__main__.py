@@ -29,8 +29,10 @@ def main() -> None:
     python = [path for path in (*written, *extended) if path.endswith((".py", ".pyi"))]
     subprocess.run([*run, "ruff", "check", "-q", "--select", "I", "--fix", *python], cwd=ROOT, check=True)
     subprocess.run([*run, "ruff", "format", "-q", *python], cwd=ROOT, check=True)
+    print("written:", *written, sep="\n  ")
+    print("extended:", *extended, sep="\n  ")
+    print("Rendering generated/ and compiling its kernels: seconds with a warm cache, minutes otherwise.", flush=True)
     subprocess.run([*run, "ssmgen", "generate"], cwd=ROOT, check=True)
-    print("written:", *written, "extended:", *extended, sep="\n  ")
     print(
         f"Now change what it computes, and after each change: python -m pytest -q tests/families/{name}/test_{name}.py && ssmgen generate"
     )

@@ -17,8 +17,10 @@ from ..shared.operands import takes as _takes
 from .arguments import STATES as _STATES
 from .arguments import Result
 from .arguments import beta_of as _beta
+from .arguments import decay_of as _decay
 from .arguments import forward_only as _forward_only
 from .arguments import gate as _gate
+from .arguments import slopes as _slopes
 from .arguments import v_first as _v_first
 from .mamba3 import patch_mamba3 as patch_mamba3
 from .prompts import chunk_comba as chunk_comba
@@ -294,11 +296,7 @@ def fused_recurrent_simple_gla(
     """
     state_v_first = _v_first(state_v_first, kwargs)
     _forward_only(reverse)
-    if g is not None and g_gamma is not None:
-        raise NotImplementedError(
-            "g and g_gamma are both given; expected one: ssmgen's simple_gla has one decay per head. Add g_gamma to g."
-        )
-    operands = (q, k, v, g_gamma if g is None else g)
+    operands = (q, k, v, _decay("simple_gla", g, g_gamma))
     return _run(native.simple_gla, operands, q, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens, like=q)
 
 
@@ -321,10 +319,7 @@ def fused_recurrent_lightning_attn(
     operands that do not fit, or that require grad while grad is enabled.
     """
     _forward_only(reverse)
-    if not 0 <= layer_idx < num_layers:
-        raise ArgumentError("fused_recurrent_lightning_attn", [f"layer_idx is {layer_idx}; expected a layer below num_layers {num_layers}"])
-    heads = q.shape[-2]
-    slope = (8 / max(heads, 1) * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)
+    slope = _slopes("fused_recurrent_lightning_attn", q, layer_idx, num_layers)
     return _run(native.lightning_attn, (q, k, v, slope), q, v, scale, initial_state, output_final_state, False, cu_seqlens, like=q)
 
 

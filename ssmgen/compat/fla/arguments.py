@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
@@ -60,3 +61,20 @@ def beta_of(name: str, beta: Tensor | None, v: Tensor, sigmoid: bool = False, al
     if allow_neg_eigval and not sigmoid:
         raise ArgumentError(name, ["allow_neg_eigval is True and use_beta_sigmoid_in_kernel False; expected both: it doubles the sigmoid"])
     return v.new_ones(()).expand(v.shape[:-1]) if beta is None else beta  # one element, with strides of zero
+
+
+def decay_of(function: str, g: Tensor | None, g_gamma: Tensor | None) -> Tensor | None:
+    """The decay per head of linear attention. function: ssmgen's, in the error for two of them."""
+    if g is not None and g_gamma is not None:
+        raise NotImplementedError(
+            f"g and g_gamma are both given; expected one: ssmgen's {function} has one decay per head. Add g_gamma to g."
+        )
+    return g_gamma if g is None else g
+
+
+def slopes(name: str, q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
+    """[H], the decays of a layer of Lightning attention."""
+    if not 0 <= layer_idx < num_layers:
+        raise ArgumentError(name, [f"layer_idx is {layer_idx}; expected a layer below num_layers {num_layers}"])
+    heads = q.shape[-2]
+    return (8 / max(heads, 1) * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ArgumentError, PatchError
+from ...errors import ArgumentError
 from ..shared import mamba3_layers as _layers
 from ..shared.layer_patch import LayerPatch, ours
 
@@ -33,22 +32,9 @@ def patch_mamba3(A_form: str | None = None, module: ModuleType | None = None) ->
     instead.
     Raises PatchError if fla is missing, if its methods have other parameters, if A has an unknown form, and for a second patch.
     """
-    module = _imported() if module is None else module
-    owner = vars(module).get("Mamba3")
-    if not isinstance(owner, type):
-        raise PatchError(f"{module.__name__} has no class Mamba3; expected fla.layers.mamba3 of flash-linear-attention 0.5.2 or later")
-    own: Any = owner
-    form = _layers.form_of(module.__name__, A_form, lambda layer, logits: own._compute_a(layer, logits))
+    module, owner = _layers.layer_of(module, "fla.layers.mamba3", "flash-linear-attention 0.5.2")
+    form = _layers.form_of(module.__name__, A_form, lambda layer, logits: owner._compute_a(layer, logits))
     return LayerPatch(owner, _methods(form), form)
-
-
-def _imported() -> ModuleType:
-    try:
-        return importlib.import_module("fla.layers.mamba3")
-    except Exception as e:  # its imports ask for Triton and for a GPU
-        raise PatchError(
-            f"cannot import fla.layers.mamba3 ({type(e).__name__}: {e}). Install flash-linear-attention 0.5.2 or later."
-        ) from e
 
 
 def _methods(A_form: str) -> dict[str, Callable[..., Any]]:

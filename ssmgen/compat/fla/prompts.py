@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
 from ...families.chunk_linear_attention import call as linear
 from ...families.chunk_scan import attention
 from ..shared import delta_prompts as _prompts
-from ..shared.gated_delta import new_output as _new_output
 from ..shared.operands import takes as _takes
 from .arguments import STATES as _STATES
 from .arguments import Result
 from .arguments import beta_of as _beta
+from .arguments import decay_of as _decay
 from .arguments import gate as _gate
 from .arguments import none_of as _none_of
+from .arguments import slopes as _slopes
 from .arguments import v_first as _v_first
 from .widths import any_width as _any_width
 
@@ -39,14 +39,8 @@ def _chunked(
     state_v_first: bool, cu_seqlens: Tensor | None, **options: Any,
 ) -> Result:  # fmt: skip
     """A prompt's o, of q's dtype, and final states, new and f32. operands: q, k and v, and the function's other operands."""
-    q, _, v, *_ = operands
-    assert q is not None and v is not None  # looked at before
-    layout, out = "vk" if state_v_first else "kv", _new_output(q, v)
-    final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens), layout) if output_final_state else None
-    _prompts.run(
-        function, operands, out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, state_layout=layout, **options,
-    )  # fmt: skip
-    return out, final
+    options["state_layout"] = "vk" if state_v_first else "kv"
+    return _prompts.returned(function, operands, output_final_state, initial_states=initial_state, cu_seqlens=cu_seqlens, **options)
 
 
 @_any_width
@@ -54,18 +48,16 @@ def _attention(
     function: Callable[..., Any], operands: tuple[Tensor | None, ...], initial_state: Tensor | None, output_final_state: bool,
     state_v_first: bool, cu_seqlens: Tensor | None, *, scale: float | None,
 ) -> Result:  # fmt: skip
-    """The same for functions that only know states [·, HV, V, K]: other layouts are transposed before and after."""
+    """As _chunked, for functions that only know states [·, HV, V, K]: other layouts are transposed before and after."""
     q, _, v, *_ = operands
     assert q is not None and v is not None  # looked at before
-    out, count = _new_output(q, v), _prompts.sequences_of(v, cu_seqlens)
-    final = _prompts.states_of(q, v, count) if output_final_state else None
     if initial_state is not None and not state_v_first:
-        if initial_state.shape != (expected := (count, v.shape[-2], q.shape[-1], v.shape[-1])):
+        if initial_state.shape != (expected := (_prompts.sequences_of(v, cu_seqlens), v.shape[-2], q.shape[-1], v.shape[-1])):
             raise ArgumentError(
                 function.__name__, [f"initial_state is {list(initial_state.shape)}; expected [N, HV, K, V] = {list(expected)}"]
             )
         initial_state = initial_state.transpose(-1, -2)
-    _prompts.run(function, operands, out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, scale=scale)
+    out, final = _prompts.returned(function, operands, output_final_state, initial_states=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     return out, final if final is None or state_v_first else final.transpose(-1, -2).contiguous()
 
 
@@ -367,11 +359,7 @@ def chunk_simple_gla(
     """
     _check_power_of_two("chunk_simple_gla", kwargs.pop("chunk_size", None))
     state_v_first = _v_first(state_v_first, kwargs)
-    if g is not None and g_gamma is not None:
-        raise NotImplementedError(
-            "g and g_gamma are both given; expected one: ssmgen's chunk_simple_gla has one decay per head. Add g_gamma to g."
-        )
-    operands = (q, k, v, g_gamma if g is None else g)
+    operands = (q, k, v, _decay("chunk_simple_gla", g, g_gamma))
     return _attention(attention.chunk_simple_gla, operands, initial_state, output_final_state, state_v_first, cu_seqlens, scale=scale)
 
 
@@ -392,8 +380,5 @@ def chunk_lightning_attn(
     """
     _check_power_of_two("chunk_lightning_attn", kwargs.pop("chunk_size", None))
     _none_of(kwargs)
-    if not 0 <= layer_idx < num_layers:
-        raise ArgumentError("chunk_lightning_attn", [f"layer_idx is {layer_idx}; expected a layer below num_layers {num_layers}"])
-    heads = q.shape[-2]
-    slope = (8 / max(heads, 1) * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float32, device=q.device)
+    slope = _slopes("chunk_lightning_attn", q, layer_idx, num_layers)
     return _attention(attention.chunk_lightning_attn, (q, k, v, slope), initial_state, output_final_state, False, cu_seqlens, scale=scale)

@@ -23,7 +23,7 @@ from torch.compiler import is_compiling
 from ...engine.norm_kernel import MAX_GROUP
 from ...errors import ArgumentError, UnsupportedError
 from ...families.gated_rms_norm import plain as native
-from . import block_sums, norm_styles
+from . import block_sums, norm_styles, texts
 from .functions import call
 from .norm_styles import Style, style_of
 from .replacements import Replacement, attempt
@@ -32,10 +32,7 @@ from .replacements import Replacement, attempt
 @cache  # as they are before any of them is replaced
 def classes(modeling: ModuleType) -> tuple[str, ...]:
     """Names of a modeling file's own classes that are replaced: norms, and blocks."""
-    own: list[Any] = [
-        c for c in vars(modeling).values() if isinstance(c, type) and c.__module__ == modeling.__name__ and "forward" in vars(c)
-    ]
-    kinds = [c for c in own if issubclass(c, torch.nn.Module)]
+    kinds = [c for c in texts.own_modules(modeling).values() if "forward" in vars(c)]
     return tuple(c.__name__ for c in kinds if style_of(c) is not None or c.__name__ in block_sums.KNOWN or block_sums.count(c))
 
 

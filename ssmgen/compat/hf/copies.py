@@ -14,9 +14,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from . import found
+from . import found, texts
 from .functions import FUNCTIONS
 from .layers import TABLE, Layer
 from .roles import plain
@@ -25,8 +23,7 @@ from .roles import plain
 @cache
 def mixers(modeling: ModuleType) -> dict[str, Layer]:
     """{class of the modeling file: how it is computed}"""
-    layers = {name: layer for name, c in _own(modeling).items() if (layer := layer_of(c)) is not None}
-    return layers
+    return {name: layer for name, c in _with_forward(modeling).items() if (layer := layer_of(c)) is not None}
 
 
 def layer_of(mixer: Any) -> Layer | None:
@@ -43,12 +40,11 @@ def layer_of(mixer: Any) -> Layer | None:
 @cache
 def callers(modeling: ModuleType) -> tuple[str, ...]:
     """Classes of the modeling file whose forward calls a function that ssmgen has for it."""
-    return tuple(name for name, c in _own(modeling).items() if _names(c.forward) & FUNCTIONS.keys())
+    return tuple(name for name, c in _with_forward(modeling).items() if _names(c.forward) & FUNCTIONS.keys())
 
 
-def _own(modeling: ModuleType) -> dict[str, Any]:
-    held = {name: c for name, c in vars(modeling).items() if isinstance(c, type) and c.__module__ == modeling.__name__}
-    return {name: c for name, c in held.items() if issubclass(c, torch.nn.Module) and "forward" in vars(c)}
+def _with_forward(modeling: ModuleType) -> dict[str, Any]:
+    return {name: c for name, c in texts.own_modules(modeling).items() if "forward" in vars(c)}
 
 
 def _names(function: Any) -> frozenset[str]:
@@ -73,8 +69,8 @@ def same(one: Any, other: Any) -> bool:
 def _methods(owner: Any) -> dict[str, str] | None:
     """The text of a class's methods by name, except its constructors; None without source."""
     methods = {n: f for n, f in vars(owner).items() if inspect.isfunction(f) and not n.startswith(("__init__", "init_"))}
-    texts = {name: _text(method) for name, method in methods.items()}
-    return None if None in texts.values() else {name: str(text) for name, text in texts.items()}
+    found = {name: _text(method) for name, method in methods.items()}
+    return None if None in found.values() else {name: str(text) for name, text in found.items()}
 
 
 @cache
@@ -84,14 +80,7 @@ def _text(function: Callable[..., Any]) -> str | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(plain(function))))
     except (OSError, TypeError):
         return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            node.decorator_list, node.returns = [], None
-            if ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
-        elif isinstance(node, ast.arg):
-            node.annotation = None
-    return ast.dump(tree)
+    return ast.dump(texts.Bare().visit(tree))
 
 
 def _parts(owner: Any) -> dict[str, Any]:

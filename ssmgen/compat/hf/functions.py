@@ -36,6 +36,7 @@ from ..shared import mamba1_prompts
 from ..shared.operands import rows_of
 from .replacements import Replacement, Tally, attempt
 
+NO_BACKWARD = "    - an operand requires grad; expected none, since ssmgen has no backward. Call it under torch.no_grad()."
 _recording = threading.local()  # .calls: a list while this thread records
 
 
@@ -292,7 +293,7 @@ def run_function(replacement: Replacement, original: Callable[..., Any], ours: C
 def serve(tally: Tally, ours: Callable[..., Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of ssmgen's function, or of the original if ssmgen refuses the call."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs)):
-        reason: str | None = "    - an operand requires grad; expected none, since ssmgen has no backward. Call it under torch.no_grad()."
+        reason: str | None = NO_BACKWARD
     elif is_compiling() and _ends_a_trace(ours, args, kwargs):
         reason = ""  # is not said: code that is compiled warns of nothing
     else:

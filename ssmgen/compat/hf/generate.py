@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ...launch import runtime
 from .. import hf
 from . import roles
 from .linears import Linears
+from .positions import Positions, Rotary
 
 ROOM = 256  # tokens of a cache, at least: a longer one means another capture
 GREEDY = {"do_sample": False, "num_beams": 1, "use_cache": True, "num_return_sequences": 1, "return_dict_in_generate": False}
@@ -29,8 +31,8 @@ class Accelerated:
     generate() decodes greedily, with one CUDA graph per token where steps can be captured; `model.generate` is patched and fused.
     """
 
-    def __init__(self, model: Any, patch: hf.Patch, linears: Linears, done: list[str], left: list[str], steps: bool):
-        self.model, self.patch, self._linears = model, patch, linears
+    def __init__(self, model: Any, patch: hf.Patch, linears: Linears, rotary: Rotary, done: list[str], left: list[str], steps: bool):
+        self.model, self.patch, self._linears, self._rotary = model, patch, linears, rotary
         self.done, self.left = done, left
         self._steps_are_known = steps
         self._steps: dict[int, Steps] = {}  # by batch size
@@ -99,6 +101,7 @@ class Accelerated:
         does."""
         self._steps.clear()
         self._undone = True
+        self._rotary.undo()
         self._linears.undo()
         self.patch.undo()
 
@@ -128,7 +131,7 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
     if problems := _wrong(model, sizes, batches, prompt_length):
         raise ArgumentError("accelerate", problems)
     patch = hf.patch(model, fuse=True)
-    linears = Linears(model)
+    linears, rotary = Linears(model), Rotary(model)
     try:
         if strict and patch.lost:
             lines = bullets([f"{label}: {words}" for label, words in patch.lost.items()])
@@ -155,10 +158,11 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
         elif device.startswith("cuda"):
             done.append("generate captures a step of each batch size at its first call, and replays it for every token")
     except BaseException:
+        rotary.undo()
         linears.undo()
         patch.undo()
         raise
-    return Accelerated(model, patch, linears, done, left, steps=not why)
+    return Accelerated(model, patch, linears, rotary, done, left, steps=not why)
 
 
 def _wrong(model: Any, sizes: list[Any] | None, batches: Any, prompt_length: Any) -> list[str]:
@@ -266,8 +270,10 @@ class Steps:
         self.of_prompt = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         device = next(model.parameters()).device
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.position = torch.zeros_like(self.token) if "position_ids" in parameters else None  # not every model counts its cache's tokens
         self.attends = any(hasattr(layer, "max_cache_len") for layer in self.cache.layers)  # to all tokens before one
+        counts = "position_ids" in parameters  # not every model counts its cache's tokens
+        self.positions = Positions(model, self.cache, batch, room, device) if counts or self.attends else None
+        self.position = self.positions.ids if self.positions is not None and counts else None
         self.graph: Any = None
         self.captured: dict[Any, Any] = {}  # the cache's contents at the capture
         self.captures = device.type == "cuda"
@@ -295,16 +301,16 @@ class Steps:
         more = {} if mask is None else {"attention_mask": mask}
         out = self.model(input_ids=ids, use_cache=True, **{str(self.name): self.cache}, **more, **self.of_prompt)
         self._take(out.logits)
-        if self.position is not None:
-            self.position.fill_(ids.shape[1])
+        if self.positions is not None:
+            self.positions.ids.fill_(ids.shape[1])
         if self.graph is not None and _moved(self.captured, self._held()):
             self.graph = None
 
     def step(self) -> None:
         more = {} if self.position is None else {"position_ids": self.position}
-        out = self.model(input_ids=self.token, use_cache=True, **{str(self.name): self.cache}, **more)
-        if self.position is not None:
-            self.position.add_(1)
+        step: AbstractContextManager[dict[str, Any]] = nullcontext({}) if self.positions is None else self.positions.step()
+        with step as masks:
+            out = self.model(input_ids=self.token, use_cache=True, **{str(self.name): self.cache}, **more, **masks)
         self._take(out.logits)
 
     def _take(self, logits: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from ...families.chunk_scan import attention
 from ...families.linear_attention import call as linear_attention
-from .functions import call
+from .functions import NO_BACKWARD, call
 from .replacements import Replacement, attempt
 from .roles import Roles
 
@@ -53,9 +53,7 @@ def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[...,
         hidden_states, _, attention_mask, cache, others = roles(args, kwargs)
         if not is_compiling() and not roles.unknown(others):
             if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, *self.parameters())):
-                reason: str | None = (
-                    "    - an operand requires grad; expected none, since ssmgen has no backward. Call it under torch.no_grad()."
-                )
+                reason: str | None = NO_BACKWARD
             else:
                 result, reason = attempt(replacement, lightning, self, hidden_states, attention_mask, cache)
             if reason is None:

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from ..shared import linears
 from ..shared.linears import MOST, MOST_FMA
-from . import projections
+from . import gated, projections, siblings
 
 
 def objection(module: torch.nn.Linear) -> str:
@@ -37,7 +37,7 @@ def forward_by_fma(self: torch.nn.Linear, x: Tensor) -> Tensor:
 
 def _product(self: torch.nn.Linear, x: Tensor, most: int) -> Tensor:
     weight, bias = self.weight, self.bias
-    return linears.product(x, weight, bias) if linears.fits(x, weight, bias, most) else linear(x, weight, bias)
+    return siblings.product(self, x) if linears.fits(x, weight, bias, most) else linear(x, weight, bias)
 
 
 class Linears:
@@ -45,6 +45,7 @@ class Linears:
 
     def __init__(self, model: torch.nn.Module):
         self.modules: list[torch.nn.Linear] = []
+        self.mlps: list[Any] = []
         self._left: Counter[str] = Counter()
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
@@ -54,28 +55,47 @@ class Linears:
                     self.modules.append(module)
         for module in self.modules:
             module.__dict__["forward"] = MethodType(forward if linears.tensor_cores(module.weight.device) else forward_by_fma, module)
+        ours = {*self.modules}
+        for mlp in model.modules():
+            if gated.is_gated(mlp) and ours.issuperset(gated.layers(mlp)):
+                self.mlps.append(mlp)
+                mlp.__dict__["forward"] = MethodType(gated.forward, mlp)
 
     @property
     def words(self) -> str:
         """The changed layers and the others, for a report."""
         rows = f"up to {MOST} rows (f32, and GPUs before sm_90: {MOST_FMA})"
         done = f"{len(self.modules)} linear layers multiply {rows} by skinny_linear, and more by PyTorch"
+        done += ", and layers that multiply the same x share a launch"
+        done += f"; of {len(self.mlps)} gated MLPs, gate, up and their product are one launch" if self.mlps else ""
         return "; ".join([done, *(f"{count} stay PyTorch's: {why}" for why, count in self._left.items())])
 
     def load(self, sizes: Iterable[int]) -> None:
         """Compiles and loads the kernels of these numbers of rows."""
-        shapes: dict[Any, torch.nn.Linear] = {}
-        for module in self.modules:
-            key = (module.weight.shape, module.weight.dtype, module.bias is None, module.weight.device)
-            shapes.setdefault(key, module)
+        shapes = {_shape(module): module for module in self.modules}
+        mlps = {_shape(gated.layers(mlp)[0]): gated.layers(mlp)[:2] for mlp in self.mlps}
         with torch.no_grad():
-            for rows in {min(size, MOST + 1) for size in sizes}:
+            for rows in {size for size in sizes if size <= MOST}:
                 for module in shapes.values():
-                    module.forward(module.weight.new_zeros(rows, module.weight.shape[1]))
+                    if (x := siblings.zeros(module, rows)) is not None:
+                        linears.product(x, module.weight, module.bias)
+                siblings.load(self.modules, rows)
+                for gate, up in mlps.values():
+                    if (x := siblings.zeros(gate, rows)) is not None:
+                        gated.multiply(gate, up, x)
 
     def undo(self) -> None:
         """PyTorch's forward, where ours still is. A second time: nothing."""
         for module in self.modules:
+            siblings.forget(module)
             if getattr(module.__dict__.get("forward"), "__func__", None) in (forward, forward_by_fma):
                 del module.__dict__["forward"]
-        self.modules = []
+        for mlp in self.mlps:
+            if getattr(mlp.__dict__.get("forward"), "__func__", None) is gated.forward:
+                del mlp.__dict__["forward"]
+        self.modules, self.mlps = [], []
+
+
+def _shape(module: torch.nn.Linear) -> Any:
+    """The kernels of layers with the same shape are the same."""
+    return (module.weight.shape, module.weight.dtype, module.bias is None, module.weight.device)

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from ...calls.checks import DTYPES
 from ...errors import ArgumentError
 from ...families.gated_rms_norm import call as native
-from . import roles
+from . import roles, texts
 from .functions import call
 from .replacements import Replacement, attempt
 
@@ -27,8 +27,7 @@ SUFFIX = "RMSNormGated"
 
 def classes(modeling: ModuleType) -> tuple[str, ...]:
     """Names of a modeling file's own gated norms. In transformers 5.17 Nemotron-H's layers have Zamba2's, which counts as Zamba2's."""
-    own = {name: c for name, c in vars(modeling).items() if isinstance(c, type) and c.__module__ == modeling.__name__}
-    return tuple(name for name, c in own.items() if name.endswith(SUFFIX) and issubclass(c, torch.nn.Module))
+    return tuple(name for name in texts.own_modules(modeling) if name.endswith(SUFFIX))
 
 
 def objection(norm: Any) -> str:

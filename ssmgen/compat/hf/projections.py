@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 
 def is_elsewhere(layer: torch.nn.Module) -> bool:
@@ -26,7 +27,20 @@ def falcon_h1(mixer: Any, hidden_states: Tensor) -> Tensor:
 
 def qkv(mixer: Any, hidden_states: Tensor) -> Tensor:
     """[batch, T, channels of q, k and v]"""
-    return torch.cat([projection(hidden_states) for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], dim=-1)
+    return joined([projection(hidden_states) for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj)])
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """torch.cat(parts, dim=-1), without a copy for one row of results that are neighbours in memory."""
+    first, width = parts[0], sum(part.shape[-1] for part in parts)
+    if is_compiling() or first.numel() != first.shape[-1]:
+        return torch.cat(parts, dim=-1)
+    at, memory = first.storage_offset(), first.untyped_storage()._cdata
+    for part in parts:
+        if part.storage_offset() != at or part.untyped_storage()._cdata != memory or part.dtype != first.dtype or part.requires_grad:
+            return torch.cat(parts, dim=-1)
+        at += part.numel()
+    return first.as_strided((*first.shape[:-1], width), (*[width] * (first.dim() - 1), 1))
 
 
 def qwen3_next(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:

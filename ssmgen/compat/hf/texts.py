@@ -1,4 +1,4 @@
-"""Digests of the source of transformers' classes, for table look-ups. Text that does not affect results is left out."""
+"""The classes of transformers' modeling files and their source, without text that does not affect results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import hashlib
 import inspect
 import textwrap
 from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
 
 UNRELATED = ("__init__", "extra_repr")  # methods that a norm's result does not follow from
 
 
-class _Bare(ast.NodeTransformer):
+def own_modules(modeling: ModuleType) -> dict[str, Any]:
+    """{name: class} of the modules of torch that a modeling file itself defines."""
+    held = {name: c for name, c in vars(modeling).items() if isinstance(c, type) and c.__module__ == modeling.__name__}
+    return {name: c for name, c in held.items() if issubclass(c, torch.nn.Module)}
+
+
+class Bare(ast.NodeTransformer):
     """Takes out annotations, decorators and docstrings."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -37,5 +47,5 @@ def of_class(kind: type) -> str:
     if not isinstance(found, ast.ClassDef):
         return ""
     methods = [n for n in found.body if isinstance(n, ast.FunctionDef) and n.name not in UNRELATED]
-    text = "\n".join(ast.unparse(_Bare().visit(method)) for method in methods)
+    text = "\n".join(ast.unparse(Bare().visit(method)) for method in methods)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...errors import ArgumentError, PatchError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError
 from ...spec.operands import Operand, table
 from ..shared import mamba3_layers as _layers
 from ..shared.layer_patch import LayerPatch, ours
@@ -119,21 +118,11 @@ def patch_mamba3(A_form: str | None = None, module: ModuleType | None = None) ->
     forms. mamba-ssm's own code never runs instead.
     Raises PatchError if mamba-ssm is missing, if its methods have other parameters, if A has an unknown form, and for a second patch.
     """
-    module = _imported() if module is None else module
-    owner = vars(module).get("Mamba3")
-    if not isinstance(owner, type):
-        raise PatchError(f"{module.__name__} has no class Mamba3; expected mamba_ssm.modules.mamba3 of mamba-ssm 2.3.2 or later")
+    module, owner = _layers.layer_of(module, "mamba_ssm.modules.mamba3", "mamba-ssm 2.3.2")
     form = _layers.form_of(module.__name__, A_form, lambda layer, logits: _a_of(owner, layer, logits))
     # Without TileLang this name is None, and mamba-ssm makes no MIMO layer.
     names = {(module, "mamba3_mimo_combined"): mamba3_mimo} if vars(module).get("mamba3_mimo_combined", ours) is None else {}
     return LayerPatch(owner, _methods(form), form, names)
-
-
-def _imported() -> ModuleType:
-    try:
-        return importlib.import_module("mamba_ssm.modules.mamba3")
-    except Exception as e:  # its imports ask for Triton and for a GPU
-        raise PatchError(f"cannot import mamba_ssm.modules.mamba3 ({type(e).__name__}: {e}). Install mamba-ssm 2.3.2 or later.") from e
 
 
 def _a_of(owner: Any, layer: SimpleNamespace, logits: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from . import linears as _linears
 from . import mamba as _mamba
 from . import noise as _noise
 from . import ple as _ple
+from . import rings as _rings
 from . import steps as _steps
 from . import updates as _updates
 from .delta import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -46,8 +47,10 @@ from .layers import lfm2_forward as lfm2_forward
 from .lightning import seg_la_fwd as seg_la_fwd
 from .linears import compute_lm_head as compute_lm_head
 from .linears import linear_apply as linear_apply
+from .mamba import mamba1_prompts as mamba1_prompts
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 from .ple import ple_short_conv as ple_short_conv
+from .rings import commit_kda_replayssm_spec_all_layers as commit_kda_replayssm_spec_all_layers
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
 from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
 from .steps import merge_state as merge_state
@@ -276,11 +279,9 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     )  # fmt: skip
 
 
-_FLAGS = "is_kda disable_state_update cache_ring match_cutedsl_decode"
-
-
 @_takes(
-    _FLAGS, **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]", intermediate_state_indices="[N]",
+    "is_kda disable_state_update cache_ring match_cutedsl_decode", **gated_delta.LOGITS, initial_state_indices="[N]", cu_seqlens="[N + 1]",
+    intermediate_state_indices="[N]",
     intermediate_states_buffer="[rows, cache_steps, HV, V, K]", retrieve_parent_token="[N, T]",
 )  # fmt: skip
 def fused_sigmoid_gating_delta_rule_update(
@@ -318,16 +319,16 @@ def fused_sigmoid_gating_delta_rule_update(
     q, k: [B, T, HK, K]          v: [B, T, HV, V]          a, b: [B, T, HV] or [tokens, HV]; a of KDA: also per key channel, K
     initial_state_source: [slots, HV, V, K], updated in place          initial_state_indices: [N], slots          cu_seqlens: [N + 1]
     disable_state_update: the pool is only read          use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6)
-    Returns a new output [B, T, HV, V] of q's dtype. Raises UnsupportedError for rings, match_cutedsl_decode, no pool, lower_bound without
+    Returns a new output [B, T, HV, V] of q's dtype. Raises UnsupportedError for match_cutedsl_decode, no pool, lower_bound without
     is_kda, and for a softplus with beta other than 1 or threshold other than 20; ArgumentError (a ValueError) for operands that do not fit.
 
     Drafts:
     intermediate_states_buffer: [rows, cache_steps, HV, V, K], receives the state after each token, in row intermediate_state_indices [N]
     retrieve_parent_token: [N, T or more], a draft tree, whose tokens continue from that buffer; ignored without it, as in SGLang
+    cache_ring: replayssm_rawk, _rawv, _g, _beta [slots, heads, L, …] receive k, v and, in f32, log decays and betas of the first L tokens
     """
     name = "sglang's fused_sigmoid_gating_delta_rule_update"
     pairs = {
-        "cache_ring is given; expected None: ssmgen's ring keeps other tensors": cache_ring,
         "match_cutedsl_decode is True; expected False: it asks for the rounding of another kernel": match_cutedsl_decode,
         "initial_state_source is None; expected a pool of states": initial_state_source is None,
         "lower_bound is given; expected None: only KDA's gate has one": lower_bound is not None and not is_kda,
@@ -339,6 +340,7 @@ def fused_sigmoid_gating_delta_rule_update(
         raise UnsupportedError(name, reasons)
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     kept = _kept_of_drafts(name, intermediate_states_buffer, cache_steps, intermediate_state_indices, retrieve_parent_token, v, cu_seqlens)
+    kept |= _rings.ring_of(name, cache_ring, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta, intermediate_states_buffer)
     return gated_delta.from_logits(
         initial_state_source, q, k, v, a, b, A_log, dt_bias, is_kda, lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
         state_indices=_first(initial_state_indices, sequences), cu_seqlens=cu_seqlens, update_state=not disable_state_update, **kept,
@@ -354,7 +356,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
             f"{_MAMBA}.triton_ops.mamba_ssm", "selective_state_update", selective_state_update, impossible=_noise.impossible
         ),
         replacing.Replacement(f"{_MAMBA}.triton_ops.ssd_combined", "mamba_chunk_scan_combined", mamba_chunk_scan_combined),
-        replacing.Replacement(f"{_LAYERS}.mamba.mamba1", _mamba.METHOD, _mamba.selective_scan),
+        *_mamba.REPLACEMENTS,
         replacing.Replacement(f"{_MAMBA}.causal_conv1d_triton", "causal_conv1d_update", causal_conv1d_update_triton),
         replacing.Replacement(f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_update", causal_conv1d_update),
         replacing.Replacement(f"{_LAYERS}.mamba.causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn),
@@ -371,6 +373,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         *_layers.REPLACEMENTS,
         *_linears.replacements(lambda: _ENGINE),
         *_ple.REPLACEMENTS,
+        *_rings.REPLACEMENTS,
         *_steps.REPLACEMENTS,
         *_updates.REPLACEMENTS,
         replacing.Replacement(f"{_ATTENTION}.linear.lightning_attn", "lightning_attention", lightning_attention),

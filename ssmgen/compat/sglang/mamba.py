@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from ...families.causal_conv1d.call import causal_conv1d
 from ...families.selective_scan.call import selective_scan as _selective_scan
 from ..shared import invariance
 from ..shared import mamba_prompts as _prompts
+from ..shared.gated_delta import first as _first
 from ..shared.operands import takes as _takes
+from ..shared.replacing import Replacement
 
-METHOD = "MambaMixer1._selective_scan"
+METHOD, PREFILL = "MambaMixer1._selective_scan", "MambaMixer1._forward_prefill"
 
 
 def one_head(
@@ -45,6 +48,64 @@ def selective_scan(*, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0
     how: dict[str, Any] = {"initial_states": h0[None], "return_final_states": True} | invariance.whole(_selective_scan)
     y, states = _selective_scan(x[None], dt[None], A, B[None], C[None], **how)
     return states[0], y[0]
+
+
+@_takes(
+    x="[tokens, D]", gate="[tokens, D]", out="[tokens, D]", conv_state="[slots, D, state_len]", ssm_state="[slots, D, 1, N]",
+    conv_weights="[D, width]", state_indices="[sequences]", query_start_loc="[sequences + 1]",
+)  # fmt: skip
+def mamba1_prompts(
+    self: Any,
+    *,
+    x: Tensor,
+    gate: Tensor,
+    out: Tensor,
+    A: Tensor,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    conv_weights: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    metadata: Any,
+    use_triton_causal_conv: bool,
+) -> None:
+    """Convolution and scan of Mamba-1's prompts, into out: the method _forward_prefill of SGLang's MambaMixer1.
+
+    h <- exp(dt A) h + dt x B;  y = (C h + D x) silu(gate), per token and channel; dt is the softplus of the layer's projection.
+
+    x, gate, out: [tokens, D], packed          A: [D, N], negative          query_start_loc: [sequences + 1], start of each sequence
+    conv_state, ssm_state: [slots, D, state_len] and [slots, D, 1, N], pools, updated in place          state_indices: [sequences], slots
+
+    All sequences in two launches, besides the layer's projections, without a number from the GPU. SGLang has a loop over sequences, with
+    three synchronisations each. Padding is as in the other functions. Raises ArgumentError for operands that do not fit.
+    """
+    mixed, sequences, width = metadata.mixed_metadata, query_start_loc.shape[0] - 1, conv_weights.shape[1]
+    slots = _first(state_indices, sequences)
+    started = None if mixed is None else _first(mixed.has_initial_states, sequences)
+    rows, windows, held = x.to(conv_state.dtype), conv_state[..., : width - 1], ssm_state.squeeze(2)
+    weight, bias = conv_weights.to(conv_state.dtype), self.conv1d.bias
+    bias = None if bias is None else bias.to(conv_state.dtype)
+    places = slots.clamp(min=0)
+    convolved, before = torch.empty_like(rows, memory_format=torch.contiguous_format), windows[places]
+    causal_conv1d(
+        rows.t(), weight, bias, activation=self.activation, query_start_loc=query_start_loc, conv_states=windows,
+        conv_state_indices=slots, has_initial_state=started, out=convolved.t(),
+    )  # fmt: skip
+    try:
+        convolved = convolved.to(x.dtype)
+        dt, B, C = self._ssm_params(convolved)
+        if any(t.dtype != x.dtype for t in (dt, B, C)):
+            convolved, dt, B, C, gate = (t.float() for t in (convolved, dt, B, C, gate))
+        into = out if out.dtype == convolved.dtype else torch.empty_like(convolved)
+        _selective_scan(
+            convolved, dt, A, B, C, self.D, gate, delta_softplus=True, cu_seqlens=query_start_loc, state=held, state_indices=slots,
+            has_initial_state=started, out=into, **invariance.whole(_selective_scan),
+        )  # fmt: skip
+    except Exception:
+        windows[places] = before  # as they were, for SGLang's own method
+        raise
+    if into is not out:
+        out.copy_(into)
 
 
 @_takes(
@@ -107,7 +168,8 @@ def mamba_chunk_scan_combined(
     return_intermediate_states: the states before each chunk of chunk_size tokens of a row, [batch, chunks, H, P, N]; the first is the
         initial state
     return_track_states: returns these states, the varlen states, and [1, count, H, P, N], the states after track_end_locs [count] tokens of
-        the packed row; the last is None without track_end_locs or track_seq_idx
+        the packed row; the last is None without track_end_locs. Without track_seq_idx, SGLang tracks no sequence: the first is None too,
+        which SGLang's layer does not read then
 
     Ignored arguments:
     chunk_indices, chunk_offsets: they follow from the others
@@ -122,7 +184,8 @@ def mamba_chunk_scan_combined(
             ],
         )
     tracked = return_track_states and track_seq_idx is not None and track_end_locs is not None and track_end_locs.numel() > 0
-    chunks, final = return_track_states or return_intermediate_states, return_final_states and not return_track_states
+    chunks = return_intermediate_states if not return_track_states else track_seq_idx is not None
+    final = return_final_states and not return_track_states
     wanted = _prompts.Wanted(chunks, final, return_varlen_states, track_end_locs if tracked else None)
     written = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     found = _prompts.combined(
@@ -132,3 +195,16 @@ def mamba_chunk_scan_combined(
     if return_track_states:
         return found.chunks, found.varlen, found.ends
     return _prompts.only((found.chunks, found.final, found.varlen))
+
+
+_PLACE = "sglang.srt.layers.attention.mamba"
+REPLACEMENTS = [
+    Replacement(f"{_PLACE}.mamba1", METHOD, selective_scan),
+    Replacement(
+        f"{_PLACE}.mamba1", PREFILL, mamba1_prompts,
+        needs=(
+            f"{_PLACE}.mamba1.{METHOD}", f"{_PLACE}.causal_conv1d.causal_conv1d_fn",
+            "sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_fn",
+        ),
+    ),
+]  # fmt: skip

@@ -12,6 +12,7 @@ from ...calls.checks import DTYPES, check_distinct
 from ...errors import ArgumentError
 from ...families.chunk_delta_rule.call import chunk_delta_rule, chunk_gated_delta_rule
 from . import invariance
+from .gated_delta import new_output
 from .operands import rows_of, written_rows
 
 CHUNK = 64  # tokens, counted from a sequence's start: the places where a state can be asked for
@@ -36,6 +37,20 @@ def scan(operands: Operands, out: Tensor, **states: Any) -> None:
         run(chunk_delta_rule, (*operands[:3], operands.beta), out, **states)
     else:
         run(chunk_gated_delta_rule, operands, out, **states)
+
+
+def returned(
+    function: Callable[..., Any], operands: Sequence[Tensor | None], final: bool, *, out: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(out, or a new output of q's dtype; the final states, new and f32, or None). operands: q, k and v, and the function's other ones;
+    options: of `run`."""
+    q, _, v, *_ = operands
+    assert q is not None and v is not None  # looked at before
+    out = new_output(q, v) if out is None else out
+    last = states_of(q, v, sequences_of(v, cu_seqlens), options.get("state_layout", "vk")) if final else None
+    run(function, operands, out, last=last, cu_seqlens=cu_seqlens, **options)
+    return out, last
 
 
 def run(

@@ -53,6 +53,7 @@ def shaped(t: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 # Arguments of `takes`, for the functions of both engines.
 PACKED = {"ssm_state_indices": "[B]"}
+POOL = {"ssm_state_indices": "[N] or [N, T]", "num_accepted_tokens": "[N]", "cu_seqlens": "[N + 1]"}
 LOGITS = {"q": "[B, T, HK, K]", "k": "[B, T, HK, K]", "v": "[B, T, HV, V]"}
 
 

@@ -63,10 +63,13 @@ def _records(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias by skinny_linear, for any strides of x. Raises the errors of skinny_linear."""
-    if x.stride(-1) != 1 or sum(n > 1 for n in x.shape[:-1]) > 1:  # rows have one distance, or are copied unless they are contiguous
-        x = x.contiguous()
-    found: Tensor = skinny_linear(x, weight, bias)  # type: ignore[assignment]  # of one weight
+    found: Tensor = skinny_linear(in_rows(x), weight, bias)  # type: ignore[assignment]  # of one weight
     return found
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x if its rows have one distance or it is contiguous, else a copy."""
+    return x if x.stride(-1) == 1 and sum(n > 1 for n in x.shape[:-1]) <= 1 else x.contiguous()
 
 
 def served(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,23 @@ class States(NamedTuple):
     ssm: Tensor  # [batch, H, P, N]
     k: Tensor  # [batch, R, H, N]
     v: Tensor  # [batch, H, P]
+
+
+def layer_of(module: ModuleType | None, path: str, release: str) -> tuple[ModuleType, Any]:
+    """(the module of a package's layer, its class Mamba3). path: of the module, which is imported if it is not given; release: the package
+    and its first version that has the class, in words.
+
+    Raises PatchError without either.
+    """
+    if module is None:
+        try:
+            module = importlib.import_module(path)
+        except Exception as e:  # its imports ask for Triton and for a GPU
+            raise PatchError(f"cannot import {path} ({type(e).__name__}: {e}). Install {release} or later.") from e
+    owner = vars(module).get("Mamba3")
+    if not isinstance(owner, type):
+        raise PatchError(f"{module.__name__} has no class Mamba3; expected {path} of {release} or later")
+    return module, owner
 
 
 def form_of(where: str, A_form: str | None, A_of: Callable[[SimpleNamespace, Tensor], Tensor]) -> str:

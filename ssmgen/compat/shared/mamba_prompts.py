@@ -12,8 +12,7 @@ from torch import Tensor
 from ...calls.checks import DTYPES
 from ...errors import ArgumentError, UnsupportedError
 from ...families.chunk_scan.call import chunk_scan
-from . import invariance
-from .operands import rows_of, written_rows
+from . import delta_prompts
 
 # Arguments of `takes` for every function modelled on mamba-ssm's.
 ROWS, GROUPS = "[batch, T, H, P]", "[batch, T, G, N]"
@@ -35,15 +34,6 @@ class Operands(NamedTuple):
     dt_softplus: bool
     dt_limit: Any
 
-    def as_ours(self) -> Operands:
-        """Rows as kernels copy them. Limits (0, inf) are dropped with a softplus, which is at least 0: limits need a different
-        kernel."""
-        x, B, C, z = rows_of(self.x), rows_of(self.B), rows_of(self.C), rows_of(self.z)
-        limit = self.dt_limit
-        if self.dt_softplus is True and isinstance(limit, tuple) and all(type(v) in (int, float) for v in limit) and limit == (0, math.inf):
-            limit = None
-        return self._replace(x=x, B=B, C=C, z=z, dt_limit=limit)
-
 
 class States(NamedTuple):
     """last: [sequences, H, P, N], after each sequence; after: [count, H, P, N], after given numbers of tokens. None if not requested."""
@@ -53,49 +43,29 @@ class States(NamedTuple):
 
 
 def scan(
-    operands: Operands, out: Tensor, *, initial_states: Tensor | None, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
-    last: torch.dtype | None = None, positions: Tensor | None = None, after: torch.dtype | None = None,
+    operands: Operands, out: Tensor, *, cu_seqlens: Tensor | None = None, last: torch.dtype | None = None, positions: Tensor | None = None,
+    after: torch.dtype | None = None, **options: Any,
 ) -> States:  # fmt: skip
-    """chunk_scan into out, with states of several dtypes: `last` and `after` are theirs, None for none.
+    """Runs chunk_scan into out. last, after: the dtypes of the states to return, None for none. options: of `run`."""
+    x, inner = operands.x, (*operands.x.shape[-2:], operands.B.shape[-1])
+    sequences = x.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
+    states = States(
+        None if last is None else x.new_empty((sequences, *inner), dtype=last),
+        None if positions is None else x.new_empty((positions.numel(), *inner), dtype=after),
+    )
+    run(operands, out, cu_seqlens=cu_seqlens, last=states.last, positions=positions, checkpoints=states.after, **options)
+    return states
 
-    A kernel has one dtype for all states. If they differ, it is f32, from which each is rounded once.
+
+def run(operands: Operands, out: Tensor, **options: Any) -> None:
+    """Runs chunk_scan into out and the given tensors of states, as delta_prompts.run does.
+
+    Limits (0, inf) are dropped with a softplus, which is at least 0: limits need a different kernel.
     """
-    operands = operands.as_ours()
-    x = operands.x
-    dtypes = {d for d in (last, after, None if initial_states is None else initial_states.dtype) if d is not None}
-    held = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    if initial_states is not None and initial_states.dtype in DTYPES:
-        initial_states = initial_states.to(held)
-    inner, sequences = (*x.shape[-2:], operands.B.shape[-1]), x.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
-    final = None if last is None else x.new_empty((sequences, *inner), dtype=held)
-    kept = None if positions is None else x.new_empty((positions.numel(), *inner), dtype=held)
-    written = written_rows(out)
-    chunk_scan(
-        *operands[:-1], dt_limit=operands.dt_limit, cu_seqlens=cu_seqlens, seq_idx=seq_idx, initial_states=initial_states,
-        final_states_out=final, checkpoint_positions=positions, checkpoints_out=kept, out=written, **invariance.whole(chunk_scan),
-    )  # fmt: skip
-    if written is not out:
-        out.copy_(written)
-    return States(None if final is None else final.to(last), None if kept is None else kept.to(after))
-
-
-def scan_into_slots(
-    operands: Operands, out: Tensor, pool: Tensor, slots: Tensor, *, initial_states: Tensor | None, cu_seqlens: Tensor
-) -> None:
-    """Scans packed sequences, whose last states the kernel writes to slots of a pool [slots, H, P, N].
-
-    States to start from are of the pool's dtype, or become f32 without loss where it is.
-    """
-    ours = operands.as_ours()
-    if initial_states is not None and pool.dtype == torch.float32 and initial_states.dtype in DTYPES:
-        initial_states = initial_states.to(pool.dtype)
-    written = written_rows(out)
-    chunk_scan(
-        *ours[:-1], dt_limit=ours.dt_limit, cu_seqlens=cu_seqlens, initial_states=initial_states, state=pool, state_indices=slots,
-        out=written, **invariance.whole(chunk_scan),
-    )  # fmt: skip
-    if written is not out:
-        out.copy_(written)
+    *tensors, softplus, limit = operands
+    if softplus is True and isinstance(limit, tuple) and all(type(v) in (int, float) for v in limit) and limit == (0, math.inf):
+        limit = None
+    delta_prompts.run(chunk_scan, tensors, out, dt_softplus=softplus, dt_limit=limit, **options)
 
 
 def state_dtype_of(name: str, state_dtype: torch.dtype | None, C: Tensor) -> torch.dtype:

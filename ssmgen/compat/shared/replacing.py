@@ -48,10 +48,12 @@ NAMES = (
     "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update",
     "kda_fused_decode", "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
     "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2", "rms_norm_gated",
-    "seg_la_fwd", "selective_scan_fn", "selective_state_update",
+    "commit_kda_replayssm_spec_all_layers", "seg_la_fwd", "selective_scan_fn", "selective_state_update",
     "selective_state_update_replayssm_flashinfer", "selective_state_update_replayssm_output_only",
-    "Glm5NextLinearAttention._flashkda_prefill", "Lfm2MoeShortConv.forward",
-    "Lfm2ShortConv.forward", "MambaMixer1._selective_scan", "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
+    "Glm5NextLinearAttention._flashkda_prefill", "Glm5NextLinearAttention._forward", "KimiGatedDeltaNetAttention._forward",
+    "KimiK3DeltaAttention._forward", "Lfm2MoeShortConv.forward",
+    "Lfm2ShortConv.forward", "MambaMixer1._forward_prefill", "MambaMixer1._selective_scan",
+    "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
     "Qwen4ExpPLELayer._short_conv", "QwenGatedDeltaNetAttention._forward_core", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
     "ShortConv.forward_cuda", "TritonGDNKernel.extend", "_flashkda_prefill",
     "FusedRMSNormGated.forward_native", "Mixer2RMSNormGated.forward_native", "RMSNormGated.forward_native",
@@ -81,6 +83,7 @@ class Replacement:
     around: function takes the engine's own before the other arguments, and calls it itself
     asked: replaced only if SSMGEN_ENGINE_LINEAR asks for it
     backward: the engine's own has one, so ours sees whether gradients are recorded
+    decorated: decorates ours as the engine's own is; the function inside the decorator is behind ours
     """
 
     module: str
@@ -95,6 +98,7 @@ class Replacement:
     around: bool = False
     asked: bool = False
     backward: bool = False
+    decorated: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     @property
     def place(self) -> str:
@@ -183,7 +187,9 @@ class Engine:
         elif drift := differences(r.form, plain):
             self._keep(r, f"its parameters differ from those of {self.package} {self.version}: {'; '.join(drift)}")
         else:
-            ours = _around(r, plain) if r.around else self.with_the_original_behind(self._with_others(r), plain)
+            inner = getattr(plain, "__wrapped__", plain) if r.decorated else plain
+            ours = _around(r, plain) if r.around else self.with_the_original_behind(self._with_others(r), inner)
+            ours = r.decorated(ours) if r.decorated and inner is not plain else ours
             if of_class:
                 self.undo.append(_given(owner, {name: ours if kind is None else kind(ours), **r.says}))
             else:

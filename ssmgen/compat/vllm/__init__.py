@@ -28,6 +28,7 @@ from . import delta_steps as _delta_steps
 from . import flashkda as _flashkda
 from . import gdn as _gdn
 from . import invariance as _invariance
+from . import kda_prompts as _kda_prompts
 from . import layers as _layers
 from . import linears as _linears
 from . import noise as _noise
@@ -47,6 +48,9 @@ from .flashkda import glm_flashkda_prefill as glm_flashkda_prefill
 from .flashkda import kda_prefill_checkpoint_alignment as kda_prefill_checkpoint_alignment
 from .gdn import forward_core as forward_core
 from .gdn import forward_decode as forward_decode
+from .kda_prompts import glm_forward as glm_forward
+from .kda_prompts import kimi_k3_forward as kimi_k3_forward
+from .kda_prompts import kimi_linear_forward as kimi_linear_forward
 from .layers import fused_kda_decode as fused_kda_decode
 from .layers import short_conv as short_conv
 from .linears import embedding_apply as embedding_apply
@@ -261,6 +265,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         *_delta_steps.REPLACEMENTS,
         *_flashkda.REPLACEMENTS,
         *_gdn.REPLACEMENTS,
+        *_kda_prompts.REPLACEMENTS,
         *_layers.REPLACEMENTS,
         *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,

@@ -11,7 +11,6 @@ from torch import Tensor
 from ...errors import ArgumentError
 from ...families.chunk_linear_attention.call import chunk_kda as _chunk_kda
 from ..shared import delta_prompts as _prompts
-from ..shared.gated_delta import new_output as _new_output
 from ..shared.operands import takes as _takes
 from ..shared.replacing import Replacement
 
@@ -48,18 +47,14 @@ def chunk_gated_delta_rule(
     Ignored arguments:
     chunk_indices, chunk_offsets: they follow from cu_seqlens
     """
-    out = _output(q, v, core_attn_out)
-    final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens)) if output_final_state else None
-    _prompts.run(
-        _prompts.chunk_gated_delta_rule, (q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens,
-        scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel,
+    return _prompts.returned(
+        _prompts.chunk_gated_delta_rule, (q, k, v, g, beta), output_final_state, initial_states=initial_state, cu_seqlens=cu_seqlens,
+        scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel, out=None if core_attn_out is None else _output(v, core_attn_out),
     )  # fmt: skip
-    return out, final
 
 
-def _output(q: Tensor, v: Tensor, buffer: Tensor | None) -> Tensor:
-    if buffer is None:
-        return _new_output(q, v)
+def _output(v: Tensor, buffer: Tensor) -> Tensor:
+    """The beginning of a buffer, in v's shape."""
     if buffer.numel() < v.numel() or not buffer.is_contiguous():
         found = f"{list(buffer.shape)} with strides {list(buffer.stride())}"
         problem = f"core_attn_out is {found}; expected a dense tensor with at least the elements of the output {list(v.shape)}"
@@ -104,13 +99,10 @@ def fi_chunk_gated_delta_rule(
     positions = _prompts.places(
         "vllm's fi_chunk_gated_delta_rule", v, checkpoint_every_n_tokens, cu_seqlens, state_checkpoints, checkpoint_cu_starts, []
     )
-    out = _new_output(q, v)
-    final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens)) if output_final_state else None
-    _prompts.run(
-        _prompts.chunk_gated_delta_rule, (q, k, v, g, beta), out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens,
+    return _prompts.returned(
+        _prompts.chunk_gated_delta_rule, (q, k, v, g, beta), output_final_state, initial_states=initial_state, cu_seqlens=cu_seqlens,
         positions=positions, checkpoints=state_checkpoints, use_qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    return out, final
 
 
 _KDA = {n: shape for n, shape in _prompts.PACKED.items() if n != "g"} | {"initial_state": "[N, HV, V, K]"}
@@ -142,7 +134,10 @@ def chunk_kda(
     Unlike in vLLM, states between chunks are f32, and normalised q and k are not rounded. Other keywords are ignored, as in vLLM.
     Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
-    return _kda((q, k, v, g, beta), scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _prompts.returned(
+        _chunk_kda, (q, k, v, g, beta), output_final_state, initial_states=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
 
 
 @_takes("output_final_state", **(_KDA | {"out": "[B, T, HV, V]", "raw_beta": "[B, T, HV]", "raw_g": "[B, T, HV, K]"}))
@@ -179,9 +174,10 @@ def chunk_kda_with_fused_gate(
     Unlike in vLLM, states between chunks are f32, and normalised q and k are not rounded. Other keywords are ignored, as in vLLM.
     Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
-    return _kda(
-        (q, k, v, raw_g, raw_beta, A_log.reshape(-1), None if g_bias is None else g_bias.reshape(-1)), scale, initial_state,
-        output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, out, lower_bound=lower_bound, beta_sigmoid=True,
+    return _prompts.returned(
+        _chunk_kda, (q, k, v, raw_g, raw_beta, A_log.reshape(-1), None if g_bias is None else g_bias.reshape(-1)), output_final_state,
+        initial_states=initial_state, cu_seqlens=cu_seqlens, out=out, scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        lower_bound=lower_bound, beta_sigmoid=True,
     )  # fmt: skip
 
 
@@ -218,25 +214,11 @@ def chunk_kda_with_safe_gate(
     Unlike in vLLM, states between chunks are f32, and normalised q and k are not rounded. Other keywords are ignored, as in vLLM.
     Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
     """
-    return _kda(
-        (q, k, v, raw_g, beta, A_log.reshape(-1), None if g_bias is None else g_bias.reshape(-1)), scale, initial_state,
-        output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, lower_bound=lower_bound if safe_gate else None,
+    return _prompts.returned(
+        _chunk_kda, (q, k, v, raw_g, beta, A_log.reshape(-1), None if g_bias is None else g_bias.reshape(-1)), output_final_state,
+        initial_states=initial_state, cu_seqlens=cu_seqlens, scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        lower_bound=lower_bound if safe_gate else None,
     )  # fmt: skip
-
-
-def _kda(
-    operands: tuple[Tensor | None, ...], scale: float | None, initial_state: Tensor | None, output_final_state: bool, l2norm: bool,
-    cu_seqlens: Tensor | None, out: Tensor | None = None, **options: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    q, _, v, *_ = operands
-    assert q is not None and v is not None  # looked at before
-    out = _new_output(q, v) if out is None else out
-    final = _prompts.states_of(q, v, _prompts.sequences_of(v, cu_seqlens)) if output_final_state else None
-    _prompts.run(
-        _chunk_kda, operands, out, initial_states=initial_state, last=final, cu_seqlens=cu_seqlens, scale=scale, use_qk_l2norm=l2norm,
-        **options,
-    )  # fmt: skip
-    return out, final
 
 
 _FLA, _MODELS, _LAYERS = "vllm.third_party.flash_linear_attention.ops", "vllm.models", "vllm.model_executor.layers"

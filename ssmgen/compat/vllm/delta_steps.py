@@ -40,10 +40,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     )  # fmt: skip
 
 
-_POOL = {"ssm_state_indices": "[N] or [N, T]", "num_accepted_tokens": "[N]", "cu_seqlens": "[N + 1]"}
-
-
-@_takes("inplace_final_state", q="[B, T, HK, K]", v="[B, T, HV, V]", **_POOL)
+@_takes("inplace_final_state", q="[B, T, HK, K]", v="[B, T, HV, V]", **gated_delta.POOL)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -80,7 +77,7 @@ def fused_recurrent_gated_delta_rule(
     return out, initial_state
 
 
-@_takes("inplace_final_state is_kda", **gated_delta.LOGITS, **_POOL)
+@_takes("inplace_final_state is_kda", **gated_delta.LOGITS, **gated_delta.POOL)
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,

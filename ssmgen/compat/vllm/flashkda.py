@@ -25,6 +25,11 @@ class _Places:
     aligned = False
 
 
+def aligned(checkpoint: Any) -> bool:
+    """Whether the positions of vLLM's checkpoints in prompts are ones whose states the scan keeps."""
+    return _Places.aligned and not any(offset % _prompts.CHUNK for offset in checkpoint.offsets or ())
+
+
 def kda_prefill_checkpoint_alignment(backend: str) -> int | None:
     """64 for "flashkda", where FlashKDA has 16, and None for other backends: checkpoints lie at multiples of it in a prompt.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch import Tensor
 from ...calls.operator import call_of
 from ...errors import ArgumentError
 from ...families.causal_conv1d.call import causal_conv1d
+from ...families.causal_conv1d_update.call import causal_conv1d_update
 from ...families.delta_layer.call import gdn_layer
 from ...families.linear_attention.call import gated_delta_rule
 from ..shared import delta_prompts as _prompts
 from ..shared import invariance, noise
-from ..shared.gated_delta import first, unpacked
+from ..shared.gated_delta import first, first_column, on_a_pool, unpacked
 from ..shared.kda_layers import arrivals
 from ..shared.operands import VECTOR
 from ..shared.operands import takes as _takes
@@ -31,13 +33,17 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
     """Convolution and gated delta rule of a step with prompts, into core_attn_out: the method _forward_core of vLLM's layer.
 
     mixed_qkv: [tokens, 2 HK K + HV V]   a, b: [tokens, HV], raw gate and logit of beta   core_attn_out: [tokens, HV, V]
-    Prompts read and write the layer's pool by slots, and q, k and v are slices of the convolution's output. vLLM copies both.
-    Steps without prompts, steps with drafts, and other backends than FlashInfer's and Triton's are vLLM's own method, without a warning.
+    Prompts read and write the layer's pool by slots, and q, k and v are slices of the convolution's output. vLLM copies both. Tokens of
+    drafts in such a step are gathered, and their outputs scattered, as in vLLM.
+    Steps without prompts, and other backends than FlashInfer's and Triton's are vLLM's own method, without a warning.
     """
     engine = import_module(_MODULE)
     step = engine.get_forward_context().attn_metadata
     step = step.get(self.prefix) if isinstance(step, dict) else None
-    if step is None or step.spec_sequence_masks is not None or not step.num_prefills or step.num_decodes != step.num_decode_tokens:
+    if step is None or not step.num_prefills or step.num_decodes != step.num_decode_tokens:
+        raise NotReplaced
+    drafts = step.spec_sequence_masks is not None
+    if drafts and (step.num_decodes or invariance.on()):
         raise NotReplaced
     if invariance.on() and mixed_qkv.shape[1] * mixed_qkv.element_size() % VECTOR:
         raise NotReplaced  # where prompts begin in the step decides about the form of their kernel
@@ -47,7 +53,12 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
     if not engine.is_conv_state_dim_first():
         window = window.transpose(-1, -2)
     tokens, steps, plan = step.num_actual_tokens, step.num_decodes, step.flashinfer_checkpoint_plan
-    mixed_qkv, a, b, out = (t[:tokens] for t in (mixed_qkv, a, b, core_attn_out))
+    mixed_qkv, a, b, whole = (t[:tokens] for t in (mixed_qkv, a, b, core_attn_out))
+    verified = _verified(self, step, window, state, mixed_qkv, a, b, whole) if drafts else None
+    out = whole
+    if verified is not None:
+        mixed_qkv, a, b = (t.index_select(0, step.non_spec_token_indx) for t in (mixed_qkv, a, b))
+        out = torch.empty((mixed_qkv.shape[0], *whole.shape[1:]), dtype=whole.dtype, device=whole.device)
     convolved, gates = torch.empty_like(mixed_qkv, memory_format=torch.contiguous_format), (self.A_log, self.dt_bias)
     kept, places = _checkpoints(self, engine, step, mixed_qkv[None, steps:], state)
     # The scans' objections come here, while window and states are as they were.
@@ -73,6 +84,8 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
         conv_states=window[..., : weight.shape[1] - 1], conv_state_indices=first(slots, sequences),
         has_initial_state=first(step.has_initial_state, sequences), pad_slot_id=0, out=convolved.t(),
     )  # fmt: skip
+    if verified is not None:
+        verified()
     if decode is not None:
         decode()
     prompts()
@@ -81,6 +94,37 @@ def forward_core(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_o
             step.checkpoint, raw_qkv=mixed_qkv, conv_state=window, recurrent_checkpoint=kept, recurrent_state=state, cu_seqlens=starts,
             recurrent_rows=plan.rows,
         )  # fmt: skip
+    if verified is not None:
+        whole.index_copy_(0, step.non_spec_token_indx, out)
+
+
+def _verified(
+    self: Any, step: Any, window: Tensor, state: Tensor, mixed_qkv: Tensor, a: Tensor, b: Tensor, out: Tensor
+) -> Callable[[], None]:
+    """The launches for the drafts of a step with prompts, whose objections come now; out: of all tokens of the step."""
+    where, table, starts = step.spec_token_indx, step.spec_state_indices_tensor, step.spec_query_start_loc
+    sequences = step.num_spec_decodes
+    starts, table, accepted = first(starts, sequences + 1), first(table, sequences), first(step.num_accepted_tokens, sequences)
+    rows, a, b = (t.index_select(0, where) for t in (mixed_qkv, a, b))
+    convolved = torch.empty_like(rows)
+    found = torch.empty((1, rows.shape[0], *out.shape[1:]), dtype=out.dtype, device=out.device)
+    conv = call_of(
+        causal_conv1d_update, rows, window, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation,
+        conv_state_indices=first_column(table, sequences), num_accepted_tokens=accepted, query_start_loc=starts, pad_slot_id=0,
+        out=convolved,
+    ).plan()  # fmt: skip
+    q, k, v = (t[None] for t in unpacked(_NAME, convolved, state))
+    rule = call_of(
+        gated_delta_rule, state, q, k, v, a[None], b[None], self.A_log, self.dt_bias, use_qk_l2norm=True, beta_sigmoid=True, out=found,
+        **on_a_pool(_NAME, v, state, True, starts, table, accepted), **noise.of(state),
+    ).plan()  # fmt: skip
+
+    def launch() -> None:
+        conv()
+        rule()
+        out.index_copy_(0, where, found[0])
+
+    return launch
 
 
 @_takes(mixed_qkv="[tokens, channels]", b="[tokens, HV]", a="[tokens, HV]", core_attn_out="[tokens, HV, V]")
@@ -121,8 +165,9 @@ REPLACEMENTS = [
     Replacement(
         _MODULE, _METHOD, forward_core,
         needs=(
-            f"{_LAYERS}.ops.causal_conv1d.causal_conv1d_fn", f"{_FLA}.chunk.chunk_gated_delta_rule",
-            f"{_MODULE}.fi_chunk_gated_delta_rule", f"{_FLA}.fused_sigmoid_gating.fused_sigmoid_gating_delta_rule_update",
+            f"{_LAYERS}.ops.causal_conv1d.causal_conv1d_fn", f"{_LAYERS}.ops.causal_conv1d.causal_conv1d_update",
+            f"{_FLA}.chunk.chunk_gated_delta_rule", f"{_MODULE}.fi_chunk_gated_delta_rule",
+            f"{_FLA}.fused_sigmoid_gating.fused_sigmoid_gating_delta_rule_update",
         ),
     ),
     Replacement(

@@ -144,7 +144,7 @@ def mamba_chunk_scan_combined_varlen(
     operands = _prompts.Operands(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)
     if final_states_out is not None and final_state_indices is not None:
         slots = final_state_indices[: cu_seqlens.shape[0] - 1]
-        _prompts.scan_into_slots(operands, out, final_states_out, slots, initial_states=initial_states, cu_seqlens=cu_seqlens)
+        _prompts.run(operands, out, cu_seqlens=cu_seqlens, state=final_states_out, state_indices=slots, initial_states=initial_states)
         return None
     dtype, positions = _prompts.state_dtype_of(name, state_dtype, C), None
     if return_intermediate_states and cu_chunk_seqlens is not None:

@@ -20,9 +20,7 @@ from ..shared.gated_delta import shaped as _shaped
 from ..shared.operands import takes as _takes
 from ..shared.replacing import Replacement
 
-_POOL = {"ssm_state_indices": "[N] or [N, T]", "num_accepted_tokens": "[N]", "cu_seqlens": "[N + 1]"}
-_ROWS = {"q": "[B, T, HK, K]", "k": "[B, T, HK, K]", "v": "[B, T, HV, V]"}
-_STEP = _ROWS | _POOL
+_STEP = gated_delta.LOGITS | gated_delta.POOL
 
 
 @_takes("inplace_final_state", **_STEP, g="[B, T, HV, K]")

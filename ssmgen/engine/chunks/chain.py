@@ -225,15 +225,10 @@ class Chain(ChunkKernel, Stated, Divided):
         return self.tile // 2
 
     def constants(self) -> dict[str, Any]:
-        past = "" if self.behind or self.sums else "state" if self.started else "initial_states" if self.initial else ""
-        return super().constants() | {
-            "vector_state": self.state_loads is Loads.VECTOR,
-            "pooled": self.index is not Index.NONE,
-            "past": past,  # holds the state before the first token
-            "past_slot": "sequence" if self.pool and self.initial else "slot",
-            "kept": "" if self.sums else "state" if self.pool else "final_states" if self.final else "",  # receives the final state
-            **({"registers": warpgroups.registers(self.tile, self.head_k, self.sums)} if self.grouped else {}),
-        }
+        found = super().constants() | self.state_constants()
+        found |= {"past": ""} if self.behind or self.sums else {}
+        found |= {"kept": ""} if self.sums else {}
+        return found | ({"registers": warpgroups.registers(self.tile, self.head_k, self.sums)} if self.grouped else {})
 
     # Constraints
 

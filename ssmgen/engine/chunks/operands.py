@@ -21,7 +21,7 @@ def sequences(axes: str, view: str, strides: str, of: str = "", first: str = "",
         Operand("cu_seqlens", "starts", Types.INDEX, **_BY_SEQUENCE),
         Operand("initial_states", f"sequences {axes}", there=f"{of}initial{first}", **states),
         Operand("final_states", f"sequences {axes}", written=True, may_be=("initial_states",), there=f"{of}final", **states),
-        Operand("state", f"slot {axes}", written=True, there=f"{of}pool", note="in place of `final_states`", **states),
+        Operand("state", f"slot {axes}", written=True, there=f"{of}pool", note="instead of `final_states`", **states),
         Operand("state_indices", "sequences", Types.INDEX, field="index", there=f"{slots}index", **_BY_SEQUENCE),
         Operand("has_initial_state", "sequences", Types.BOOL, there=f"{of}started{first}", **_BY_SEQUENCE),
     )

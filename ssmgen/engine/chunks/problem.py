@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...spec.kernel import LATER, DType, Index, Layout, Loads, Problem, must
 
@@ -52,6 +53,16 @@ class Stated:
     def marked(self) -> bool:
         """Whether checkpoints, the states at given positions, are requested."""
         return self.checkpoints is not Index.NONE
+
+    def state_constants(self) -> dict[str, Any]:
+        """How templates name the states, and how they load them."""
+        return {
+            "vector_state": self.state_loads is Loads.VECTOR,
+            "pooled": self.index is not Index.NONE,
+            "past": "state" if self.started else "initial_states" if self.initial else "",  # holds the state before the first token
+            "past_slot": "sequence" if self.pool and self.initial else "slot",
+            "kept": "state" if self.pool else "final_states" if self.final else "",  # receives the last state
+        }
 
     def state_faults(self) -> list[str]:
         """Constraints on states that no variant can meet."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Any
 
 from ...spec.kernel import SM90, Arch, Pdl
+from ...spec.variants import spec_of, trials
 from . import warpgroups
 from .chain import TILES, Chain
-from .kernels import edge_of, of_problem
+from .kernels import edge_of
 from .problem import AttentionStates
 from .segments import FEWEST, why_not
 
@@ -23,37 +22,28 @@ FEW = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Variants:
-    """chain, problem: the family's classes.
+    """chain: the family's class.
 
     fetchers: the numbers of warps that load, worth a trial. by_copy: {bytes of a copy: their number by the rule}; narrower copies have 4.
     wide: stages of blocks of 128 rows by warpgroups, best first. fewest: least segments after the first, by the rule.
     """
 
     chain: type[Chain]
-    problem: type[Any]
     fetchers: tuple[int, ...]
     by_copy: Mapping[int, int]
     wide: tuple[int, ...] = (3, 2)
     fewest: int = FEWEST
 
-    def _by_warps(self, problem: AttentionStates, **how: Any) -> Chain:
-        return self.chain(**of_problem(problem, self.problem), **how)
-
-    def _by_warpgroups(self, problem: AttentionStates, **how: Any) -> Chain:
-        return self.chain.by_warpgroups(**of_problem(problem, self.problem), **how)
-
     def warpgroup_space(self, problem: AttentionStates, arch: Arch) -> Iterator[Chain]:
         """Every legal variant with warpgroups, within the axes that are worth a trial."""
-        return warpgroups.variants(partial(self._by_warpgroups, problem), arch)
+        return warpgroups.variants(partial(spec_of, self.chain.by_warpgroups, problem), arch)
 
     def space(self, problem: AttentionStates, arch: Arch) -> Iterator[Chain]:
         """Every legal variant of a problem, within the axes that are worth a trial."""
         yield from self.warpgroup_space(problem, arch)
         inner = Pdl.TRIGGER_LOADED if arch >= SM90 else Pdl.OFF
-        for tile, stages, count, ahead in product(TILES, (1, 2, 3), self.fetchers, Pdl):
-            spec = self._by_warps(problem, tile=tile, stages=stages, fetchers=count, pdl=inner, ahead_pdl=ahead)
-            if not spec.violations(arch):
-                yield spec
+        axes = {"tile": TILES, "stages": (1, 2, 3), "fetchers": self.fetchers, "ahead_pdl": Pdl}
+        yield from trials(self.chain, problem, arch, axes, pdl=inner)
 
     def candidates(self, problem: AttentionStates, size: int, arch: Arch, pdl: bool) -> Iterator[Rule]:
         """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
@@ -67,8 +57,8 @@ class Variants:
 
     def _rules(self, problem: AttentionStates, heads: int, arch: Arch, pdl: bool) -> Iterator[Rule]:
         edge, head_v = edge_of(arch, pdl), problem.head_v
-        yield from warpgroups.rules(partial(self._by_warpgroups, problem, **edge), head_v, heads, self.wide)
-        yield from _by_warps(partial(self._by_warps, problem, **edge, fetchers=self.by_copy.get(problem.copy, 4)), head_v, heads)
+        yield from warpgroups.rules(partial(spec_of, self.chain.by_warpgroups, problem, **edge), head_v, heads, self.wide)
+        yield from _by_warps(partial(spec_of, self.chain, problem, **edge, fetchers=self.by_copy.get(problem.copy, 4)), head_v, heads)
 
 
 def _by_warps(make: Callable[..., Chain], head_v: int, heads: int) -> Iterator[Rule]:

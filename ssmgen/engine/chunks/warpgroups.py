@@ -6,9 +6,11 @@ One warpgroup loads, one writes o, and each of the others holds 64 rows of the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import TypeVar
 
 from ...spec.kernel import Arch, KernelSpec, Pdl
+from ...spec.variants import legal
 
 ROWS = 64  # state rows per warpgroup
 SMS = 132  # of an H100 or H200
@@ -28,12 +30,8 @@ W = TypeVar("W", bound=KernelSpec)
 
 def variants(make: Callable[..., W], arch: Arch) -> Iterator[W]:
     """Every legal variant within the axes worth trying. make: (its choices) -> spec."""
-    for tile in TILES:
-        for stages in (2, 3, 4):
-            for ahead in Pdl:
-                spec = make(tile=tile, stages=stages, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=ahead)
-                if not spec.violations(arch):
-                    yield spec
+    axes = product(TILES, (2, 3, 4), Pdl)
+    return legal((make(tile=tile, stages=stages, pdl=Pdl.TRIGGER_LOADED, ahead_pdl=ahead) for tile, stages, ahead in axes), arch)
 
 
 def rules(make: Callable[..., W], head_v: int, heads: int, wide: tuple[int, ...] = (3, 2)) -> Iterator[tuple[str, W | None, str]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...spec.kernel import LATER, Index, KernelSpec, Param, Pdl, must
+from ...spec.variants import spec_of
 from ..norm import LayerNormSpec
 from ..norm_kernel import NormKernel, NormProblem, shape
 from .problem import Layer
@@ -101,7 +102,6 @@ class NormedLayer(Layer):
         if self.norm.weight is None:
             return ()
         problem, pdl = self.norm_problem(), Pdl.OFF if self.pdl is Pdl.OFF else pdl
-        given: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(NormProblem)}
-        given |= {"index": self.index, "tokens": self.conv.tokens or 1, "accepted": self.accepted}
+        given: dict[str, Any] = {"index": self.index, "tokens": self.conv.tokens or 1, "accepted": self.accepted}
         given |= {"late": self.pdl is Pdl.TRIGGER_FIRST}
-        return (LayerGatedNormSpec(**given, **shape(problem, problem.widest, threads), pdl=pdl),)
+        return (spec_of(LayerGatedNormSpec, problem, **given, **shape(problem, problem.widest, threads), pdl=pdl),)

@@ -49,6 +49,18 @@ def valid_slots(views: Mapping[str, Tensor], slots: Tensor, pad_slot_id: int) ->
     return torch.where((found < 0) | (found >= views["state"].shape[0]) | (found == pad_slot_id), -1, found)
 
 
+def located(views: Mapping[str, Tensor], slots: Tensor, pad_slot_id: int) -> dict[str, Tensor]:
+    """The recurrence's operands that say where states come from and go to. slots: of the windows, as in `slots_of`."""
+    names: tuple[str, ...] = ("num_accepted_tokens", "intermediate_states", "rand_seed")
+    names += ("intermediate_state_indices",) if "intermediate_states" in views else ()
+    found = {"state_indices": slots, **{name: views[name] for name in names if name in views}}
+    if "num_accepted_tokens" in views:
+        columns = valid_slots(views, views["state_indices"], pad_slot_id)
+        found["state_indices"] = torch.where(slots[:, None] < 0, -1, columns)
+        found["dst_state_indices"] = valid_slots(views, views["dst_state_indices"], pad_slot_id)
+    return found
+
+
 def normed(views: Mapping[str, Tensor], slots: Tensor, **how: Any) -> None:
     """The gated norm of `out`, in place, with the groups of norm_weight [groups, size]. The gate of padded rows is not read."""
     for b in (slots >= 0).nonzero().flatten().tolist():

@@ -52,8 +52,8 @@ def check_slots(views: Views, batch: int, problems: list[str], update_state: boo
             for n in ("dst_state_indices", "num_accepted_tokens")
             if n in views
         ]
-    elif target is not None and source.dtype != target.dtype:
-        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}; expected one dtype for both")
+    else:
+        check_target(views, problems)
     if target is not None and not update_state:
         problems.append("dst_state_indices is given with update_state=False, which writes no state; expected one of them. Leave out one.")
     if "num_accepted_tokens" in views and source is not None and target is None and update_state and source.shape[-1] > 1:
@@ -61,6 +61,17 @@ def check_slots(views: Views, batch: int, problems: list[str], update_state: boo
             f"num_accepted_tokens is given with {source.shape[-1]} columns of state_indices; expected a slot to write. "
             "Pass dst_state_indices, or update_state=False."
         )
+
+
+def check_target(views: Views, problems: list[str]) -> None:
+    """Whether the slots that are read and written have one dtype."""
+    source, target = views.get("state_indices"), views.get("dst_state_indices")
+    if target is not None and source is None:
+        problems.append(
+            "dst_state_indices is given without state_indices; expected both. Pass state_indices, or leave out dst_state_indices."
+        )
+    elif target is not None and source is not None and source.dtype != target.dtype:
+        problems.append(f"state_indices is {source.dtype} and dst_state_indices is {target.dtype}; expected one dtype for both")
 
 
 def check_tokens(views: Views, problems: list[str]) -> None:

@@ -25,12 +25,12 @@ from ...engine.convolution_calls import (
     taps_are_runs,
 )
 from ...engine.new_tensors import new_like
-from ...engine.window import MAX_WIDTH, history_in_words, reach_of
+from ...engine.window import GATES, MAX_WIDTH, history_in_words, reach_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Loads
 from .operands import OPERANDS
 from .reference import causal_conv1d as reference
-from .spec import GATES, OPERATOR, ConvLayout, ConvProblem, ConvSpec
+from .spec import OPERATOR, ConvLayout, ConvProblem, ConvSpec
 
 
 @operator(like="x", activation=ACTIVATION, dilation=DILATION)

@@ -9,19 +9,17 @@ L1. Gates multiply inputs before the convolution and outputs after it, channel-l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...engine.window import MAX_REACH, MAX_WIDTH, reach_of
+from ...engine.window import MAX_WIDTH, Convolution
 from ...spec.kernel import LATER, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec.variants import spec_of, trials
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d"
 SIZE, MAX_SIZE = "KiB of x", 2**22  # the rules compare this size
-
-
-GATES = ("input_gate", "output_gate")
 
 
 class ConvLayout(Enum):
@@ -32,7 +30,7 @@ class ConvLayout(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvProblem(Problem):
+class ConvProblem(Problem, Convolution):
     """The fields that a call fixes: layout, dtypes and present operands. Sizes are not fixed."""
 
     layout: ConvLayout
@@ -58,16 +56,6 @@ class ConvProblem(Problem):
     dilation: int = field(default=1, metadata=LATER)  # distance between the inputs of neighbouring taps
 
     @property
-    def reach(self) -> int:
-        """Inputs that a window spans."""
-        return reach_of(self.width, self.dilation)
-
-    @property
-    def gates(self) -> tuple[str, ...]:
-        """The gates that are given."""
-        return tuple(name for name in GATES if getattr(self, name))
-
-    @property
     def ragged(self) -> bool:
         return self.query_start_loc is not Index.NONE
 
@@ -85,10 +73,6 @@ class ConvProblem(Problem):
     def across(self) -> bool:
         """Whether kernels take the distance between channels."""
         return self.layout is ConvLayout.FIRST or (self.loads is Loads.ELEMENT and not self.unit)
-
-    @property
-    def loose_taps(self) -> bool:
-        return self.taps is Loads.ELEMENT
 
     def faults(self) -> list[str]:
         """Reasons why no variant can serve this problem."""
@@ -119,10 +103,7 @@ class ConvProblem(Problem):
                 not (self.ragged and self.seq_idx),
                 f"seq_idx is yes and query_start_loc is {self.query_start_loc.value}; expected one of them",
             ),
-            *must(
-                self.dilation >= 1 and self.reach <= MAX_REACH,
-                f"dilation is {self.dilation} with width {self.width}; expected 1 or more, and a window of at most {MAX_REACH} inputs",
-            ),
+            *self.reach_faults(),
             *must(
                 self.dilation == 1 or (self.layout is ConvLayout.LAST and not self.unit),
                 f"dilation is {self.dilation} with layout={self.layout.value}, unit={'yes' if self.unit else 'no'}; "
@@ -232,20 +213,12 @@ class ConvSpec(KernelSpec, ConvProblem):
         }
 
 
-def _spec(problem: ConvProblem, **how: Any) -> ConvSpec:
-    return ConvSpec(**{f.name: getattr(problem, f.name) for f in fields(ConvProblem)}, **how)
-
-
 def space(problem: ConvProblem, arch: Arch) -> Iterator[ConvSpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
     first = problem.layout is ConvLayout.FIRST
-    for vec in (16 // problem.x.size,) if first else (8 // problem.x.size, 4 // problem.x.size):
-        for vectors in (1, 2, 4) if first else (4, 6, 8, 16):
-            for threads in (64, 128, 256):
-                for pdl in Pdl:
-                    spec = _spec(problem, vec=vec, vectors=vectors, threads=threads, pdl=pdl)
-                    if not spec.violations(arch):
-                        yield spec
+    vec = (16 // problem.x.size,) if first else (8 // problem.x.size, 4 // problem.x.size)
+    vectors = (1, 2, 4) if first else (4, 6, 8, 16)
+    return trials(ConvSpec, problem, arch, {"vec": vec, "vectors": vectors, "threads": (64, 128, 256), "pdl": Pdl})
 
 
 # Channel-last needs many short threads: at 72 registers 7 blocks of 128 fit on an SM; ptxas alone reaches 4 to 6. Inputs that do not fill
@@ -288,10 +261,10 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
             # With enough tokens for all warps, a warp's sequence look-ups serve more tokens. 64 registers suffice, except for the widest.
             vector = problem.loads is Loads.VECTOR
             vectors, blocks = 4 if vector and size > SMALL_KIB else 2, 8 if vector and problem.width <= 6 else 4
-            yield "packed", _spec(problem, **how, vectors=vectors, min_blocks=blocks), ""
+            yield "packed", spec_of(ConvSpec, problem, **how, vectors=vectors, min_blocks=blocks), ""
         else:
             # The warps of a block share a piece's seq_idx in L1: 8 of them leave half a byte per token and channel to L2.
-            yield "rows", _spec(problem, **how, vectors=2, threads=256 if problem.seq_idx else 128), ""
+            yield "rows", spec_of(ConvSpec, problem, **how, vectors=2, threads=256 if problem.seq_idx else 128), ""
         return
     # Lanes of wide convolutions hold half the channels; otherwise their taps would leave room for few threads.
     how = {"vec": 2 if problem.width > 6 else 8 // problem.x.size, "pdl": wait}
@@ -302,8 +275,8 @@ def candidates(problem: ConvProblem, size: int, arch: Arch, pdl: bool) -> Iterat
             if resident == 1 or problem.width > 6
             else (6, 0 if resident == 7 else min(4, resident))
         )
-        yield "small", _spec(problem, **how, vectors=tokens, min_blocks=blocks), ""
+        yield "small", spec_of(ConvSpec, problem, **how, vectors=tokens, min_blocks=blocks), ""
     else:
         yield "small", None, f"x has {size} KiB; the rule is for at most {SMALL_KIB}"
-        yield "resident", _spec(problem, **how, vectors=_tokens(problem), min_blocks=resident), ""
-    yield "generic", _spec(problem, **how, vectors=_tokens(problem) if problem.dilation > 1 else 8, min_blocks=1), ""
+        yield "resident", spec_of(ConvSpec, problem, **how, vectors=_tokens(problem), min_blocks=resident), ""
+    yield "generic", spec_of(ConvSpec, problem, **how, vectors=_tokens(problem) if problem.dilation > 1 else 8, min_blocks=1), ""

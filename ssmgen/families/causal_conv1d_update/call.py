@@ -24,12 +24,12 @@ from ...engine.convolution_calls import (
     taps_are_runs,
 )
 from ...engine.new_tensors import new_like
-from ...engine.window import MAX_WIDTH, history_in_words, reach_of
+from ...engine.window import GATES, MAX_WIDTH, history_in_words, reach_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Index, Loads
 from .operands import CHILDREN, OPERANDS
 from .reference import causal_conv1d_update as reference
-from .spec import GATES, MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
+from .spec import MAX_TREE, OPERATOR, Advance, Saved, StateLayout, Tokens, UpdateProblem, UpdateSpec, tokens_of
 
 
 @operator(like="x", activation=ACTIVATION, dilation=DILATION)

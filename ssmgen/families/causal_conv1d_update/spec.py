@@ -7,20 +7,19 @@ convolution of width 4 moves 16 bytes per channel, 12 of them for the window.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from ...engine.window import MAX_REACH, MAX_WIDTH, Saved, StateLayout, Windowed, reach_of
+from ...engine.window import MAX_WIDTH, Convolution, Saved, StateLayout, Windowed
 from ...spec.kernel import LATER, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec.variants import spec_of, trials
 from .operands import OPERANDS
 
 OPERATOR = "causal_conv1d_update"
 
 MAX_TOKENS = 16  # that a kernel is made for; in longer calls, and in packed sequences, it takes some at a time
 
-
-GATES = ("input_gate", "output_gate")
 
 MAX_TREE = 128  # tokens of a sequence whose tree is given by children: parents are computed in shared memory
 
@@ -46,7 +45,7 @@ class Tokens(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateProblem(Problem, Windowed):
+class UpdateProblem(Problem, Windowed, Convolution):
     """The fields that a call fixes. Batch and channels are not fixed."""
 
     width: int
@@ -71,11 +70,6 @@ class UpdateProblem(Problem, Windowed):
     input_gate: bool = field(default=False, metadata=LATER)  # x is multiplied by a gate before the convolution
     output_gate: bool = field(default=False, metadata=LATER)  # the output is multiplied by a gate
     dilation: int = field(default=1, metadata=LATER)  # distance between the inputs of neighbouring taps
-
-    @property
-    def reach(self) -> int:
-        """Inputs that a window spans."""
-        return reach_of(self.width, self.dilation)
 
     @property
     def several(self) -> bool:
@@ -106,11 +100,6 @@ class UpdateProblem(Problem, Windowed):
         return self.saved is Saved.ANY
 
     @property
-    def gates(self) -> tuple[str, ...]:
-        """Names of the present gates."""
-        return tuple([name for name in GATES if getattr(self, name)])
-
-    @property
     def tree(self) -> Index:
         return self.parents if self.children is Index.NONE else self.children
 
@@ -125,10 +114,7 @@ class UpdateProblem(Problem, Windowed):
         """Reasons why no variant can serve this problem."""
         return [
             *must(2 <= self.width <= MAX_WIDTH, f"width is {self.width}; expected 2 … {MAX_WIDTH}"),
-            *must(
-                self.dilation >= 1 and self.reach <= MAX_REACH,
-                f"dilation is {self.dilation} with width {self.width}; expected 1 or more, and a window of at most {MAX_REACH} inputs",
-            ),
+            *self.reach_faults(),
             *must(self.dilation == 1 or self.tree is Index.NONE, f"dilation is {self.dilation} with a draft tree; expected 1"),
             *must(1 <= self.tokens <= MAX_TOKENS, f"tokens is {self.tokens}; expected 1 … {MAX_TOKENS}"),
             *must(
@@ -254,18 +240,10 @@ def tokens_of(reach: int, length: int, query_start_loc: Index, tree: Index = Ind
     return (length, Tokens.FIXED) if length in fixed else (some, Tokens.COUNTED)
 
 
-def _spec(problem: UpdateProblem, **how: Any) -> UpdateSpec:
-    return UpdateSpec(**{f.name: getattr(problem, f.name) for f in fields(UpdateProblem)}, **how)
-
-
 def space(problem: UpdateProblem, arch: Arch) -> Iterator[UpdateSpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
-    for vec in (4 // problem.x.size, 8 // problem.x.size):
-        for threads in (64, 128, 256):
-            for pdl in Pdl:
-                spec = _spec(problem, vec=vec, threads=threads, pdl=pdl)
-                if not spec.violations(arch):
-                    yield spec
+    vec = (4 // problem.x.size, 8 // problem.x.size)
+    return trials(UpdateSpec, problem, arch, {"vec": vec, "threads": (64, 128, 256), "pdl": Pdl})
 
 
 def candidates(problem: UpdateProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, UpdateSpec | None, str]]:
@@ -273,5 +251,9 @@ def candidates(problem: UpdateProblem, batch: int, arch: Arch, pdl: bool) -> Ite
     one = problem.tokens == 1 and problem.saved is Saved.NO
     how: dict[str, Any] = {"min_blocks": 0 if one else 1}  # otherwise ptxas spills a few bytes, to stay below 64 registers
     if one and batch == 1 and problem.layout is StateLayout.RUNS and problem.x.size < 4:  # measured on an H100 and an H200
-        yield "one sequence", _spec(problem, **how, vec=4 // problem.x.size, threads=64, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
-    yield "single", _spec(problem, **how, vec=8 // problem.x.size, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""
+        yield (
+            "one sequence",
+            spec_of(UpdateSpec, problem, **how, vec=4 // problem.x.size, threads=64, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF),
+            "",
+        )
+    yield "single", spec_of(UpdateSpec, problem, **how, vec=8 // problem.x.size, pdl=Pdl.TRIGGER_LOADED if pdl else Pdl.OFF), ""

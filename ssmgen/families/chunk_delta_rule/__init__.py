@@ -10,7 +10,7 @@ FAMILY = Family(
     kernels=(
         Kernels("chain:ChainSpec", "problem:DeltaProblem", parts=dict.fromkeys(PARTS, PART)),
         Kernels("prepare:PrepareSpec", unchecked=PART),
-        Kernels("segments:JoinSpec", unchecked=PART),
+        Kernels("spec:JoinSpec", unchecked=PART),
     ),
     functions={"chunk_gated_delta_rule": "call:chunk_gated_delta_rule", "chunk_delta_rule": "call:chunk_delta_rule"},
     helpers={"chunk_delta_rule_workspace": "call:chunk_delta_rule_workspace"},

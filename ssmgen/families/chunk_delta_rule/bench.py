@@ -32,7 +32,7 @@ from ...bench.case import Call, Case, Launch, keeping
 from ...bench.engine import Bench, Values
 from ...bench.prompts import HEADS, PACKED, PROMPT, ends, normal, packed_words, pool_mistakes, prompt_case, sequences_of, some_heads
 from ...select.models import Model
-from .segments import workspace_for
+from .spec import workspace_for
 
 SHAPES = [
     *((16, 64, 1, tokens) for tokens in (2048, 8192, 32768)),

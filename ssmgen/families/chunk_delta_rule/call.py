@@ -12,7 +12,7 @@ from ...engine.chunks.segments import SEGMENTS
 from ...engine.recurrences.attention.switches import beta_objections, beta_of, gate_objections, scale_of
 from .operands import OPERANDS
 from .planning import CALLERS, Options
-from .segments import workspace_for
+from .spec import workspace_for
 
 
 @operator(like="v", segments=SEGMENTS)

@@ -24,8 +24,7 @@ from ...engine.recurrences.attention.problem import Beta
 from ...spec.kernel import DType, KernelSpec, Loads, Needs
 from .prepare import PrepareSpec
 from .problem import COEFFICIENTS, MAX_SIZE, OPERATOR, PANEL_BYTES, PANELS, SIZE, ChunkProblem, DeltaProblem, Gate
-from .segments import JoinSpec
-from .spec import DeltaSpec
+from .spec import DeltaSpec, JoinSpec
 
 __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space", "warpgroup_space"]
 
@@ -87,5 +86,5 @@ class ChainSpec(Chain, DeltaSpec, DeltaProblem):
         return super().constants() | ({"stage_words": self.stage_bytes // 4} if self.grouped else {})
 
 
-_VARIANTS = Variants(chain=ChainSpec, problem=DeltaProblem, fetchers=(1, 2), by_copy={16: 1, 8: 2}, wide=(2, 3))
+_VARIANTS = Variants(chain=ChainSpec, fetchers=(1, 2), by_copy={16: 1, 8: 2}, wide=(2, 3))
 warpgroup_space, space, candidates = _VARIANTS.warpgroup_space, _VARIANTS.space, _VARIANTS.candidates

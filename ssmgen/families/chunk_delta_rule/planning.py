@@ -26,7 +26,7 @@ from ...engine.chunks.views import (
 from .operands import FUNCTIONS, OF_GATES, OPERANDS, TURNED
 from .problem import OPERATOR, DeltaProblem, Gate
 from .reference import chunk_delta_rule as reference
-from .segments import workspace_for
+from .spec import workspace_for
 
 
 class Options(NamedTuple):

@@ -10,7 +10,7 @@ With gamma the running sum of a chunk's log2 decays, and rk = 1 / |k|, rq = scal
 beta is in columns of A, not in rows: T's diagonal is then exactly one, and u has no factor beta. T and P do not depend on S. The first
 kernel computes them for all chunks at once, and stores an *image* in the workspace for each chunk and head. The second one scans a
 sequence's chunks with some rows of a head's S in f32 in registers.
-Three more, between them, serve sequences that are cut into segments (segments.py).
+Three more, between them, serve sequences that are cut into segments (engine/chunks/segments.py).
 Bytes per token and head: 4 V of v and out, 2 x 174 of images, 4 K / (heads of a key head) of q and k, in each kernel.
 """
 
@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 
 from ...engine.chunks.kernels import ChunkKernel
 from ...engine.chunks.problem import CHUNK
+from ...engine.chunks.segments import Join, asked
 from ...spec.kernel import Pdl
 from .operands import KERNELS
-from .problem import COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, Gate
+from .problem import COEFFICIENTS, COEFFICIENTS_AT, IMAGE, P_AT, PANEL_BYTES, PANELS, T_AT, ChunkProblem, DeltaProblem, Gate, image_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +56,16 @@ class DeltaSpec(ChunkKernel, ChunkProblem):
             "coefficients": COEFFICIENTS,
             "gated": self.gate is not Gate.NONE,
         }
+
+
+def workspace_for(tokens: int, sequences: int, heads: int, head_k: int, head_v: int, segments: int | None, longest: int) -> int:
+    """Bytes that a call needs: images, then the results of segments."""
+    cut = DeltaProblem(head_k=head_k, head_v=head_v, **asked(segments, heads, head_v, longest))
+    return image_bytes(tokens, sequences, heads) + cut.segment_bytes(tokens, sequences, heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSpec(Join, DeltaSpec):
+    """States between segments of the delta rule."""
+
+    family: ClassVar[str] = "chunk_delta_rule_join"

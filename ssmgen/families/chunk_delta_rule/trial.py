@@ -14,7 +14,7 @@ from .chain import ChainSpec
 from .operands import OPERANDS
 from .planning import CALLERS, Options
 from .problem import OPERATOR, Gate
-from .segments import workspace_for
+from .spec import workspace_for
 
 HEADS, KEY_HEADS = 2, 1
 # More than one rounding's norm error: T, P, states and additions to states are each rounded before a product. Without decay errors stay.

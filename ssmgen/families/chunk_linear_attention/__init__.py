@@ -12,7 +12,7 @@ FAMILY = Family(
     kernels=(
         Kernels("chain:ChainSpec", "problem:LinearPromptProblem", parts=dict.fromkeys(PARTS, PART)),
         Kernels("prepare:PrepareSpec", unchecked=PART),
-        Kernels("segments:JoinSpec", unchecked=PART),
+        Kernels("spec:JoinSpec", unchecked=PART),
     ),
     functions={name: f"call:{name}" for name in _FUNCTIONS},
     helpers={"chunk_linear_attention_workspace": "call:chunk_linear_attention_workspace"},

@@ -34,7 +34,7 @@ from ...bench.engine import Bench, Values
 from ...bench.prompts import HEADS, PACKED, PROMPT, normal, packed_words, prompt_case, sequences_of, some_heads
 from ...select.models import Model
 from .problem import Rule
-from .segments import workspace_for
+from .spec import workspace_for
 
 LIMIT = 1e-2  # norm error of the output and of states, from bf16 operands of several products, one after the other
 

@@ -16,7 +16,7 @@ from ...errors import ArgumentError
 from .operands import GATED, OPERANDS
 from .planning import CALLERS, WHAT, Options
 from .problem import OPERATOR, Rule
-from .segments import workspace_for
+from .spec import workspace_for
 
 
 @operator(like="v", segments=SEGMENTS)
@@ -31,21 +31,8 @@ def chunk_kda(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Whole sequences of Kimi delta attention, per token: S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  out = scale S q.
 
-    HV heads of V value and K key channels, multiples of 16 up to 256; HK heads of q and k, each for HV / HK heads of v. […] is [batch, T],
-    or for packed sequences with cu_seqlens [tokens] or [1, tokens]. `kda` continues from these states.
-
-    q, k: […, HK, K]          v, out: […, HV, V]; bf16 or f16, all of one dtype
     g: […, HV, K] f32, bf16 or f16, log decay of each key channel, at most 0
     beta: […, HV] f32, bf16 or f16. A beta per value channel is refused; `kda` takes it
-    use_qk_l2norm: q and k are first divided by sqrt(|x|^2 + 1e-6)
-    scale: factor of the output; None for K^-0.5
-    state_layout: "vk" for states [·, HV, V, K], "kv" for [·, HV, K, V]; never inferred
-    cu_seqlens: [sequences + 1] int32 or int64 on the device, start of each packed sequence. A sequence may have no tokens; tokens outside
-        all sequences get no output. States are then per sequence
-    initial_states: [sequences, HV, V, K] f32, f16 or bf16, states before the first token; zeros if None
-    return_final_states: also return the states after the last token, in final_states_out if that is given (which may be initial_states),
-        else new ones of initial_states' dtype or f32
-    out: None for a new one, dense
 
     Raw gates:
     A_log: [HV] f32, bf16 or f16: g is then the raw gate, whose log decay is -e^A_log softplus(g + dt_bias)
@@ -53,39 +40,10 @@ def chunk_kda(
     dt_bias: [HV, K] or [HV K], or None
     beta_sigmoid: beta is a logit; allow_neg_eigval: uses twice its sigmoid
 
-    States in a pool:
-    state: [slots, HV, V, K], a pool instead of final states: receives the state after each sequence. Without initial_states it also
-        holds the state before it, if has_initial_state, [sequences] bool, is true. A sequence without tokens leaves its slot unchanged
-    state_indices: [sequences] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct
-    pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+    Memory:
+    workspace: as in chunk_gated_delta_rule; chunk_linear_attention_workspace returns its size
 
-    States at positions, for prefix caches:
-    checkpoint_positions: [count] int32 or int64 on the device, ascending: token counts after which the state is also wanted, 1 … tokens of
-        the packed axis or of the flattened batch (b T + t). Each is a multiple of 64 tokens after its sequence's start, or its end
-    checkpoints_out: [count, HV, V, K], receives these states, of the dtype of the other states. Any other position, or a position outside
-        all sequences or in a sequence without a valid slot, leaves its row unchanged
-    return_checkpoints: also return these states, in checkpoints_out if that is given, else new ones of the other states' dtype or f32
-
-    Launch, memory and segments:
-    segments: most parts of a sequence after its first one, of whole chunks of 64 tokens, that are computed in parallel, 1 … 1024; 1 leaves
-        the sequence whole. None: the sequence's length, the heads of v and V decide, whole if there are many heads or the sequence is
-        short. Three or more parts change bits compared to one
-    workspace: [bytes] uint8, data from one kernel to the next: chunk_linear_attention_workspace returns its size. It may be used
-        again as soon as the call is enqueued on the same stream; None for a new one
-    pdl: whether the first of the kernels may start while the previous one in the stream ends; None = if the device can (sm_90 and
-        later)
-
-    Types and precision:
-
-    Tokens and heads may have any stride; rows are contiguous, and rows of q, k, v and out begin at multiples of 4 bytes (fastest: of 16).
-    Products are of v's 16-bit dtype, summed in f32; decays, the inverse within a chunk of 64 tokens and the state between chunks are f32.
-    The bits do not depend on the batch or on packing. With segments=1 and f32 states, a sequence cut at multiples of 64 tokens gives the
-    same bits as the whole sequence. With v of f16, the state and the additions to it must stay within f16's range.
-
-    Returns out, or out and the requested states: (out[, final states][, checkpoints]). CPU tensors run the reference implementation,
-    token by token.
-    Raises ArgumentError listing every violated requirement, before anything is launched; UnsupportedError if no kernel serves the call;
-    CaptureError when a kernel would have to be built during a CUDA graph capture; NotBuiltError, CompileError, LoadError, LaunchError.
+    All other arguments, types, precision, returns and errors as in chunk_gated_delta_rule; `kda` continues from these states.
     Source: Kimi Team 2025 (arXiv 2510.26692).
     """
     states = States(
@@ -113,7 +71,7 @@ def chunk_gla(
     gk: […, HV, K], log decay of each key channel, at most 0; None for none
     gv: refused: a decay per value channel, which `gla` takes, has no form in chunks
 
-    All other arguments as in chunk_kda, except that no sequence is cut into segments; `gla` continues from these states.
+    All other arguments as in chunk_gated_delta_rule, except that no sequence is cut into segments; `gla` continues from these states.
     Source: Yang et al. 2023 (arXiv 2312.06635).
     """
     states = States(
@@ -142,7 +100,7 @@ def chunk_gdn2(
     w: […, HV, V] f32, bf16 or f16, the write gate. torch multiplies it with v, and rounds to v's dtype, before the two kernels: this costs
         a third kernel, and a new tensor of v's size, in every call
 
-    All other arguments as in chunk_kda; `gdn2` continues from these states. Source: flash-linear-attention, fla.ops.gdn2.
+    All other arguments as in chunk_gated_delta_rule; `gdn2` continues from these states. Source: flash-linear-attention, fla.ops.gdn2.
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
@@ -171,8 +129,8 @@ def chunk_comba(
     p: […, HK, K], of v's dtype, the key that reads the state; use_qk_l2norm normalises it too
     g: […, HV], log decay, at most 0; with A_log [HV] the raw gate, whose log decay is -e^A_log softplus(g + dt_bias), dt_bias [HV] or None
 
-    All other arguments as in chunk_kda; `comba` continues from these states. Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused
-    kernel does.
+    All other arguments as in chunk_gated_delta_rule; `comba` continues from these states.
+    Source: Hu et al. 2025 (arXiv 2506.02475), as fla's fused kernel does.
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
@@ -198,8 +156,8 @@ def chunk_rwkv7(
 
     r, k, kk: […, HK, K], of v's dtype; a: […, HK, K] and w: […, HV, K], f32, bf16 or f16, each with its own dtype; w: log decay, at most 0
 
-    All other arguments as in chunk_kda, except that a chunk has 32 tokens: checkpoints and cuts are at multiples of 32 tokens. No sequence
-    is cut into segments. `rwkv7` continues from these states. Source: Peng et al. 2025 (arXiv 2503.14456).
+    All other arguments as in chunk_gated_delta_rule, except that a chunk has 32 tokens: checkpoints and cuts are at multiples of 32. No
+    sequence is cut into segments. `rwkv7` continues from these states. Source: Peng et al. 2025 (arXiv 2503.14456).
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,
@@ -222,8 +180,8 @@ def chunk_dplr_delta_rule(
 
     q, k, a, b: […, HK, K], of v's dtype; gk: […, HV, K] f32, bf16 or f16, log decay, at most 0, or None for none
 
-    All other arguments as in chunk_rwkv7, except the scale, which is as in chunk_kda. `dplr_delta_rule` continues from these states.
-    Source: flash-linear-attention, fla.ops.generalized_delta_rule.
+    All other arguments as in chunk_rwkv7, except the scale, which is as in chunk_gated_delta_rule.
+    `dplr_delta_rule` continues from these states. Source: flash-linear-attention, fla.ops.generalized_delta_rule.
     """
     states = States(
         cu_seqlens, initial_states, return_final_states, final_states_out, state, state_indices, has_initial_state, checkpoint_positions,

@@ -17,7 +17,7 @@ stored.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ...engine.chunks.chain import Chain
 from ...engine.chunks.kernels import of_problem
@@ -27,10 +27,87 @@ from ...engine.recurrences.attention.problem import Beta, Gate
 from ...spec.kernel import Arch, KernelSpec, Loads, Needs, must
 from .operands import OF_OWN_TYPE
 from .prepare import PrepareSpec
-from .problem import MAX_SIZE, OPERATOR, PANELS, SIZE, ImageProblem, LinearPromptProblem, Rule
-from .segments import FEWEST, JoinSpec
-from .spec import LinearSpec
-from .stages import HALF, Piece, Stage, half_words, of_warpgroups, of_warps
+from .problem import MAX_SIZE, OPERATOR, PANEL, PANELS, SIZE, Image, ImageProblem, LinearPromptProblem, Rule
+from .problem import ROWS as ROWS_OF_CHUNK
+from .spec import FEWEST, JoinSpec, LinearSpec
+
+# The layout of a chunk's parts in shared memory, by reader: warps or warpgroups, for outputs or for N and M alone.
+
+HALF = 32  # rows of T in one product's sums: a whole chunk's rows would take a quarter more products, and more room for zeros
+Piece = tuple[int, int, int]  # first byte in an image, bytes, first word in shared memory
+
+
+class Stage(NamedTuple):
+    """Start of a chunk's parts in shared memory after E, and their size, in words. Decays follow all chunks."""
+
+    q: int
+    w: int
+    t: int
+    rest: int
+    p: int
+    v: int
+    words: int
+
+
+def of_warps(image: Image, v_words: int, sums: bool) -> tuple[Stage, list[Piece]]:
+    """The parts in the order of an image; sums need neither Q nor P."""
+    if not sums:
+        v = image.decay // 4
+        return Stage(image.q // 4, image.w // 4, image.t // 4, image.rest // 4, image.p // 4, v, v + v_words), [(0, image.decay, 0)]
+    w, without_q = image.q // 4, (image.w - image.q) // 4
+    v = image.p // 4 - without_q
+    found = Stage(0, w, image.t // 4 - without_q, image.rest // 4 - without_q, 0, v, v + v_words)
+    return found, [(0, image.q, 0), (image.w, image.p - image.w, w)]
+
+
+def of_warpgroups(image: Image, rule: Rule, v_words: int, sums: bool) -> tuple[Stage, list[Piece]]:
+    """Whole panels of P, and halves of T's panels, with room for zeros. Parts begin at multiples of 1024 bytes."""
+    halves = sum(half_words(rule))
+    if sums:
+        w = image.q // 4
+        v = w + (image.t - image.w) // 4
+        t = v + v_words
+        rest = t + halves
+        pieces = [(0, image.q, 0), (image.w, image.t - image.w, w), (image.rest, image.p - image.rest, rest)]
+        found = Stage(0, w, t, rest, 0, v, rest + (image.p - image.rest) // 4)
+        return found, joined([*pieces, *panels(image.t, t, rule, half_words(rule))])
+    v = image.t // 4
+    t = v + v_words
+    rest = t + halves * rule.reads
+    p = rest + (image.p - image.rest) // 4 * rule.weighs
+    words = rule.tokens * PANEL // 2
+    pieces = [(0, image.t, 0), *panels(image.p, p, rule, (words,) * PANELS)]
+    if rule.reads:
+        pieces += panels(image.t, t, rule, half_words(rule))
+    if rule.weighs:
+        pieces.append((image.rest, image.p - image.rest, rest))
+    return Stage(image.q // 4, image.w // 4, t, rest, p, v, p + PANELS * words), joined(pieces)
+
+
+def half_words(rule: Rule) -> tuple[int, ...]:
+    """32-bit words of T's panels, each from the half of 32 rows where its first column crosses the diagonal."""
+    return tuple((ROWS_OF_CHUNK - max(rule.silent, PANEL * c // HALF * HALF)) * PANEL // 2 for c in range(PANELS))
+
+
+def panels(begin: int, at: int, rule: Rule, words: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Pieces of T's or P's panels. They start at `begin` in an image and take `words` each in shared memory, zeros first."""
+    found = []
+    for c, count in enumerate(rule.panel_bytes):
+        found.append((begin + sum(rule.panel_bytes[:c]), count, at + sum(words[: c + 1]) - count // 4))
+    return found
+
+
+def joined(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The pieces, with neighbours in both places merged."""
+    found: list[tuple[int, int, int]] = []
+    for piece in sorted(pieces):
+        last, size, there = found[-1] if found else (-1, 0, 0)
+        if (last + size, there + size // 4) == (piece[0], piece[2]):
+            found[-1] = last, size + piece[1], there
+        else:
+            found.append(piece)
+    return found
+
 
 __all__ = ["MAX_SIZE", "OPERATOR", "SIZE", "ChainSpec", "candidates", "space", "warpgroup_space"]
 
@@ -114,5 +191,5 @@ class ChainSpec(Chain, LinearSpec, LinearPromptProblem):
 WEIGHING = (56, 88, 248)
 
 
-_VARIANTS = Variants(chain=ChainSpec, problem=LinearPromptProblem, fetchers=(1, 2, 4), by_copy={16: 2}, fewest=FEWEST)
+_VARIANTS = Variants(chain=ChainSpec, fetchers=(1, 2, 4), by_copy={16: 2}, fewest=FEWEST)
 warpgroup_space, space, candidates = _VARIANTS.warpgroup_space, _VARIANTS.space, _VARIANTS.candidates

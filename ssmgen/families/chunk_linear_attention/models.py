@@ -12,7 +12,7 @@ from ...engine.recurrences.attention.problem import Beta
 from ...select.models import Ask, Client, Model, Role, Wanted
 from ...spec.kernel import DType, Index
 from .problem import OPERATOR, LinearPromptProblem, Rule
-from .segments import FEWEST
+from .spec import FEWEST
 
 # Options of calls. Batches return their states; if a cache already has tokens, they also begin with its states. Packed sequences use states
 # in a pool, or dense ones.

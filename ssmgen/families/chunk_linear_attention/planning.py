@@ -26,7 +26,7 @@ from ...engine.recurrences.attention.problem import Gate
 from .operands import CHANNELS, FUNCTIONS, OF_OWN_TYPE, OPERANDS, TURNED
 from .problem import OPERATOR, LinearPromptProblem, Rule
 from .reference import chunk_linear_attention as reference
-from .segments import cut_by, workspace_for
+from .spec import cut_by, workspace_for
 
 WHAT = "linear attention over a prompt"
 

@@ -15,7 +15,7 @@ from .chain import ChainSpec
 from .operands import OPERANDS
 from .planning import CALLERS, Options
 from .problem import Rule
-from .segments import workspace_for
+from .spec import workspace_for
 
 HEADS, KEY_HEADS = 2, 1
 LOWER_BOUND = -2.0

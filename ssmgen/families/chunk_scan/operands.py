@@ -22,7 +22,7 @@ OPERANDS = table(
     Operand("D", "head value | head", optional=True, view="head row", strides="head row"),
     Operand("z", "like x", optional=True, field="x", there="z", note="a gate"),
     Operand("dt_bias", "head", optional=True, strides="head"),
-    Operand("seq_idx", "batch token", Types.I32, optional=True, strides=TOKENS, note="in place of `cu_seqlens`"),
+    Operand("seq_idx", "batch token", Types.I32, optional=True, strides=TOKENS, note="instead of `cu_seqlens`"),
     *sequences(_STATE, _STATE, "head"),
     *checkpoints(_STATE),
     Operand("out", "like x", field="x", written=True, there="!states_alone"),

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import product
-from typing import Any
 
 from ...spec.kernel import Arch, Pdl
+from ...spec.variants import legal, spec_of
 from .spec import SMS, ScanProblem, ScanSpec
 from .warpgroups import by_warpgroups, warpgroup_space
 
 SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
 
 
-def _spec(problem: ScanProblem, **how: Any) -> ScanSpec:
-    return ScanSpec(**{f.name: getattr(problem, f.name) for f in fields(ScanProblem)}, **how)
-
-
 def space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
     yield from warpgroup_space(problem, arch)
-    for tile in range(16, min(problem.headdim, 128) + 1, 16):
-        for stages in (1, 2, 3, 4):
-            for (copiers, parts, min_blocks), pdl in product(((0, 1, 1), (0, 1, 2), (0, 4, 1), (1, 1, 1), (1, 4, 1)), Pdl):
-                spec = _spec(problem, tile=tile, stages=stages, min_blocks=min_blocks, copiers=copiers, parts=parts, pdl=pdl)
-                if not spec.violations(arch):
-                    yield spec
+    blocks = ((0, 1, 1), (0, 1, 2), (0, 4, 1), (1, 1, 1), (1, 4, 1))
+    axes = product(range(16, min(problem.headdim, 128) + 1, 16), (1, 2, 3, 4), blocks, Pdl)
+    specs = (
+        spec_of(ScanSpec, problem, tile=tile, stages=stages, min_blocks=min_blocks, copiers=copiers, parts=parts, pdl=pdl)
+        for tile, stages, (copiers, parts, min_blocks), pdl in axes
+    )
+    yield from legal(specs, arch)
 
 
 def _parts(problem: ScanProblem, blocks: int, arch: Arch) -> int:
@@ -52,4 +48,4 @@ def candidates(problem: ScanProblem, size: int, arch: Arch, pdl: bool) -> Iterat
     ]
     for parts, where, stages in dict.fromkeys(divided + whole):
         words = [*([f"{parts} parts"] if parts > 1 else []), f"tile {where}", "1 stage" if stages == 1 else f"{stages} stages"]
-        yield ", ".join(words), _spec(problem, tile=where, stages=stages, copiers=int(stages > 2), parts=parts, pdl=wait), ""
+        yield ", ".join(words), spec_of(ScanSpec, problem, tile=where, stages=stages, copiers=int(stages > 2), parts=parts, pdl=wait), ""

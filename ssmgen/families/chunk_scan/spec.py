@@ -304,11 +304,7 @@ class ScanSpec(KernelSpec, ScanProblem):
 
     def constants(self) -> dict[str, Any]:
         return {
-            "vector_state": self.state_loads is Loads.VECTOR,
-            "pooled": self.index is not Index.NONE,
-            "past": "state" if self.started else "initial_states" if self.initial else "",  # holds the state before the first token
-            "past_slot": "sequence" if self.pool and self.initial else "slot",
-            "kept": "state" if self.pool else "final_states" if self.final else "",  # receives the last state
+            **self.state_constants(),
             "stepped": {Gate.DT: "dt", Gate.LOG: "g"}.get(self.gate, ""),  # the operand that gives the decay at each token
             "softplus": self.dt_softplus,
             "sigmoid": False,

@@ -22,13 +22,13 @@ first block then takes the last part.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
 from typing import Any, ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
 from ...spec.kernel import LATER, Arch, Loads, Needs, Pdl, must
+from ...spec.variants import spec_of, trials
 from .spec import CHUNK, SMS, ScanProblem, ScanSpec
 
 ROWS = 64  # of a state, that a warpgroup holds
@@ -192,7 +192,7 @@ def parts_of(problem: ScanProblem, heads: int) -> int:
 def may_stay(problem: ScanProblem, heads: int) -> bool:
     """Whether blocks stay where a call's sequences are many and short: warpgroups serve it, and no packed sequence is divided."""
     whole = parts_of(problem, heads) == 1 or not problem.ragged
-    return whole and not _spec(problem, stages=2, stays=True).violations(Arch(90, "a"))
+    return whole and not spec_of(WarpgroupScanSpec, problem, stages=2, stays=True).violations(Arch(90, "a"))
 
 
 def many_short(problem: ScanProblem, heads: int, sequences: int, tokens: int) -> bool:
@@ -204,17 +204,9 @@ def many_short(problem: ScanProblem, heads: int, sequences: int, tokens: int) ->
     return blocks > SMS[90] and tokens <= most * sequences and may_stay(problem, heads)
 
 
-def _spec(problem: ScanProblem, **how: Any) -> WarpgroupScanSpec:
-    return WarpgroupScanSpec(**{f.name: getattr(problem, f.name) for f in fields(ScanProblem)}, **how)
-
-
 def warpgroup_space(problem: ScanProblem, arch: Arch) -> Iterator[ScanSpec]:
     """Every legal variant within the axes that are worth a trial, except parts, which change bits."""
-    for stages, stays in product((2, 4, 6), (False, True)):
-        for pdl in Pdl:
-            spec = _spec(problem, stages=stages, stays=stays, pdl=pdl)
-            if not spec.violations(arch):
-                yield spec
+    return trials(WarpgroupScanSpec, problem, arch, {"stages": (2, 4, 6), "stays": (False, True), "pdl": Pdl})
 
 
 def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[str, ScanSpec | None, str]]:
@@ -226,5 +218,5 @@ def by_warpgroups(problem: ScanProblem, heads: int, pdl: Pdl) -> Iterator[tuple[
         yield "warpgroups, blocks that stay", None, divided if parts > 1 else most
     form = f"{parts} parts, " if parts > 1 else "blocks that stay, " if stays else ""
     for stages in (4, 2):  # an even number: each warpgroup that prepares then sees all uses of half of them
-        spec = _spec(problem, parts=parts, ends=parts > 1, stays=stays, stages=stages, pdl=pdl)
+        spec = spec_of(WarpgroupScanSpec, problem, parts=parts, ends=parts > 1, stays=stays, stages=stages, pdl=pdl)
         yield f"warpgroups, {form}{stages} stages", spec, ""

@@ -11,10 +11,11 @@ in pairs at distance 4, 2 and 1. The weights are summed in 32 such chains, over 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ...spec.kernel import Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, Problem, is_pow2, must
+from ...spec.variants import legal, spec_of
 from .operands import OPERANDS
 
 OPERATOR = "combine_splits"
@@ -208,10 +209,6 @@ def bound_of(splits: int) -> int:
     return next((b for b in BOUNDS if splits <= b), 0)
 
 
-def _spec(problem: CombineProblem, **how: Any) -> CombineSpec:
-    return CombineSpec(**{f.name: getattr(problem, f.name) for f in fields(CombineProblem)}, **how)
-
-
 def _pow2(n: int) -> int:
     """The least power of two that is n or more."""
     return 1 << (n - 1).bit_length()
@@ -232,7 +229,7 @@ def _shape(problem: CombineProblem, parts: int, vec: int = 0, ilp: int = 0, **ho
     ilp = ilp or min(4, max(deep, parts), _pow2(-(-most // CHAINS)))
     unit = lanes * parts
     meets = unit * (tiles if problem.in_place else 1) if unit > 32 or (problem.in_place and tiles > 1) else 0
-    return _spec(problem, vec=vec, lanes=lanes, parts=parts, ilp=ilp, threads=meets or 128, **how)
+    return spec_of(CombineSpec, problem, vec=vec, lanes=lanes, parts=parts, ilp=ilp, threads=meets or 128, **how)
 
 
 def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
@@ -243,7 +240,7 @@ def space(problem: CombineProblem, arch: Arch) -> Iterator[CombineSpec]:
             for ilp in (1, 2, 4):
                 for pdl in (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED):
                     found.setdefault(_shape(problem, parts, vec, ilp, pdl=pdl))
-    yield from (spec for spec in found if not spec.violations(arch))
+    return legal(found, arch)
 
 
 def candidates(problem: CombineProblem, rows: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, CombineSpec | None, str]]:

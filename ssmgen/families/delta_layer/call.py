@@ -9,8 +9,7 @@ from ...calls.scalars import POSITIVE
 from ...engine.noise import seeded
 from ...engine.norm_calls import ACTIVATION
 from .operands import FUNCTIONS
-from .planning import CALLERS
-from .views import Options
+from .planning import CALLERS, Options
 
 SCALARS = {"norm_eps": POSITIVE, "norm_activation": ACTIVATION}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.layers.reference import convolved, normed, slots_of, valid_slots
+from ...engine.layers.reference import convolved, located, normed, slots_of
 from ...engine.recurrences.attention.reference import reference as recurrence
 
 
@@ -42,21 +42,8 @@ def delta_layer(
     rule |= {"q": q.unflatten(-1, (-1, K)), "k": k.unflatten(-1, (-1, K)), "v": v.unflatten(-1, (HV, V))}
     if not several:
         rule = {name: t.unsqueeze(1) for name, t in rule.items()}
-    kept_as_they_are = ("state", "A_log", "dt_bias", "num_accepted_tokens", "rand_seed")
-    rule |= {n: views[n] for n in kept_as_they_are if n in views} | {"state_indices": slots}
-    if "num_accepted_tokens" in views:
-        columns = valid_slots(views, views["state_indices"], pad_slot_id)
-        rule["state_indices"] = torch.where(slots[:, None] < 0, -1, columns)
-        rule["dst_state_indices"] = valid_slots(views, views["dst_state_indices"], pad_slot_id)
-    kept = views.get("intermediate_states")
-    if kept is not None:
-        rule["intermediate_states"] = kept.new_empty(len(slots), qkv.shape[1], HV, V, K)
+    rule |= {n: views[n] for n in ("state", "A_log", "dt_bias") if n in views} | located(views, slots, pad_slot_id)
     how: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "philox_rounds": philox_rounds, "keys_first": keys_first}
     recurrence(rule, form, **how, update_state=update_state, dtype=dtype)
-    if kept is not None:
-        rows = views["intermediate_state_indices"].tolist() if "intermediate_state_indices" in views else range(len(slots))
-        for b, row in enumerate(rows):
-            if slots[b] >= 0 and 0 <= row < kept.shape[0]:
-                kept[row, : qkv.shape[1]] = rule["intermediate_states"][b]
     if "norm_weight" in views:
         normed(views, slots, eps=eps, norm_before_gate=norm_before_gate, activation=activation, dtype=dtype)

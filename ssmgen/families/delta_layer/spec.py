@@ -9,7 +9,7 @@ into the shared memory that linear_attention stages them in, and a second kernel
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
@@ -20,6 +20,7 @@ from ...engine.recurrences.attention.problem import Gate
 from ...engine.rows import Rule
 from ...engine.window import StateLayout
 from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Param, Pdl, Update, is_pow2, must
+from ...spec.variants import spec_of
 from .operands import FUNCTIONS
 from .problem import DeltaLayerProblem
 
@@ -154,18 +155,16 @@ class DeltaLayerSpec(AttentionKernel, DeltaLayerProblem):
         }
 
 
-def _given(problem: DeltaLayerProblem) -> dict[str, Any]:
-    """A variant's fields that the problem decides; several tokens are staged all at once."""
-    given = {f.name: getattr(problem, f.name) for f in fields(DeltaLayerProblem)}
-    return given | ({"chunk": problem.conv.tokens} if problem.several else {})
+def _spec(problem: DeltaLayerProblem, **how: Any) -> DeltaLayerSpec:
+    """A variant; several tokens are staged all at once."""
+    return spec_of(DeltaLayerSpec, problem, **how, **({"chunk": problem.conv.tokens} if problem.several else {}))
 
 
 def space(problem: DeltaLayerProblem, arch: Arch) -> Iterator[DeltaLayerSpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
-    given = _given(problem)
     norms: tuple[dict[str, Any], ...] = ({}, {"norm_inside": True}, {"norm_inside": True, "clustered": True})[: 1 if problem.several else 3]
     hows = (how | norm for how in row_engine.axes(ahead=132, interleaved=problem.interleaved) for norm in norms)
-    return row_engine.legal(lambda how: DeltaLayerSpec(**given, **how), hows, arch)
+    return row_engine.legal(lambda how: _spec(problem, **how), hows, arch)
 
 
 # Distribution of heads over blocks. Measured on an H200 (132 SMs); docs/performance.md lists all trials.
@@ -220,7 +219,7 @@ def candidates(problem: DeltaLayerProblem, batch: int, arch: Arch, pdl: bool) ->
     yield _heads_in_long_pieces(problem, heads, arch, launch | norm)
     rules = KEYS_FIRST if problem.interleaved else ONE_TOKEN
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
-        yield rule, None if how is None else DeltaLayerSpec(**_given(problem), **with_registers(how, arch), **norm), reason
+        yield rule, None if how is None else _spec(problem, **with_registers(how, arch), **norm), reason
 
 
 def _clustered_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, launch: Mapping[str, Any]) -> Choice:
@@ -237,7 +236,7 @@ def _clustered_heads(problem: DeltaLayerProblem, heads: int, arch: Arch, launch:
     for ilp in (n for n in (2, 4, 8) if n >= least):
         how = row_engine.layout(problem, ilp)
         how |= {"threads": threads, "tile": threads // how["lanes"] * how["ilp"], **launch}
-        spec = DeltaLayerSpec(**_given(problem), **with_registers(how, arch), norm_inside=True, clustered=True)
+        spec = _spec(problem, **with_registers(how, arch), norm_inside=True, clustered=True)
         if not spec.violations(arch):
             return rule, spec, ""
     return rule, None, f"no cluster of 2 … {MOST_BLOCKS} blocks with {threads} threads holds the {problem.dim_v} rows of a head"
@@ -260,7 +259,7 @@ def _heads_in_two_steps(problem: DeltaLayerProblem, heads: int, arch: Arch, more
     for first, last, threads, lanes in TWO_STEPS[problem.state.size]:
         if first <= heads <= last:
             how = row_engine.layout(problem) | {"threads": threads, "lanes": lanes, "tile": problem.dim_v, **more}
-            spec = DeltaLayerSpec(**_given(problem), **with_registers(how, arch))
+            spec = _spec(problem, **with_registers(how, arch))
             fits = not spec.violations(arch) and spec.tile == 2 * spec.rows_per_step
             return rule, spec if fits else None, "" if fits else f"{threads} threads do not hold half of the {problem.dim_v} rows in flight"
     return rule, None, f"it was measured slower for {heads} heads of {problem.state.value}"
@@ -277,7 +276,7 @@ def _heads_in_long_pieces(problem: DeltaLayerProblem, heads: int, arch: Arch, mo
     if reasons:
         return rule, None, "; ".join(reasons)
     how = row_engine.layout(problem) | {"threads": 128, "lanes": 8, "vec": 8, "row_warps": 2, "tile": problem.dim_v, **more}
-    spec = DeltaLayerSpec(**_given(problem), **with_registers(how, arch))
+    spec = _spec(problem, **with_registers(how, arch))
     wrong = spec.violations(arch)
     return rule, None if wrong else spec, "; ".join(wrong)
 
@@ -297,7 +296,7 @@ def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool,
     # A decay per channel adds two vectors of a row's length: 4 blocks would spill up to 60 bytes.
     few = 3 if problem.gk else 4
     how |= {"min_blocks": few if threads == 128 and problem.conv.loads is problem.norm.loads is Loads.VECTOR else 0}
-    return DeltaLayerSpec(**_given(problem), **with_registers(how, arch), norm_inside=True)
+    return _spec(problem, **with_registers(how, arch), norm_inside=True)
 
 
 # Measured on an H200 with every token's state kept; by bytes of an element. A block has at least one thread per four channels, so that all
@@ -319,7 +318,7 @@ def _candidates_of_tokens(problem: DeltaLayerProblem, batch: int, arch: Arch, pd
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and problem.accepted is not Index.NONE:
             how["prefetch"] = 0  # a prefetch does not know which column the sequence starts from
-        yield rule, None if how is None else DeltaLayerSpec(**_given(problem), **_registers_of_tokens(problem, how, arch), **norm), reason
+        yield rule, None if how is None else _spec(problem, **_registers_of_tokens(problem, how, arch), **norm), reason
 
 
 def _registers_of_tokens(problem: DeltaLayerProblem, how: dict[str, Any], arch: Arch) -> dict[str, Any]:

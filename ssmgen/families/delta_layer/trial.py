@@ -11,9 +11,8 @@ from ...engine.layers.trial import Maker, layer_trial, lead_of
 from ...engine.recurrences.attention.problem import Beta, Gate
 from ...engine.trial import Trial
 from ...spec.kernel import Index, Layout, Loads, Update
-from .planning import CALLERS
+from .planning import CALLERS, Options
 from .spec import DeltaLayerSpec
-from .views import Options
 
 LOWER_BOUND = -5.0  # for bounded log decays
 

@@ -12,12 +12,13 @@ whole group; a missing neighbour adds nothing. The sum for the mean has the same
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...engine.layers.norm import LayerGatedNormSpec as LayerGatedNormSpec
 from ...engine.norm_kernel import FEW, NormKernel, NormProblem, shape
 from ...spec.kernel import Arch, Pdl
+from ...spec.variants import legal, spec_of
 
 OPERATOR = "gated_rms_norm"
 EARLY = 128  # groups up to which it triggers early, for a product that loads its weights meanwhile: 16 rows of a Mamba-2 layer's 8
@@ -34,8 +35,7 @@ class NormSpec(NormKernel):
 
 def _shape(problem: NormProblem, held: int, threads: int, vec: int = 0, **how: Any) -> NormSpec:
     """The variant whose threads hold about `held` elements each, in blocks of about `threads` threads."""
-    given = {f.name: getattr(problem, f.name) for f in fields(NormProblem)}
-    return NormSpec(**given, **shape(problem, held, threads, vec), **how)
+    return spec_of(NormSpec, problem, **shape(problem, held, threads, vec), **how)
 
 
 def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
@@ -46,7 +46,7 @@ def space(problem: NormProblem, arch: Arch) -> Iterator[NormSpec]:
             for threads in (32, 64, 128, 256):
                 for pdl in (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_FIRST, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED):
                     found.setdefault(_shape(problem, held, threads, vec, pdl=pdl))
-    yield from (spec for spec in found if not spec.violations(arch))
+    return legal(found, arch)
 
 
 def candidates(problem: NormProblem, groups: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, NormSpec | None, str]]:

@@ -14,18 +14,21 @@ prepared arguments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
 
 import ssmgen
 
 from ...bench import axes
+from ...bench import report as reports
 from ...bench.axes import At, users
 from ...bench.case import (
     GATE,
@@ -46,10 +49,127 @@ from ...bench.engine import Bench, Values
 from ...bench.schema import TEXT
 from ...calls.checks import STORED_DTYPES
 from ...select.models import Model
-from ...spec.kernel import Narrow, PoolMode, must
-from .bench_peers import fla, flashinfer
-from .bench_recurrences import OPS, VALUES, Operand, operands
+from ...spec.kernel import DType, Narrow, PoolMode, must
 from .models import LinearAttention
+
+# Values of an operand: as in models, so that the state stays bounded.
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "unit": lambda x: normalize(x, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "decay": lambda x: logsigmoid(x) / 16,
+    "uniform": torch.rand_like,
+    "bias": lambda x: torch.rand_like(x) - 4,
+    "slope": lambda x: torch.arange(x.numel(), device=x.device) * (8 / x.numel()),
+}
+
+
+class Operand(NamedTuple):
+    """`axes` after batch and tokens: of the key heads (key); or of the heads, one number, one per key channel or one per value channel."""
+
+    axes: str
+    values: str = "normal"
+
+
+def operands(text: str) -> dict[str, Operand]:
+    """Parses items written "name=axes" or "name=axes/values"."""
+    return {name: Operand(*how.split("/")) for name, how in (item.split("=") for item in text.split())}
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """An operator as its models call it. Operands are bf16, weights f32; both have the same names in flash-linear-attention."""
+
+    operands: str
+    fla: str  # module and function
+    weights: str = ""
+    options: Mapping[str, bool] = field(default_factory=dict)
+    fla_options: Mapping[str, Any] = field(default_factory=dict)
+    fla_groups: bool = False  # it takes fewer key heads than heads
+    heads: int = 32
+    key_heads: int | None = None  # None: one per head
+    state: DType = DType.F32
+    batches: tuple[int, ...] = (1, 8, 32, 128)
+    groups: bool = True  # it can have fewer key heads than heads
+
+
+HEAD_GATE, CHANNEL_GATE = "A_log=head/uniform dt_bias=head/bias", "A_log=head/uniform dt_bias=channel/bias"
+NORM, NORM_BETA = {"use_qk_l2norm": True}, {"use_qk_l2norm": True, "beta_sigmoid": True}
+FLA_NORM = {"use_qk_l2norm_in_kernel": True}
+FLA_GATE = FLA_NORM | {"use_gate_in_kernel": True}
+FLA_BETA = FLA_GATE | {"use_beta_sigmoid_in_kernel": True}
+
+OPS = {
+    "gated_delta_rule": Recurrence(
+        "q=key k=key v=value g=head beta=head", "fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule",
+        HEAD_GATE, NORM_BETA, FLA_BETA, True, 64, 16, DType.BF16, (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    ),
+    "kda": Recurrence(
+        "q=key k=key v=value g=channel beta=head", "fla.ops.kda.fused_recurrent_kda",
+        CHANNEL_GATE, NORM_BETA, FLA_BETA, True,
+    ),
+    "gdn2": Recurrence(
+        "q=key k=key v=value g=channel b=channel/sigmoid w=value/sigmoid", "fla.ops.gdn2.fused_recurrent_gdn2",
+        CHANNEL_GATE, NORM, FLA_GATE, True,
+    ),
+    "comba": Recurrence(
+        "q=key k=key v=value p=key g=head/decay beta=head/sigmoid", "fla.ops.comba.fused_recurrent_comba",
+        "", NORM, FLA_NORM, True,
+    ),
+    "delta_rule": Recurrence("q=key k=key/unit v=value beta=head/sigmoid", "fla.ops.delta_rule.fused_recurrent_delta_rule"),
+    "gla": Recurrence("q=key k=key/unit v=value gk=channel/decay", "fla.ops.gla.fused_recurrent_gla"),
+    "simple_gla": Recurrence("q=key k=key/unit v=value g=head/decay", "fla.ops.simple_gla.fused_recurrent_simple_gla"),
+    "lightning_attn": Recurrence(
+        "q=key k=key/unit v=value", "fla.ops.lightning_attn.fused_recurrent_lightning_attn",
+        "slope=head/slope", fla_options={"slope": None, "layer_idx": 0, "num_layers": 1},  # it computes the same slopes from these
+    ),
+    "rwkv6": Recurrence(
+        "r=key k=key/unit v=value w=channel/decay", "fla.ops.rwkv6.fused_recurrent_rwkv6", "u=channel", groups=False,
+    ),
+    "rwkv7": Recurrence(
+        "r=key w=channel/decay k=key/unit v=value kk=key/unit a=key/sigmoid", "fla.ops.rwkv7.fused_mul_recurrent_rwkv7",
+        groups=False,
+    ),
+}  # fmt: skip
+
+
+def flashinfer(case: Case) -> Launch | None:
+    """FlashInfer's kernels for a bf16 state of 128 x 128."""
+    state, plain = case.shared["state"], case.at.tokens == 1 and not case.at.intermediates
+    if case.at.tree or case.at.op != "gated_delta_rule" or state.dtype != torch.bfloat16 or state.shape[2:] != (128, 128):
+        return None
+    name = "gated_delta_rule" if plain else "gated_delta_rule_mtp"
+    function = reports.imported("flashinfer.gdn_kernels.gdn_decode_bf16_state", name)
+    if function is None:
+        return None
+    theirs = {
+        "g": "a", "beta": "b", "out": "output", "state": "initial_state_source", "state_indices": "initial_state_indices",
+        "dst_state_indices": "output_state_indices", "intermediate_states": "intermediate_states_buffer",
+    }  # fmt: skip
+    options = {"use_qk_l2norm_in_kernel": True} | ({"disable_state_update": True} if case.at.intermediates or case.at.ring else {})
+    calls = [{theirs.get(n, n): t for n, t in call.items() if isinstance(t, Tensor)} | options for call in case.calls]
+    return lambda i: function(**calls[i])
+
+
+def fla(case: Case) -> Launch | None:
+    """flash-linear-attention's fused_recurrent functions."""
+    recurrence, state = OPS[case.at.op], case.shared["state"]
+    _, heads, V, K = state.shape
+    if case.at.tree or (heads != case.at.key_heads and not recurrence.fla_groups):
+        return None
+    module, _, name = recurrence.fla.rpartition(".")
+    function = reports.imported(module, name)
+    if function is None:
+        return None
+    parts = state.flatten().view(torch.float32).split(case.at.batch * heads * K * V)
+    states = [part.view(case.at.batch, heads, K, V) for part in parts if len(part) == len(parts[0])]
+    calls = []
+    for i in range(case.sets):
+        call = {n: t[i] for n, t in case.more["operands"].items()} | case.more["weights"] | dict(recurrence.fla_options)
+        call = {n: value for n, value in call.items() if value is not None}
+        calls.append(call | {"initial_state": states[i % len(states)], "output_final_state": True})
+    return lambda i: function(**calls[i])
+
 
 POOL_BYTES = 4 * 2**30  # of the state; also the limit of all buffers of intermediate states, if there are several
 SCALES = {"state": "state_scale"}

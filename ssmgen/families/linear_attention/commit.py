@@ -1,4 +1,4 @@
-"""Commits of a ring: the views, problem and reference of calls that replay accepted tokens into the state."""
+"""Commits of a ring: the views and reference of calls that replay accepted tokens into the state."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from ...calls import checks
-from ...calls.checks import DTYPES
 from ...engine.recurrences.attention.operands import OPERANDS, RINGED
-from ...engine.recurrences.attention.problem import Beta, Delta, Gate, LinearAttentionProblem, Tokens
 from ...engine.recurrences.attention.reference import one_token
-from ...engine.recurrences.slots import check_room
-from ...engine.rows import loaded
-from ...spec.kernel import Index, Layout, Loads, PoolMode, Ring
-
-_INDEX = {torch.int32: Index.I32, torch.int64: Index.I64}
+from ...engine.recurrences.slots import check_room, check_target
 
 
 def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> dict[str, Tensor]:
@@ -35,7 +29,9 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
             "or both with a layers axis in front"
         )
         return {}
-    views = {n: t if layered or n in ("state_indices", "num_accepted_tokens") else t.unsqueeze(0) for n, t in named.items()}
+    views = {
+        n: t if layered or n in ("state_indices", "dst_state_indices", "num_accepted_tokens") else t.unsqueeze(0) for n, t in named.items()
+    }
     if layout == "kv":
         views["state"] = views["state"].transpose(3, 4)
     L, slots, HV, V, state_k = views["state"].shape
@@ -59,42 +55,11 @@ def views_of(named: Mapping[str, Tensor], layout: str, problems: list[str]) -> d
     if checks.check_dense("state", views["state"], problems, 3, layout == "kv"):
         checks.check_distinct(views, ("state",), problems)
     check_room(views, batch, problems, slots)
+    check_target(views, problems)
     for name, t in views.items():
         if name != "state":
             checks.check_strides_fit(name, t, {"A_log": 1, "dt_bias": 1}.get(name, 0 if t.dim() == 1 else 2), problems)
     return views
-
-
-def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Any) -> LinearAttentionProblem:
-    state, form = views["state"], options.form
-    L, _, HV, V, K = state.shape
-    lane = min(16 // state.element_size(), K & -K)  # elements of a lane's vector
-
-    along, wide = (-1, lane) if options.layout == "vk" else (-2, min(16 // state.element_size(), V & -V))
-    vectors = [n for n in ("k", "gk") if n in views] + (["dt_bias"] if "gk" in views and "dt_bias" in views else [])
-    present: dict[str, Any] = {field: DTYPES[views[name].dtype] for field, name in OPERANDS.fields().items() if name in views}
-    problem = LinearAttentionProblem(
-        dim_k=K,
-        dim_v=V,
-        nheads=HV,
-        key_heads=views["k"].shape[3],
-        delta=Delta(form.delta),
-        layout=Layout(options.layout),
-        tokens=Tokens.MANY,
-        **present,
-        gate=Gate(form.gate),
-        beta_form=Beta(form.beta),
-        beta_rows="beta" in views and views["beta"].dim() == 5,
-        l2norm=form.l2norm,
-        index=_INDEX[views["state_indices"].dtype] if "state_indices" in views else Index.NONE,
-        accepted=_INDEX[views["num_accepted_tokens"].dtype],
-        pool=PoolMode.SINGLE,
-        ring=Ring.COMMIT,
-        layers=L > 1,
-        state_loads=Loads.VECTOR if checks.aligned(state, pointers["state"], wide, along) else Loads.ELEMENT,
-        operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
-    )
-    return loaded(problem)
 
 
 def reference(views: Mapping[str, Tensor], form: Any, pad_slot_id: int, lower_bound: float, dtype: torch.dtype = torch.float32) -> None:
@@ -112,4 +77,6 @@ def reference(views: Mapping[str, Tensor], form: Any, pad_slot_id: int, lower_bo
                 x = {n: views[n][layer, slot, t].to(dtype) for n in tokenwise}
                 x["k"] = x["q"] = x["k"].repeat_interleave(S.shape[0] // x["k"].shape[0], 0)
                 S, _ = one_token(S, x | weights, form, 1.0, lower_bound)
-            state[layer, slot] = S.to(state.dtype)
+            target = int(views["dst_state_indices"][b]) if "dst_state_indices" in views else slot
+            if 0 <= target < state.shape[1] and target != pad_slot_id:
+                state[layer, target] = S.to(state.dtype)

@@ -12,9 +12,8 @@ from ...calls.operator import run
 from ...engine.noise import seeded
 from ...engine.recurrences.attention.operands import OPERANDS
 from ...engine.recurrences.attention.switches import Form
-from .planning import CALLERS
-from .views import Options, ring_objections
-from .views import RawInputs as Ring
+from .planning import CALLERS, Options, ring_objections
+from .planning import RawInputs as Ring
 
 
 class PoolOptions(NamedTuple):
@@ -45,7 +44,9 @@ class PoolOptions(NamedTuple):
     parents: [batch, T] int32 or int64, a draft tree; needs intermediate_states. Token t continues from the state
         after token parents[t], an earlier token of the sequence, as stored in intermediate_states. Any other number means the state after
         token t - 1, unrounded. Packed sequences may have any number of columns. A sequence whose row is out of range is padding
-    ring: receives the tokens' raw k, v, g and beta in the sequence's slot
+    ring: receives the tokens' raw k, v, g and beta in the sequence's slot. With cu_seqlens, tokens past the ring's end are not kept
+    ring_ready: the ring's g and beta are f32, and receive log decays and step sizes for raw gates and logits. A commit of such a ring has
+        neither A_log nor beta_sigmoid
 
     States in fewer bits:
     state_scale: [slots, HV, V] f32, for a state of int16, int8 or float8_e4m3fn in layout "vk": the state is its elements times the scale
@@ -77,6 +78,7 @@ class PoolOptions(NamedTuple):
     zero_padding: bool = True
     rand_seed: Tensor | None = None
     philox_rounds: int = 10
+    ring_ready: bool = False
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -104,20 +106,22 @@ def decode(
         ring_beta, pool.state_scale, pool.parents, pool.intermediate_state_indices, rand_seed,
     )  # fmt: skip
     written = (pool.state_layout, pool.pad_slot_id, pool.update_state)
-    how = Options(form, scale, lower_bound or 0.0, *written, zero_padding=pool.zero_padding, philox_rounds=philox_rounds)
+    how = Options(
+        form, scale, lower_bound or 0.0, *written, zero_padding=pool.zero_padding, philox_rounds=philox_rounds, ring_ready=pool.ring_ready
+    )
     return run(CALLERS[name], tensors, how, pool.pdl, objections=objections + ring_objections(pool.ring))
 
 
 def commit(
     name: str, form: Form, state: Tensor, ring: Ring, num_accepted_tokens: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, *,
-    per_channel: bool, lower_bound: float | None = None, state_layout: str, state_indices: Tensor | None, pad_slot_id: int,
-    pdl: bool | None, objections: tuple[str, ...],
+    per_channel: bool, lower_bound: float | None = None, state_layout: str, state_indices: Tensor | None,
+    dst_state_indices: Tensor | None, pad_slot_id: int, pdl: bool | None, objections: tuple[str, ...],
 ) -> Tensor:  # fmt: skip
     """The result of a call that replays accepted tokens of a ring; per_channel: the ring holds a gate per key channel."""
     k, v, g, gk, beta = _by_operand(ring, per_channel)
     tensors = OPERANDS.Tensors(
         state=state, k=k, v=v, g=g, gk=gk, beta=beta, A_log=A_log, dt_bias=dt_bias, state_indices=state_indices,
-        num_accepted_tokens=num_accepted_tokens,
+        dst_state_indices=dst_state_indices, num_accepted_tokens=num_accepted_tokens,
     )  # fmt: skip
     how = Options(form, 1.0, lower_bound or 0.0, state_layout, pad_slot_id, True, commit=True)
     return run(CALLERS[name], tensors, how, pdl, returns=("state",), objections=objections + ring_objections(ring))

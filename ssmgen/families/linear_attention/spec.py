@@ -14,7 +14,7 @@ its simpler forms omit the read. Comba reads before the decay with a separate ke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...engine import rows as row_engine
@@ -22,6 +22,7 @@ from ...engine.recurrences.attention.kernel import MAX_SHARED, ONE_TOKEN, Attent
 from ...engine.recurrences.attention.problem import Delta, LinearAttentionProblem
 from ...engine.rows import Rule
 from ...spec.kernel import Arch, Index, Pdl
+from ...spec.variants import spec_of
 
 OPERATOR = "linear_attention"
 
@@ -39,9 +40,8 @@ class LinearAttentionSpec(AttentionKernel):
 
 def space(problem: LinearAttentionProblem, arch: Arch) -> Iterator[LinearAttentionSpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
-    given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
     axes = row_engine.axes(16 if problem.scaled else 8, interleaved=problem.interleaved)
-    return row_engine.legal(lambda how: LinearAttentionSpec(**given, **how), axes, arch)
+    return row_engine.legal(lambda how: spec_of(LinearAttentionSpec, problem, **how), axes, arch)
 
 
 # States of two bytes; measured on an H100 and an H200. 32 heads of 128 rows are 128 blocks of 32 rows, one per SM, and dependents may
@@ -84,7 +84,6 @@ SEVERAL_KEYS_FIRST = [
 
 def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, LinearAttentionSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one is generic and applies to every legal problem."""
-    given = {f.name: getattr(problem, f.name) for f in fields(LinearAttentionProblem)}
     size = problem.state.size
     four = FOUR_BYTES if problem.gk else {Delta.NONE: NO_DELTA, Delta.OLD: READ_BEFORE_DECAY}.get(problem.delta, FOUR_BYTES)
     by_size = {1: ONE_BYTE, 2: TWO_BYTES_PER_KEY if problem.gk else TWO_BYTES, 4: four}
@@ -94,7 +93,7 @@ def candidates(problem: LinearAttentionProblem, batch: int, arch: Arch, pdl: boo
     for rule, how, reason in row_engine.choices(problem, rules, batch, arch, pdl):
         if how is not None and (problem.accepted is not Index.NONE or problem.heads_apart):
             how["prefetch"] = 0
-        yield rule, None if how is None else _fitting(LinearAttentionSpec(**given, **how)), reason
+        yield rule, None if how is None else _fitting(spec_of(LinearAttentionSpec, problem, **how)), reason
 
 
 def _fitting(spec: LinearAttentionSpec) -> LinearAttentionSpec:

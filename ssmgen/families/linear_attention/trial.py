@@ -12,10 +12,9 @@ from ...engine.recurrences.attention.operands import KEY_VECTORS, OF_KEY_HEADS
 from ...engine.recurrences.attention.problem import FROZEN_TOKENS, Beta, Gate, Tokens
 from ...engine.recurrences.attention.switches import Form
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slot_indices, slots_of, states, trial
-from ...spec.kernel import Index, Loads, PoolMode, Update
-from .planning import CALLERS
+from ...spec.kernel import DType, Index, Loads, PoolMode, Ring, Update
+from .planning import CALLERS, Options
 from .spec import LinearAttentionSpec
-from .views import Options
 
 LOWER_BOUND = -5.0  # for bounded log decays
 
@@ -52,7 +51,9 @@ def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tens
     if spec.parents is not Index.NONE:
         made["parents"] = torch.randint(-1, max(counts), (batch, max(counts)), generator=g).to(INTEGERS[spec.parents])
     for name in spec.ringed():
-        made[f"ring_{name}"] = _placed(spec, name, torch.full(_shape(spec, name, (slots, max(counts) + 1), layers), 7.0), dense=True)
+        tokens = max(counts) + (-1 if spec.tokens is Tokens.RAGGED else 1)  # one too few, if a ring may be shorter than a sequence
+        kept = torch.full(_shape(spec, name, (slots, tokens), layers), 7.0)
+        made[f"ring_{name}"] = _placed(spec, name, kept, dense=True, dtype=spec.ring_type(name))
     for name in [n for n in spec.operands() if n not in made]:
         made[name] = _placed(spec, name, _values(spec, name, _shape(spec, name, lead, layers), g))
     return ordered(spec, made)
@@ -100,12 +101,12 @@ def _values(spec: LinearAttentionSpec, name: str, shape: tuple[int, ...], g: Gen
     return uniform if factor or (name in ("g", "gk") and spec.gate is Gate.SLOPE) else normal
 
 
-def _placed(spec: LinearAttentionSpec, name: str, values: Tensor, dense: bool = False) -> Tensor:
+def _placed(spec: LinearAttentionSpec, name: str, values: Tensor, dense: bool = False, dtype: DType | None = None) -> Tensor:
     """A slice of a wider tensor of NaN. Its rows are aligned, or begin at odd offsets with stride 2 if the spec allows that."""
     vector = name in KEY_VECTORS or (name == "dt_bias" and spec.gk is not None)
     odd = vector and spec.operand_loads is Loads.ELEMENT
     start, step = (7 if odd else 8), (2 if odd and not dense else 1)
-    wide = torch.full((*values.shape[:-1], start + step * values.shape[-1]), float("nan"), dtype=TORCH_DTYPES[getattr(spec, name)])
+    wide = torch.full((*values.shape[:-1], start + step * values.shape[-1]), float("nan"), dtype=TORCH_DTYPES[dtype or getattr(spec, name)])
     return wide[..., start::step].copy_(values)
 
 
@@ -113,7 +114,7 @@ def linear_attention(spec: LinearAttentionSpec, batch: int, seed: int) -> Trial:
     form = Form(spec.delta.value, spec.gate.value, spec.beta_form.value, spec.l2norm)
     update = spec.update is not Update.NONE
     said: dict[str, Any] = {"update_state": update, "commit": spec.commit, "zero_padding": spec.zero_padding}
-    said["philox_rounds"] = spec.philox_rounds
+    said |= {"philox_rounds": spec.philox_rounds, "ring_ready": spec.ring is Ring.READY}
     options = Options(form, spec.dim_k**-0.5, LOWER_BOUND, spec.layout.value, **said)
     return trial(
         CALLERS["gated_delta_rule_commit" if spec.commit else "gated_delta_rule"],  # checks and launches are the same for all recurrences

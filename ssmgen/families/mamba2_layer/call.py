@@ -8,8 +8,7 @@ from ...calls.operator import operator, run
 from ...calls.scalars import NOT_NEGATIVE, integer
 from ...engine.noise import seeded
 from .operands import OPERANDS
-from .planning import CALLER
-from .views import Options
+from .planning import CALLER, Options
 
 
 @operator(like="xBC", norm_eps=NOT_NEGATIVE, norm_group_size=integer("a positive integer", 1))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.layers.reference import convolved, normed, slots_of, valid_slots
+from ...engine.layers.reference import convolved, located, normed, slots_of
 from ...engine.recurrences.mamba.reference import reference as recurrence
 
 
@@ -35,9 +35,7 @@ def mamba2_layer(
     xBC = convolved(views, "xBC", slots, dtype, update_state)
     x, B, C = xBC.split([H * P, *[(xBC.shape[-1] - H * P) // 2] * 2], -1)
     gated = "norm_weight" in views
-    names: tuple[str, ...] = ("state", "A", "D", "dt_bias", "rand_seed", "num_accepted_tokens", "intermediate_states")
-    names += ("intermediate_state_indices",) if "intermediate_states" in views else ()
-    update: dict[str, Any] = {n: views[n] for n in names if n in views} | {"state_indices": slots}
+    update: dict[str, Any] = {n: views[n] for n in ("state", "A", "D", "dt_bias") if n in views} | located(views, slots, pad_slot_id)
     update |= {
         "x": x.unflatten(-1, (H, P)),
         "dt": views["dt"].unsqueeze(-1).expand(*views["dt"].shape, P),
@@ -45,10 +43,6 @@ def mamba2_layer(
         "C": C.unflatten(-1, (-1, N)),
     }
     update |= {"z": views["z"]} if "z" in views and not gated else {}
-    if "num_accepted_tokens" in views:
-        columns = valid_slots(views, views["state_indices"], pad_slot_id)
-        update["state_indices"] = torch.where(slots[:, None] < 0, -1, columns)
-        update["dst_state_indices"] = valid_slots(views, views["dst_state_indices"], pad_slot_id)
     rate = -torch.exp(views["A"].to(dtype)).clamp(max=3e38) if A_is_log else views["A"]  # finite, so that rate * 0 is 0
     update["A"] = rate[:, :, None].expand(H, P, N)
     how: dict[str, Any] = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "philox_rounds": philox_rounds, "dtype": dtype}

@@ -7,7 +7,7 @@ directly into the shared memory that tokens are staged in, and the norm covers a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
@@ -19,6 +19,7 @@ from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.rows import RowSpec, Rule
 from ...engine.window import StateLayout
 from ...spec.kernel import LATER, SM90, Arch, DType, Index, KernelSpec, Loads, Needs, Param, Pdl, PoolMode, Update, must
+from ...spec.variants import spec_of
 from .operands import OPERANDS
 
 OPERATOR = "mamba2_layer"
@@ -146,15 +147,11 @@ class Mamba2LayerSpec(RowSpec, Mamba2LayerProblem):
         return constants_of(self) | self.conv_constants() | {"convolved": ("x", "B", "C"), "A_is_log": self.A_is_log}
 
 
-def _spec(problem: Mamba2LayerProblem, how: dict[str, Any], **norm: Any) -> Mamba2LayerSpec:
-    return Mamba2LayerSpec(**{f.name: getattr(problem, f.name) for f in fields(Mamba2LayerProblem)}, **how, **norm)
-
-
 def space(problem: Mamba2LayerProblem, arch: Arch) -> Iterator[Mamba2LayerSpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
     further: dict[str, Any] = {"prefetch": 264, "windows_ahead": True}
     hows = (how | more for how in row_engine.axes(ahead=132) for more in ([{}, further] if how["prefetch"] else [{}]))
-    return row_engine.legal(lambda how: _spec(problem, how), hows, arch)
+    return row_engine.legal(lambda how: spec_of(Mamba2LayerSpec, problem, **how), hows, arch)
 
 
 TWO_BYTES = [  # measured on an H100 and an H200
@@ -211,4 +208,4 @@ def candidates(problem: Mamba2LayerProblem, batch: int, arch: Arch, pdl: bool) -
         if how.get("prefetch") and not problem.several and problem.state.size == 2 and problem.conv.layout is StateLayout.RUNS:
             how["windows_ahead"] = True  # an H200 takes 3.5 % less at batch 64, 4 at 256; states of other sizes were not measured
         how = _registers_of_tokens(problem, how, arch) if problem.several else with_registers(how, arch)
-        yield rule, _spec(problem, how, norm_threads=norm_threads), reason
+        yield rule, spec_of(Mamba2LayerSpec, problem, **how, norm_threads=norm_threads), reason

@@ -11,9 +11,8 @@ from ...calls.checks import TORCH_DTYPES
 from ...engine.layers.trial import Maker, layer_trial, lead_of
 from ...engine.trial import Trial
 from ...spec.kernel import Index, Loads
-from .planning import CALLER
+from .planning import CALLER, Options
 from .spec import Mamba2LayerSpec
-from .views import Options
 
 LIMIT = (0.01, 0.1)  # of dt: in the middle of the range of softplus
 

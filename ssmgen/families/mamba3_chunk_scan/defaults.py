@@ -8,11 +8,10 @@ from ...spec.kernel import Arch, DType, Index, Loads, changed
 from ...variants.defaults import Default, FixedSpec
 from .models import ASKS
 from .problem import Mamba3PromptProblem
-from .rules import joined, spanned, tiled
+from .rules import joined, spanned, tiled, together
 from .spec import OPERATOR
 
 HEADS = 64  # of both models
-ROLES = (Arch(90, "a"), Arch(100, "a"))  # have the variants of roles.py
 
 
 def _of(model: str) -> tuple[Mamba3PromptProblem, Mamba3PromptProblem]:
@@ -23,6 +22,7 @@ def _of(model: str) -> tuple[Mamba3PromptProblem, Mamba3PromptProblem]:
 
 SISO, SISO_POOL = _of("mamba3-siso-1.5b")
 MIMO, MIMO_POOL = _of("mamba3-mimo-1.5b")
+CHANGE_REGISTERS = {"since": Arch(90, "a"), "until": Arch(100, "a")}  # warps with roles do
 DEFAULTS = {
     "SISO, a batch from zeros": Default(SISO, HEADS),
     "SISO, packed, with pools": Default(SISO_POOL, HEADS),
@@ -43,12 +43,14 @@ DEFAULTS = {
         HEADS,
     ),
     "SISO, two blocks for a head": FixedSpec(tiled(SISO, 2)),
+    "SISO, two blocks make a head's rows": FixedSpec(together(SISO), **CHANGE_REGISTERS),
+    "MIMO, packed, with pools, two blocks make a head's rows": FixedSpec(together(MIMO_POOL), **CHANGE_REGISTERS),
     "SISO, in 8 parts": Default(changed(SISO, segments=8), HEADS),
     "MIMO, packed, with pools, in 8 parts": Default(changed(MIMO_POOL, segments=8), HEADS),
-    "SISO, in 8 parts, by roles": FixedSpec(joined(changed(SISO, segments=8)), only=ROLES),
-    "MIMO, packed, with pools, in 8 parts, by roles": FixedSpec(joined(changed(MIMO_POOL, segments=8)), only=ROLES),
-    "SISO, in 2 spans": FixedSpec(spanned(SISO, 2), only=ROLES),
-    "SISO, packed, with pools, in 4 spans": FixedSpec(spanned(SISO_POOL, 4), only=ROLES),
-    "MIMO, packed, with pools, in 2 spans": FixedSpec(spanned(MIMO_POOL, 2), only=ROLES),
+    "SISO, in 8 parts, by roles": FixedSpec(joined(changed(SISO, segments=8)), **CHANGE_REGISTERS),
+    "MIMO, packed, with pools, in 8 parts, by roles": FixedSpec(joined(changed(MIMO_POOL, segments=8)), **CHANGE_REGISTERS),
+    "SISO, in 2 spans": FixedSpec(spanned(SISO, 2), **CHANGE_REGISTERS),
+    "SISO, packed, with pools, in 4 spans": FixedSpec(spanned(SISO_POOL, 4), **CHANGE_REGISTERS),
+    "MIMO, packed, with pools, in 2 spans": FixedSpec(spanned(MIMO_POOL, 2), **CHANGE_REGISTERS),
     "rank 3, A by softplus": Default(changed(MIMO_POOL, rank=3, rate=Rate.SOFTPLUS), HEADS),
 }  # fmt: skip

@@ -5,6 +5,9 @@ shared memory; they also add up the angles. Four warps hold the state, 16 rows e
 16 rows each, which stay in registers as an operand of M V, and the outputs. The roles meet at barriers in shared memory, with room for
 two chunks between them. The sums have the order of the other variants, so the bits are the same.
 
+`together`: the two blocks of a head form a cluster, and each has half of the head's columns. Each makes half of the rows of B and C, and
+stores them to the other block too. Barriers of the cluster keep both blocks at the same chunk.
+
 A warp that holds the state has at most 64 of its numbers per thread, and 512 threads have 128 registers each. Larger states, and
 architectures before sm_90, have the variants of spec.py.
 
@@ -55,8 +58,8 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         return Needs(
             math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True,
             places=True, placed_pairs=True, placed_pair_stores=True, shared_quads=True,
-            peers=self.parts > 1, own_thread=self.parts > 1,
-            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value,
+            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value, peers=self.together or self.parts > 1,
+            pinned=True, own_thread=self.parts > 1,
         )  # fmt: skip
 
     @property
@@ -115,7 +118,18 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
             ),
             *must(self.stages == 2, f"stages is {self.stages}; expected 2, with warps of several roles"),
             *must(self.min_blocks == 1, f"min_blocks is {self.min_blocks}; expected 1: a block has all registers of an SM"),
+            *self._why_apart(),
             *must(self.d_state <= MOST_COLUMNS, f"d_state is {self.d_state}; expected at most {MOST_COLUMNS}, with warps of several roles"),
             *must(self.tile <= MOST_TILE, f"a block has {self.tile} rows; expected at most {MOST_TILE}, with warps of several roles"),
             *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
+        ]
+
+    def _why_apart(self) -> list[str]:
+        """Reasons why two blocks cannot divide the making of rows."""
+        if not self.together:
+            return []
+        return [
+            *must(self.tiles == 2, f"together is yes and tiles is {self.tiles}; expected 2 blocks of a head"),
+            *must(self.rank in (1, 2, 4), f"together is yes and rank is {self.rank}; expected 1, 2 or 4: each block makes whole tokens"),
+            *must(self.d_state > 32, f"together is yes and d_state is {self.d_state}; expected more than 32, for whole rows"),
         ]

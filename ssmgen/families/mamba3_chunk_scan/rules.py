@@ -38,6 +38,11 @@ def joined(problem: Mamba3PromptProblem) -> Mamba3RolesSpec:
     return Mamba3RolesSpec(**_fields(problem), parts=problem.segments, pdl=Pdl.TRIGGER_LOADED)
 
 
+def together(problem: Mamba3PromptProblem) -> Mamba3ScanSpec:
+    """The variant with roles in which two blocks share a head, and each makes half of the rows of B and C."""
+    return _spec(Mamba3RolesSpec, problem, tiles=2, together=True, pdl=Pdl.TRIGGER_LOADED)
+
+
 def parts_of(problem: Mamba3PromptProblem, arch: Arch) -> int:
     """Parts of a sequence, at most, each by a block of a cluster."""
     return problem.segments if arch >= SM90 else 1
@@ -49,6 +54,7 @@ def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
     parts = parts_of(problem, arch)
     for pdl in Pdl:
         tried += [_spec(Mamba3RolesSpec, problem, tiles=tiles, parts=parts, pdl=pdl) for tiles in (1, 2, 4)]
+        tried += [_spec(Mamba3RolesSpec, problem, tiles=2, together=True, parts=parts, pdl=pdl)]
         tried += [_spec(Mamba3RolesSpec, problem, spans=spans, parts=parts, pdl=pdl) for spans in range(2, MOST_SPANS + 1)]
         tried += [
             _spec(Mamba3ScanSpec, problem, stages=stages, min_blocks=min_blocks, tiles=tiles, parts=parts, pdl=pdl)

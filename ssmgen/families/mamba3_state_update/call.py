@@ -11,8 +11,7 @@ from ...calls.scalars import NOT_NEGATIVE, one_of
 from ...engine.noise import seeded
 from ...engine.recurrences.mamba3.problem import Rate, Rotary
 from .operands import OPERANDS
-from .planning import CALLER
-from .views import Options
+from .planning import CALLER, Options
 
 FORMS = {
     "A_form": one_of("'heavy', 'softplus', 'ready' or 'log_decay'", *[rate.value for rate in Rate]),

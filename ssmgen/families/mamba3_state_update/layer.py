@@ -11,9 +11,8 @@ from ...calls import checks
 from ...calls.operator import operator, run
 from .call import FORMS
 from .operands import OPERANDS
-from .planning import CALLER
+from .planning import CALLER, Options, views_of
 from .row import PARTS, Sizes, sizes_of
-from .views import Options, views_of
 
 
 def parts_of(projected: Tensor, sizes: Sizes) -> dict[str, Tensor] | None:

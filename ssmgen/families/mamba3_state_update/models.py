@@ -16,10 +16,6 @@ class Mamba3(Mamba3Model):
 
     operator: ClassVar[str] = OPERATOR
 
-    @property
-    def function(self) -> str:
-        return OPERATOR
-
 
 class Mamba3Ask(StateAsk):
     """A decode step, of one token or of several."""

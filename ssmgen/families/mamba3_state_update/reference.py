@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,15 +11,15 @@ from torch import Tensor
 from ...engine.recurrences.mamba3.reference import OF_WEIGHTS, Carried, one_token
 from ...engine.recurrences.reference import start_slot
 from ...engine.stochastic_reference import stored
-from .views import Options
 
 POOL_OF = {"S": "state", "k": "k_state", "v": "v_state", "angle": "angle_state"}
 OF_TOKENS = ("x", "z", "B", "C", "dt", "A", "trap", "angle", "out")
 
 
-def reference(views: Mapping[str, Tensor], options: Options, dtype: torch.dtype = torch.float32) -> None:
+def reference(views: Mapping[str, Tensor], options: Any, dtype: torch.dtype = torch.float32) -> None:
     """Operands as views: state [slots, H, P, N], k_state [slots, R, H, N], v_state [slots, H, P], angle_state [slots, H, angles]; x, z
     [batch, H, P]; B, C [batch, R, G, N]; out [batch, R or 1, H, P]; several tokens have an axis of tokens after the batch.
+    options: the call's, see planning.py.
 
     Computes in `dtype`, carries all states through a call's tokens unrounded, and rounds what it writes once; the state stochastically, if
     there is a seed.

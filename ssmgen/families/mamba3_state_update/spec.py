@@ -8,13 +8,14 @@ are updated in place without a race. For four ranks and a bf16 state, tensor cor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
 from ...engine.recurrences.mamba3.problem import Mamba3Problem
 from ...engine.rows import RowSpec, Rule
 from ...spec.kernel import LATER, Arch, DType, Index, Loads, Needs, Param, Pdl, Update, must
+from ...spec.variants import spec_of
 from .operands import OPERANDS
 
 OPERATOR = "mamba3_state_update"
@@ -107,13 +108,9 @@ class Mamba3Spec(RowSpec, Mamba3Problem):
         }
 
 
-def _spec(problem: Mamba3Problem, how: dict[str, Any]) -> Mamba3Spec:
-    return Mamba3Spec(**{f.name: getattr(problem, f.name) for f in fields(Mamba3Problem)}, **how)
-
-
 def space(problem: Mamba3Problem, arch: Arch) -> Iterator[Mamba3Spec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
-    for spec in row_engine.legal(lambda how: _spec(problem, how), row_engine.axes(), arch):
+    for spec in row_engine.legal(lambda how: spec_of(Mamba3Spec, problem, **how), row_engine.axes(), arch):
         yield spec
         if problem.products and not (staged := replace(spec, staged=True)).violations(arch):
             yield staged
@@ -160,4 +157,4 @@ def candidates(problem: Mamba3Problem, batch: int, arch: Arch, pdl: bool) -> Ite
                 how["prefetch"] = 0
             if problem.products and problem.state_loads is Loads.VECTOR:
                 how["staged"] = problem.headdim * problem.d_state <= MOST_STAGED
-        yield rule, None if how is None else _spec(problem, how), reason
+        yield rule, None if how is None else spec_of(Mamba3Spec, problem, **how), reason

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ...engine.trial import Trial, ordered, slots_of, states, trial, wide
 from ...spec.kernel import DType, Loads
-from .planning import CALLER
+from .planning import CALLER, Options
 from .spec import Mamba3Spec
-from .views import Options
 
 TOKENS = 3  # of a call of several
 

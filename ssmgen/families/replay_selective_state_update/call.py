@@ -8,8 +8,7 @@ from torch import Tensor
 from ...calls.operator import operator
 from ...calls.scalars import integer
 from .operands import OPERANDS
-from .planning import PRECISION, call
-from .views import Options
+from .planning import PRECISION, Options, call
 
 _OF_STEPS = {"precision": PRECISION, "philox_rounds": integer("0 … 10", 0, 10)}
 

@@ -1,11 +1,13 @@
-"""The problem of a replay step: its history, its tokens, the data it keeps, and the kernels that its caller wants."""
+"""The problem of a replay step: its history, its tokens, the data it keeps, the kernels that its caller wants, and their arguments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, ClassVar
 
-from ...spec.kernel import LATER, DType, Index, Loads, Narrow, Problem, must
+from ...spec.kernel import LATER, DType, Index, KernelSpec, Loads, Narrow, Param, Problem, must
+from .operands import OPERANDS
 
 MAX_TOKENS = 32
 
@@ -89,3 +91,81 @@ class ReplayProblem(Problem):
             ),
             *must(self.history is not History.CACHE or self.tokens == 8, f"tokens is {self.tokens} with a cache; expected 8, room for one"),
         ]
+
+
+class Part(Enum):
+    """One kernel, or two: one that makes `mix` and keeps the new inputs, and one that goes through the states."""
+
+    FUSED = "fused"
+    PRECOMPUTE = "precompute"
+    MAIN = "main"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayArguments(KernelSpec, ReplayProblem):
+    """A problem, and the choice of one of its kernels."""
+
+    table: ClassVar[Any] = OPERANDS
+
+    part: Part = Part.FUSED
+
+    @property
+    def steps(self) -> bool:
+        """Whether the history covers one step, in one of two buffers."""
+        return self.history is History.STEP
+
+    @property
+    def rings(self) -> bool:
+        return self.history is History.RING
+
+    @property
+    def caches(self) -> bool:
+        """Whether the caller says what counts, and which states are written."""
+        return self.history is History.CACHE
+
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel does everything."""
+        return self.part is Part.FUSED
+
+    @property
+    def makes(self) -> bool:
+        """Whether this kernel computes the products between tokens (`mix`)."""
+        return self.part is not Part.MAIN
+
+    @property
+    def applies(self) -> bool:
+        """Whether this kernel goes through the states."""
+        return self.part is not Part.PRECOMPUTE
+
+    @property
+    def takes_rate(self) -> bool:
+        """Whether this kernel takes A."""
+        return (self.makes and not self.materialize) or not self.steps
+
+    @property
+    def ragged(self) -> bool:
+        return self.cu_seqlens is not Index.NONE
+
+    @property
+    def loose(self) -> bool:
+        """Whether operands are loaded element by element, at any stride."""
+        return self.operand_loads is Loads.ELEMENT
+
+    @property
+    def out_type(self) -> DType | Narrow:
+        return self.state if self.materialize and not self.scaled else self.out
+
+    def written(self) -> list[str]:
+        """Operands that the kernel may write."""
+        return OPERANDS.written_by(self)
+
+    def parameters(self) -> list[Param]:
+        pooled, strides = self.index is not Index.NONE, OPERANDS.stride_params(self)
+        wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if pooled else []
+        narrow = [*(["state_indices_batch"] if pooled else []), "window", *(["ring"] if self.rings else [])]
+        narrow += [] if self.materialize else ["total_tokens" if self.ragged else "tokens"]
+        return [
+            *OPERANDS.pointers(self), *wide, *(p for p in strides if p.code == "q"), *map(Param.u32, narrow),
+            *(p for p in strides if p.code != "q"),
+        ]  # fmt: skip

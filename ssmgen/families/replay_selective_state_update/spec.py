@@ -13,16 +13,16 @@ tensor cores, which take numbers as exact sums of bf16 terms, three for an f32 s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd
 from typing import Any, ClassVar
 
 from ...spec.kernel import FP8, LATER, SM90, Arch, DType, Index, Loads, Narrow, Needs, Pdl, must
-from .arguments import Part as Part
-from .arguments import ReplayArguments
+from ...spec.variants import spec_of, trials
 from .operands import LATE
-from .problem import History, ReplayProblem
+from .problem import History, ReplayArguments, ReplayProblem
+from .problem import Part as Part
 
 OPERATOR = "replay_selective_state_update"
 
@@ -296,27 +296,15 @@ class ReplaySpec(ReplayArguments):
         return list(zip(units[::2], units[1::2], strict=True))
 
 
-def _spec(problem: ReplayProblem, **how: Any) -> ReplaySpec:
-    return ReplaySpec(**{f.name: getattr(problem, f.name) for f in fields(ReplayProblem)}, **how)
-
-
 def space(problem: ReplayProblem, arch: Arch) -> Iterator[ReplaySpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
     part = Part.MAIN if problem.two_kernels else Part.FUSED
-    for warps, helpers, min_blocks, prefetch, pdl in product((1, 2, 4, 5), (0, 1, 2, 4), (0, 4, 5), (0, 264, 396), Pdl):
-        how = {"warps": warps, "helpers": helpers, "min_blocks": min_blocks, "prefetch": prefetch}
-        spec = _spec(problem, part=part, pdl=pdl, **how)
-        if not spec.violations(arch):
-            yield spec
-    for warps, min_blocks, pdl in product((2, 4), (0, 4), Pdl):
-        spec = _spec(problem, part=part, warps=warps, min_blocks=min_blocks, prefetch=264, prefetch_inputs=True, pdl=pdl)
-        if not spec.violations(arch):
-            yield spec
-    for heads, prefetch, pdl in product((1, 2, 4, 8), (0, 264), Pdl):
-        how = {"by_group": True, "group_heads": heads, "warps": problem.headdim // 16, "prefetch": prefetch}
-        spec = _spec(problem, part=part, pdl=pdl, **how)
-        if not spec.violations(arch):
-            yield spec
+    plain = {"warps": (1, 2, 4, 5), "helpers": (0, 1, 2, 4), "min_blocks": (0, 4, 5), "prefetch": (0, 264, 396), "pdl": Pdl}
+    yield from trials(ReplaySpec, problem, arch, plain, part=part)
+    ahead = {"warps": (2, 4), "min_blocks": (0, 4), "prefetch": (264,), "pdl": Pdl}
+    yield from trials(ReplaySpec, problem, arch, ahead, part=part, prefetch_inputs=True)
+    grouped = {"group_heads": (1, 2, 4, 8), "prefetch": (0, 264), "pdl": Pdl}
+    yield from trials(ReplaySpec, problem, arch, grouped, part=part, by_group=True, warps=problem.headdim // 16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -370,7 +358,7 @@ def _how(problem: ReplayProblem, heads: int, arch: Arch) -> tuple[str, dict[str,
         return "many", many
     many["prefetch"] = 264
     plain = problem.history is History.STEP and problem.state is DType.BF16 and problem.z is None  # as measured
-    if heads >= LARGEST and plain and not _spec(problem, **many, prefetch_inputs=True).violations(arch):
+    if heads >= LARGEST and plain and not spec_of(ReplaySpec, problem, **many, prefetch_inputs=True).violations(arch):
         return "largest", many | {"prefetch_inputs": True}
     return "bandwidth", many
 
@@ -384,7 +372,7 @@ def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Ite
         edge = {"part": Part.MAIN, "pdl": inner, "ahead_pdl": wait}
     heads = batch * problem.nheads
     if how := _by_group(problem, heads, arch):
-        yield "by group", _spec(problem, **edge, **how), ""
+        yield "by group", spec_of(ReplaySpec, problem, **edge, **how), ""
     rule, how = _how(problem, heads, arch)
     if (
         pdl
@@ -394,6 +382,6 @@ def candidates(problem: ReplayProblem, batch: int, arch: Arch, pdl: bool) -> Ite
         and not (problem.two_kernels or problem.after_conv or problem.materialize)
     ):
         edge["pdl"] = Pdl.WAIT  # 2 … 3 % less time; measured for bf16 states only
-    yield rule, _spec(problem, **edge, **how), ""
+    yield rule, spec_of(ReplaySpec, problem, **edge, **how), ""
     for warps in (4, 2, 1):  # the largest number that fits a small head and shared memory
-        yield f"{warps} warps", _spec(problem, **edge, warps=warps), ""
+        yield f"{warps} warps", spec_of(ReplaySpec, problem, **edge, warps=warps), ""

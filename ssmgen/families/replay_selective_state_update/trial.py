@@ -9,9 +9,8 @@ from ...calls.checks import TORCH_DTYPES
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, randn, scales, states, trial
 from ...errors import SsmgenError
 from ...spec.kernel import Index, Loads
-from .planning import CALLERS, PRECISIONS
+from .planning import CALLERS, PRECISIONS, Options
 from .spec import OPERATOR, History, Part, ReplaySpec
-from .views import Options
 
 BETWEEN = ("mix", "sums")  # written by the first of two kernels for the second
 

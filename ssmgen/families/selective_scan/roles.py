@@ -11,11 +11,11 @@ Sums and their order are as in `SelectiveSpec`: both give the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from itertools import product
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...spec.kernel import Arch, Needs, Pdl, is_pow2, must
+from ...spec.variants import spec_of, trials
 from .problem import Order, SelectiveProblem
 from .spec import GROUP, MOST_STATES, POLYNOMIAL, SelectiveSpec, parts_of
 
@@ -171,12 +171,9 @@ class RolesSpec(SelectiveSpec):
 
 def roles_space(problem: SelectiveProblem, arch: Arch) -> Iterator[RolesSpec]:
     """Every legal variant, within the axes that are worth a trial."""
-    fixed: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)} | {"parts": parts_of(problem, arch)}
     shares = (0, 1, 2) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
-    for lanes, warps, abreast, tile, polynomial, pdl in product((2, 4, 8), (4, 8), (1, 2), (16, 32), shares, Pdl):
-        spec = RolesSpec(**fixed, lanes=lanes, warps=warps, abreast=abreast, tile=tile, polynomial=polynomial, pdl=pdl)
-        if not spec.violations(arch):
-            yield spec
+    axes = {"lanes": (2, 4, 8), "warps": (4, 8), "abreast": (1, 2), "tile": (16, 32), "polynomial": shares, "pdl": Pdl}
+    return trials(RolesSpec, problem, arch, axes, parts=parts_of(problem, arch))
 
 
 def by_roles(problem: SelectiveProblem, size: int, wait: Pdl, parts: int) -> Iterator[tuple[str, RolesSpec | None, str]]:
@@ -187,6 +184,5 @@ def by_roles(problem: SelectiveProblem, size: int, wait: Pdl, parts: int) -> Ite
     elif not warps:
         yield name, None, f"all sequences have {size} channels; the rule is for at most {BLOCKS[-1][0]}"
     else:
-        fixed: dict[str, Any] = {f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)}
         how: dict[str, Any] = {"lanes": 4, "warps": warps, "tile": 32, "polynomial": POLYNOMIAL[problem.x], "pdl": wait}
-        yield f"{name}, {warps} warps walk", RolesSpec(**fixed, **how, abreast=1, aides=warps, apart=True), ""
+        yield f"{name}, {warps} warps walk", spec_of(RolesSpec, problem, **how, abreast=1, aides=warps, apart=True), ""

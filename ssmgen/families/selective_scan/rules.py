@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
-from itertools import product
-from typing import Any
 
 from ...spec.kernel import Arch, Pdl
+from ...spec.variants import spec_of, trials
 from .problem import SelectiveProblem
 from .roles import by_roles, roles_space
 from .spec import MOST_STATES, POLYNOMIAL, SelectiveSpec, parts_of
@@ -15,17 +13,11 @@ from .spec import MOST_STATES, POLYNOMIAL, SelectiveSpec, parts_of
 SIZE, MAX_SIZE = "channels of all sequences", 2**31 - 1  # the rules compare this size
 
 
-def _spec(problem: SelectiveProblem, **how: Any) -> SelectiveSpec:
-    return SelectiveSpec(**{f.name: getattr(problem, f.name) for f in fields(SelectiveProblem)}, **how)
-
-
 def space(problem: SelectiveProblem, arch: Arch) -> Iterator[SelectiveSpec]:
     """Every legal variant of a problem, within the axes that are worth a trial."""
     shares = (0, 1, 2, 3, 4) if problem.x.size == 2 else (POLYNOMIAL[problem.x],)
-    for lanes, warps, tile, polynomial, pdl in product((1, 2, 4, 8), (2, 4), (16, 32, 64), shares, Pdl):
-        spec = _spec(problem, lanes=lanes, warps=warps, tile=tile, polynomial=polynomial, pdl=pdl, parts=parts_of(problem, arch))
-        if not spec.violations(arch):
-            yield spec
+    axes = {"lanes": (1, 2, 4, 8), "warps": (2, 4), "tile": (16, 32, 64), "polynomial": shares, "pdl": Pdl}
+    yield from trials(SelectiveSpec, problem, arch, axes, parts=parts_of(problem, arch))
     yield from roles_space(problem, arch)
 
 
@@ -55,6 +47,6 @@ def candidates(problem: SelectiveProblem, size: int, arch: Arch, pdl: bool) -> I
         for tile in TILES[lanes]:
             how = {"warps": 4, "tile": tile, "polynomial": POLYNOMIAL[problem.x]}
             how["min_blocks"] = RESIDENT[lanes] if parts == 1 else RESIDENT_PARTS
-            spec = _spec(problem, lanes=scaled, **how, pdl=wait, parts=parts)
+            spec = spec_of(SelectiveSpec, problem, lanes=scaled, **how, pdl=wait, parts=parts)
             words = [*([f"up to {parts} parts"] if parts > 1 else []), f"{scaled} lane{'s' * (scaled > 1)}", f"tile {tile}"]
             yield ", ".join(words), spec, ""

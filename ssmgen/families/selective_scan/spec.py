@@ -200,11 +200,8 @@ class SelectiveSpec(KernelSpec, SelectiveProblem):
         return {
             "first": self.layout is Order.FIRST,
             "key_first": self.key_layout is Order.FIRST,
+            **self.state_constants(),
             "vector_state": self.state_loads is Loads.VECTOR and self.d_state % 4 == 0,
-            "pooled": self.index is not Index.NONE,
-            "past": "state" if self.started else "initial_states" if self.initial else "",  # holds the state before the first token
-            "past_slot": "sequence" if self.pool and self.initial else "slot",
-            "kept": "state" if self.pool else "final_states" if self.final else "",  # receives the last state
             "cut": CUT,
             "cut_from": cut_from(self.segment_tokens),
             "turns": sum(1 << (4 * token + n) for token, n in TURNS[: self.polynomial]),

@@ -9,8 +9,7 @@ from ...calls.checks import padding_objections
 from ...calls.operator import operator, run
 from ...engine.noise import seeded
 from ...engine.recurrences.mamba.operands import OPERANDS
-from .planning import CALLER
-from .views import Options
+from .planning import CALLER, Options
 
 
 @operator(like="x")

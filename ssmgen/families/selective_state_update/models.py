@@ -17,10 +17,6 @@ class Mamba(MambaModel):
 
     operator: ClassVar[str] = OPERATOR
 
-    @property
-    def function(self) -> str:
-        return "selective_state_update"
-
 
 class SsuAsk(StateAsk):
     """A decode step, of one token or of several."""

@@ -10,7 +10,7 @@ state is read once, and written as often as the call needs. The arithmetic per t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...engine import rows as row_engine
@@ -18,6 +18,7 @@ from ...engine.recurrences.mamba.kernel import SHARED_BYTES, MambaKernel
 from ...engine.recurrences.mamba.problem import SsuProblem
 from ...engine.rows import Rule
 from ...spec.kernel import Arch, Index, Narrow, Pdl
+from ...spec.variants import spec_of
 
 OPERATOR = "selective_state_update"
 
@@ -35,11 +36,10 @@ class SsuSpec(MambaKernel):
 
 def _spec(problem: SsuProblem, how: dict[str, Any]) -> SsuSpec:
     """A variant that stages the most tokens at a time that fit: 8, or fewer with long rows."""
-    given = {f.name: getattr(problem, f.name) for f in fields(SsuProblem)}
     if problem.several:
         token = 4 * (2 * problem.d_state + 2 * how["tile"] + 3)
-        given["chunk"] = next((n for n in (8, 4) if n * token <= SHARED_BYTES), 2)
-    return SsuSpec(**given, **how)
+        how = how | {"chunk": next((n for n in (8, 4) if n * token <= SHARED_BYTES), 2)}
+    return spec_of(SsuSpec, problem, **how)
 
 
 def space(problem: SsuProblem, arch: Arch) -> Iterator[SsuSpec]:

@@ -9,9 +9,8 @@ from ...calls.checks import TORCH_DTYPES
 from ...engine.recurrences.mamba.operands import OPERANDS
 from ...engine.trial import INTEGERS, Trial, boundaries, cycled, fill, ordered, scales, slot_indices, slots_of, states, trial, wide
 from ...spec.kernel import DType, Index, Loads, PoolMode, Update
-from .planning import CALLER
+from .planning import CALLER, Options
 from .spec import SsuSpec
-from .views import Options
 
 LIMIT = (0.01, 0.1)  # of dt: in the middle of the range of softplus
 

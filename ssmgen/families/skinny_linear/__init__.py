@@ -6,7 +6,7 @@ FAMILY = Family(
     name="skinny_linear",
     kernels=(
         Kernels("spec:SkinnySpec", "problem:SkinnyProblem", rules="rules"),
-        Kernels("fma:FmaSpec"),
+        Kernels("spec:FmaSpec"),
     ),
     functions={"skinny_linear": "call:skinny_linear"},
     sharding="sharding:RULES",

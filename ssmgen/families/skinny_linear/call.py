@@ -18,11 +18,10 @@ from ...calls.planning import Family
 from ...calls.scalars import NOT_NEGATIVE, one_of
 from ...errors import ArgumentError
 from ...spec.kernel import Loads
-from .fma import FmaSpec
 from .operands import BIASES, LISTS, MOST, OPERANDS, OUTS, RESIDUALS, SCALES, WEIGHTS, WORDS
 from .problem import MAX_K, OPERATOR, ROWS, SkinnyProblem
 from .reference import skinny_linear as reference
-from .spec import tiles_of
+from .spec import FmaSpec, tiles_of
 
 ACTIVATION = "silu_and_mul"
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ...select.models import Ask, Client, Model, Role, Wanted
 from .problem import MAX_K, OPERATOR, ROWS, SkinnyProblem
 
+SHARED: tuple[dict[str, Any], ...] = ({"weights": 2}, {"weights": 3}, {"weights": 4}, {"weights": 2, "gated": True})
+"""Products of several weights in one launch."""
+
 
 class ProductAsk(Ask):
-    """Products of one weight without bias, as linear layers of transformers' models make them after `accelerate`. Their kernels depend on
-    the length of the weight's rows: the hidden size, if the table of models has it, and the channels of the recurrence's output."""
+    """Products without bias, as linear layers of transformers' models make them after `accelerate`. Their kernels depend on the length of
+    the weight's rows: the hidden size, if the table of models has it, and the channels of the recurrence's output. Up to four weights of
+    the hidden size share a launch, and so do gate and up of an MLP."""
 
     operator = OPERATOR
     role = Role.PRODUCT
@@ -26,7 +31,8 @@ class ProductAsk(Ask):
     def problems(self, model: Model, wanted: Wanted) -> Sequence[SkinnyProblem]:
         assert wanted.rows is not None, "nothing is asked where `serves` says no"
         sizes = [most for most, fewer in zip(ROWS, (0, *ROWS), strict=False) if wanted.rows > fewer]
-        return [SkinnyProblem(k=k, x=wanted.io, out=wanted.io, rows=rows) for k in _widths(model) for rows in sizes]
+        kinds = {k: [{}, *(SHARED if k == model.hidden else ())] for k in _widths(model)}
+        return [SkinnyProblem(k=k, x=wanted.io, out=wanted.io, rows=rows, **more) for k in kinds for rows in sizes for more in kinds[k]]
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
         """Rows of the last projection's weight. A guess where the hidden size is unknown: the length of these rows."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from ...spec.kernel import SM90, Arch, DType, KernelSpec, Pdl
-from .fma import FmaSpec
+from ...spec.variants import legal, spec_of
 from .problem import SkinnyProblem
-from .spec import CHAINS, SLOT, SkinnySpec, of, pdls, tiles_of
+from .spec import CHAINS, SLOT, FmaSpec, SkinnySpec, pdls, tiles_of
 
 SIZE, MAX_SIZE = "rows of the weights", 2**18  # the rules compare this size; beyond the maximum, nothing changes
 SMS = 132  # of an H100 and an H200
@@ -29,11 +29,11 @@ def space(problem: SkinnyProblem, arch: Arch) -> Iterator[KernelSpec]:
         if problem.x is not DType.F32 and arch >= SM90:
             for tiles, slots, stages, held in product((1, 2, 3, 4, 6), SLOTS[problem.weight.size][-2:], (2, 4, 6, 8), (1, 2, 4)):
                 how = {"tiles": tiles, "stages": stages, "slots": slots, "held": held, "joined": min(2, tiles)}
-                found.append(of(SkinnySpec, problem, pdl=pdl, **how))
+                found.append(spec_of(SkinnySpec, problem, pdl=pdl, **how))
         else:
             for tile, depth, warps in product((1, 2, 4, 8), (1, 2, 4), (4, 8)):
-                found.append(of(FmaSpec, problem, tile=tile, depth=depth, warps=warps, pdl=pdl))
-    yield from (spec for spec in found if not spec.violations(arch))
+                found.append(spec_of(FmaSpec, problem, tile=tile, depth=depth, warps=warps, pdl=pdl))
+    return legal(found, arch)
 
 
 def fitting(problem: SkinnyProblem, n: int, arch: Arch, pdl: Pdl) -> SkinnySpec | None:
@@ -52,7 +52,7 @@ def fitting(problem: SkinnyProblem, n: int, arch: Arch, pdl: Pdl) -> SkinnySpec 
     held = held if held == pieces else MOST_SLOTS // slots
     for stages in STAGES[max(1, slots * size // 2)]:
         how = {"tiles": tiles, "stages": stages, "slots": slots, "held": held, "joined": min(2, tiles)}
-        spec: SkinnySpec = of(SkinnySpec, problem, pdl=pdl, **how)
+        spec = spec_of(SkinnySpec, problem, pdl=pdl, **how)
         if not spec.violations(arch):
             return spec
     return None
@@ -63,4 +63,4 @@ def candidates(problem: SkinnyProblem, n: int, arch: Arch, pdl: bool) -> Iterato
     when = Pdl.TRIGGER_TOP if pdl else Pdl.OFF
     spec = fitting(problem, n, arch, when)
     yield "tensor-cores", spec, "" if spec else f"they multiply x of bf16 and f16 from sm_90 on, not {problem.x.value} on {arch}"
-    yield "fma", of(FmaSpec, problem, tile=2 if n >= FMA_ROWS or problem.gated else 1, depth=4, warps=4, pdl=when), ""
+    yield "fma", spec_of(FmaSpec, problem, tile=2 if n >= FMA_ROWS or problem.gated else 1, depth=4, warps=4, pdl=when), ""

@@ -8,8 +8,7 @@ from ...calls.checks import STORED_DTYPES
 from ...engine.trial import Trial, fill, ordered, trial, wide
 from ...spec.kernel import Loads
 from .call import CALLER, Options
-from .fma import FmaSpec
-from .spec import SkinnyKernel, SkinnySpec
+from .spec import FmaSpec, SkinnyKernel, SkinnySpec
 
 
 def skinny_linear(spec: SkinnyKernel, batch: int, seed: int) -> Trial:

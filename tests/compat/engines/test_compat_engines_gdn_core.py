@@ -90,11 +90,80 @@ def test_a_step_with_prompts(vllm, monkeypatch, steps, checkpoints, dtype):
     assert checkpoints or not step.exported
 
 
-@pytest.mark.parametrize("why", ["no step", "drafts", "no prompts", "another backend"])
+class Drafts(Step):
+    """The same prompts, between drafts of three tokens at most: of two sequences, and of one that is padding."""
+
+    def __init__(self, dtype: torch.dtype, checkpoints: bool):
+        super().__init__(0, dtype, False, checkpoints)
+        counts, room = [3, 2, 1], 3
+        self.counts, self.table = counts, torch.tensor([[1, 3, 6], [8, 0, 0], [0, 0, 0]], dtype=torch.int32)
+        self.accepted = torch.tensor([2, 1, 1], dtype=torch.int32)
+        window = pages(9, CHANNELS, WIDTH - 1 + room - 1, dtype=BF16)
+        self.window, self.layer.kv_cache = window, (window, self.state)
+        prompts, drafts = self.tokens, sum(counts)
+        order = torch.cat([torch.arange(3), torch.arange(3 + 66, 3 + 66 + 2), torch.arange(prompts + 5, prompts + 6)])
+        others = torch.tensor([i for i in range(prompts + drafts) if i not in order.tolist()])
+        self.tokens += drafts
+        wide = randn(self.tokens + PAD, CHANNELS + 6, seed=1)
+        self.call = {
+            "mixed_qkv": wide[:, :CHANNELS], "b": randn(self.tokens + PAD, HV, seed=2), "a": randn(self.tokens + PAD, HV, seed=3),
+            "core_attn_out": torch.full((self.tokens + PAD, HV, V), 7.0, dtype=BF16),
+        }  # fmt: skip
+        self.order, self.others = order, others
+        vars(self.metadata).update(
+            spec_sequence_masks=torch.tensor([True, False, True, False, True]), spec_token_indx=order, non_spec_token_indx=others,
+            spec_state_indices_tensor=self.table, spec_query_start_loc=starts_of(counts), num_accepted_tokens=self.accepted,
+            num_spec_decodes=3, num_actual_tokens=self.tokens,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_step_with_prompts_and_drafts(vllm, monkeypatch, checkpoints, dtype):
+    """Prompts are those of a step without drafts, and drafts those of vLLM's functions one after the other."""
+    step = Drafts(dtype, checkpoints)
+    window, state, call, layer = step.window.clone(), step.state.clone(), step.call, step.layer
+    assert step.run(monkeypatch) is None
+    weight, out = layer.conv1d.weight.squeeze(1), call["core_attn_out"].clone()
+    starts = starts_of(step.counts)
+    mixed = plugin.causal_conv1d_update(
+        call["mixed_qkv"][step.order].clone(), window, weight, None, "silu", conv_state_indices=step.table[:, 0],
+        num_accepted_tokens=step.accepted, query_start_loc=starts, max_query_len=3,
+    )  # fmt: skip
+    q, k, v = (t.unflatten(1, (-1, size))[None] for t, size in zip(mixed.split([HK * K, HK * K, HV * V], 1), (K, K, V), strict=True))
+    drafts, _ = plugin.fused_sigmoid_gating_delta_rule_update(
+        layer.A_log, call["a"][step.order], call["b"][step.order], layer.dt_bias, q, k, v, initial_state=state, inplace_final_state=True,
+        cu_seqlens=starts, ssm_state_indices=step.table, num_accepted_tokens=step.accepted, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    assert torch.equal(out[step.order], drafts[0]) and not out[step.order[-1]].any()
+    alone = Step(0, dtype, False, checkpoints)
+    alone.window, alone.state, alone.layer.kv_cache = window, state, (window, state)
+    alone.call |= {n: torch.cat([call[n][step.others], call[n][-PAD:]]) for n in ("mixed_qkv", "a", "b")}
+    alone.run(monkeypatch)
+    assert torch.equal(out[step.others], alone.call["core_attn_out"][:-PAD]) and (out[step.tokens :] == 7).all()
+    assert torch.equal(step.window, window) and torch.equal(step.state, state)
+    if checkpoints:
+        assert torch.equal(step.exported["raw_qkv"], call["mixed_qkv"][step.others])
+        assert torch.equal(step.exported["recurrent_checkpoint"], alone.exported["recurrent_checkpoint"])
+
+
+@pytest.mark.refused
+def test_drafts_that_are_refused_leave_all_as_it_is(vllm, monkeypatch, caplog):
+    step = Drafts(F32, False)
+    step.metadata.num_accepted_tokens = step.accepted[:2]
+    before = [t.clone() for t in (step.window, step.state, step.call["core_attn_out"])]
+    assert str(step.run(monkeypatch)).startswith("the engine's") and "num_accepted_tokens is [2]" in caplog.text
+    assert all(map(torch.equal, before, (step.window, step.state, step.call["core_attn_out"])))
+
+
+@pytest.mark.parametrize("why", ["no step", "decode steps beside drafts", "no prompts", "another backend"])
 def test_calls_that_are_the_engine_s_own(vllm, monkeypatch, why):
     """Without a warning: they are not replaced here, and the functions that they call are."""
     step = Step(0, F32, False, False)
-    changes: dict[str, Any] = {"drafts": {"spec_sequence_masks": SLOTS}, "no prompts": {"num_prefills": 0}}
+    changes: dict[str, Any] = {
+        "decode steps beside drafts": {"spec_sequence_masks": SLOTS, "num_decodes": 1, "num_decode_tokens": 1},
+        "no prompts": {"num_prefills": 0},
+    }
     vars(step.metadata).update(changes.get(why, {}))
     if why == "another backend":
         step.layer.chunk_gated_delta_rule.gdn_prefill_backend = "cutedsl"

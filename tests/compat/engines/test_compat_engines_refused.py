@@ -94,7 +94,7 @@ SIGMOID = "fused_sigmoid_gating_delta_rule_update"
         ("sglang", SIGMOID,
          SGLANG_GDN | {"intermediate_states_buffer": POOL[None], "intermediate_state_indices": SLOTS, "cache_steps": 7},
          "cache_steps is 7"),
-        ("sglang", SIGMOID, SGLANG_GDN | {"cache_ring": True}, "cache_ring"),
+        ("sglang", SIGMOID, SGLANG_GDN | {"cache_ring": True}, "replayssm_rawv is None with cache_ring=True"),
         ("sglang", SIGMOID, SGLANG_GDN | {"match_cutedsl_decode": True}, "match_cutedsl_decode"),
         ("sglang", SIGMOID, SGLANG_GDN | {"lower_bound": -5.0}, "lower_bound is given; expected None: only KDA's gate has one"),
         ("sglang", SIGMOID, SGLANG_GDN | {"softplus_beta": 2.0}, "softplus_beta is 2.0"),

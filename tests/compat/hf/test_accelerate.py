@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
+from programs import succeeds
 from selection import costly
 
 pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
@@ -220,8 +219,7 @@ def test_strict_is_content_where_nothing_is_lost():
 
 def test_naming_it_imports_no_transformers():
     program = "import sys, ssmgen\nassert 'torch' not in sys.modules\nssmgen.accelerate\nassert 'transformers' not in sys.modules\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    succeeds(program)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from hf_cases import (
     unserved,
 )
 from hf_cases import nothing_stays_patched as nothing_stays_patched
+from hf_models import compiled_nodes
 from selection import costly, kept
 from transformers import CompileConfig
 
@@ -124,22 +125,6 @@ def test_two_models_in_one_process():
     assert {label.partition(".")[0] for label in other.calls()} == {"qwen3_5"}
 
 
-def compiled_nodes(step, *args):
-    """(result of the step compiled into one graph, how often each target is called in it)"""
-    targets = Counter()
-
-    def backend(graph, inputs):
-        targets.update(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    torch._dynamo.reset()
-    return torch.compile(step, backend=backend, fullgraph=True)(*args), targets
-
-
-def ours_in(targets):
-    return sum(n for target, n in targets.items() if target.startswith("ssmgen."))
-
-
 @costly(1)
 @pytest.mark.parametrize("name", kept(TINY, lambda name: name in (*COMPILED, *NOT_COMPILED)))
 def test_a_decode_step_compiles_into_one_graph(name):
@@ -158,7 +143,7 @@ def test_a_decode_step_compiles_into_one_graph(name):
         got, targets = compiled_nodes(step, copy.deepcopy(step.cache))
     close(got, want, of=want)
     heads = 2 if name == "zamba" else 1
-    assert ours_in(targets) == convolutions(model) * (1 + heads if SCANS[name] else 1), targets
+    assert targets.total() == convolutions(model) * (1 + heads if SCANS[name] else 1), targets
 
 
 @costly(1)
@@ -169,7 +154,7 @@ def test_a_prompt_compiles_into_one_graph(name):
         want = model(input_ids=ids, use_cache=True).logits
         got, targets = compiled_nodes(lambda ids: model(input_ids=ids, use_cache=True).logits, ids)
     close(got, want, of=want)
-    assert ours_in(targets) == convolutions(model) * len(of_prompts(name)), targets
+    assert targets.total() == convolutions(model) * len(of_prompts(name)), targets
 
 
 @pytest.mark.parametrize("refused", ["activation", "dtype"])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from programs import succeeds
 
 pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
@@ -139,8 +138,7 @@ def test_looking_for_models_imports_no_modeling_file_that_has_nothing():
         "import sys\nfrom ssmgen.compat import hf\nhf.models()\nassert 'transformers.models.llama.modeling_llama' not in sys.modules\n"
     )
     program += f"assert sum('.modeling_' in name for name in sys.modules) < {2 * len(TINY)}\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    succeeds(program)
 
 
 RECURRENT = re.compile(

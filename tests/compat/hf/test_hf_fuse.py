@@ -30,12 +30,11 @@ from hf_cases import (
     mixers,
     norms_of_a_pass,
     of_prompts,
-    replaced,
     takes_cache,
-    undo_leaks,
     unserved,
 )
 from hf_cases import nothing_stays_patched as nothing_stays_patched
+from hf_cases import the_originals_are_back as the_originals_are_back
 
 import ssmgen
 from ssmgen.compat import hf
@@ -64,14 +63,6 @@ VARIANTS = {
     "glm5_next-unbounded": ("glm5_next", {"linear_lower_bound": None}),
     "bailing_hybrid-unbounded": ("bailing_hybrid", {"kda_safe_gate": False}),
 }
-
-
-@pytest.fixture(autouse=True)
-def the_originals_are_back(nothing_stays_patched):
-    before = replaced()
-    yield
-    assert not undo_leaks()
-    assert all(now is before[label] for label, now in replaced().items()), "the identical objects"
 
 
 # Generated tokens.

@@ -35,10 +35,10 @@ from hf_cases import (
     norms_of_a_pass,
     of_prompts,
     prompt_calls,
-    replaced,
-    undo_leaks,
 )
 from hf_cases import nothing_stays_patched as nothing_stays_patched
+from hf_cases import the_originals_are_back as the_originals_are_back
+from hf_models import compiled_nodes
 from selection import costly, kept
 from transformers import CompileConfig
 
@@ -50,14 +50,6 @@ from ssmgen.errors import CaptureError, CompileError
 TOKENS = 6
 every_kind = pytest.mark.parametrize("name", LAYERS)
 one_of_each = pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
-
-
-@pytest.fixture(autouse=True)
-def the_originals_are_back(nothing_stays_patched):
-    before = replaced()
-    yield
-    assert not undo_leaks()
-    assert all(now is before[label] for label, now in replaced().items()), "the identical objects"
 
 
 # The cache.
@@ -168,18 +160,6 @@ def test_long_generations_keep_no_objects():
 
 
 # Compiled.
-
-
-def compiled_nodes(step, *args):
-    """(result of the step compiled into one graph, how often each of our operators is called in it)"""
-    targets = Counter()
-
-    def backend(graph, inputs):
-        targets.update(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith("ssmgen."))
-        return graph.forward
-
-    torch._dynamo.reset()
-    return torch.compile(step, backend=backend, fullgraph=True)(*args), targets
 
 
 # An indexer's own step is not a single graph. The others take seconds each.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from programs import succeeds
 
 pytest.importorskip("transformers", minversion="5.15", reason="needs transformers 5.15: pip install 'ssmgen[hf]'")
 
@@ -183,8 +182,7 @@ def test_installed_packages_are_replaced_too(tmp_path):
         file.write_text("".join(body.format(f) for f in functions))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])}
     program = PROGRAM.format(tests=str(ROOT / "tests" / "support"))
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeds(program, env=env)
 
 
 @pytest.mark.parametrize(

@@ -303,9 +303,13 @@ def test_every_machine_has_a_variant():
 
 EDITS = {
     "no wait for copies": ("wait_copies<kStages - 2>();", "", "has not waited for the copy"),
-    "a meeting too few": ("meet(1, kThreads);\n    walk(n);", "walk(n);", "shared memory|waits at barrier 1"),
-    "each role by itself": ("meet(1, kThreads);\n    walk(n);", "meet(2, 32 * kWalkers);\n    walk(n);", "shared memory|waits at barrier"),
-    "asked for too early": ("ask_for_tokens(n + kStages - 1);", "ask_for_tokens(n + kStages);", "shared memory|copy"),
+    "a meeting too few": ("meet(1, kThreads);\n    scan_chunk(n);", "scan_chunk(n);", "shared memory|waits at barrier 1"),
+    "each role by itself": (
+        "meet(1, kThreads);\n    scan_chunk(n);",
+        "meet(2, 32 * kConsumers);\n    scan_chunk(n);",
+        "shared memory|waits at barrier",
+    ),
+    "asked for too early": ("prefetch_tokens(n + kStages - 1);", "prefetch_tokens(n + kStages);", "shared memory|copy"),
     "another warp's v": ("2 * warp + lane / 8 % 2", "2 * (warp ^ 1) + lane / 8 % 2", "shared memory|off"),
     "o before v is read": ("c * (16 * kVWords));\n      __syncwarp();", "c * (16 * kVWords));", "shared memory"),
     "o before it is there": ("    }\n    __syncwarp();\n  };\n  const auto send", "    }\n  };\n  const auto send", "shared memory"),
@@ -323,7 +327,7 @@ OF_HEADS = {
     "another panel": ("512 * c - 64 * c * (c - 1)", "512 * c", "off|shared memory"),
 }
 OF_CHANNELS = {
-    "an image too early": ("ask_for_image(n + kStages - 1);", "ask_for_image(n + kStages);", "shared memory|copy"),
+    "an image too early": ("prefetch_image(n + kStages - 1);", "prefetch_image(n + kStages);", "shared memory|copy"),
     "one stage for two chunks": ("const u32 at = n % kStages * kStageWords, at_decay", "const u32 at = 0, at_decay", "shared memory|copy"),
     "decays of another chunk": ("kAtDecay + n % kStages * kHeadK + 2", "kAtDecay + (n + 1) % kStages * kHeadK + 2", "shared memory|off"),
     "a decay for all columns": ("load_shared_2xu32(tiles, at_decay + 8 * i, decay);", "load_shared_2xu32(tiles, at_decay, decay);", "off"),

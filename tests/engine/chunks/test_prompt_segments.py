@@ -43,7 +43,7 @@ from ssmgen.engine.chunks.problem import CHUNK
 from ssmgen.engine.chunks.segments import LEAST
 from ssmgen.families.chunk_delta_rule.chain import ChainSpec as DeltaChain
 from ssmgen.families.chunk_delta_rule.problem import DeltaProblem
-from ssmgen.families.chunk_delta_rule.segments import JoinSpec
+from ssmgen.families.chunk_delta_rule.spec import JoinSpec
 from ssmgen.families.chunk_linear_attention.chain import ChainSpec as LinearChain
 from ssmgen.families.chunk_linear_attention.problem import LinearPromptProblem
 from ssmgen.select.registry import select
@@ -238,23 +238,23 @@ def test_sums_go_on_beside_the_first_segments(spec):
         assert "wait_for_upstream();" in text.split("return;")[-1]
     assert not {*written_by(lead)} & {*sums.roles()} - {"images"} and set(sums.early_operands()) == set(sums.operands())
     body = body_of(sums)
-    behind = body[body.index("SHARED(") :].split("leave_state(left);")
+    behind = body[body.index("SHARED(") :].split("store_segment_state(left);")
     assert len(behind) == 2 and "wait_for_upstream" not in behind[0] and behind[1].lstrip().startswith("wait_for_upstream();")
 
 
 # Mistakes: (kernel, text to replace, replacement, words of the finding; off: a result is wrong)
 
 EDITS = {
-    "first: not left": ("lead", "leave_state(left);", "", "off"),
+    "first: not left": ("lead", "store_segment_state(left);", "", "off"),
     "sums: state changed in flight": ("sums", "wgmma_wait<0>();\n      wgmma_landed(S);", "", "in flight"),
-    "sums: room too early": ("sums", "barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "before it looks"),
+    "sums: room too early": ("sums", "barrier_init(empty, i, 4 * kConsumers)", "barrier_init(empty, i, 2 * kConsumers)", "before it looks"),
     "join: without M": ("join", "fmaf(S[row], M[i], sum[row])", "sum[row]", "off"),
     "outputs: all final": ("chain", "if (segment + 1 == cut.segments) ", "", "also writes"),
     "outputs: tokens of the first segment": ("chain", "origin + before;", "origin;", "also writes"),
 }
 OF_HEADS_ONLY = {
     "M: no identity": ("sums", "? 1.f : 0.f", "? 0.f : 0.f", "off"),
-    "M: with v": ("sums", "v_tiles, token, tile * kWalkers,", "v_tiles, token, 0,", "off"),
+    "M: with v": ("sums", "v_tiles, token, tile * kConsumers,", "v_tiles, token, 0,", "off"),
     "first: begun in nothing": ("lead", "if (has_state)", "if (!has_state)", "off"),
     "first: left as the second's N": ("lead", "u64(candidate) * kSegments", "(u64(candidate) * kSegments + 1)", "off"),
     "first: all tokens": ("lead", "min(whole, cut.first * kChunk)", "whole", "off"),
@@ -263,12 +263,12 @@ OF_HEADS_ONLY = {
     "N: tokens of the one behind": ("sums", "(segment - 1) * cut.chunks", "segment * cut.chunks", "off"),
     "join: without N": ("join", "joined[e] = load(at + (4 * quad + e) * kHeadK);", "joined[e] = 0.f;", "off"),
     "join: no barrier": ("join", "sum[row];\n    __syncthreads();", "sum[row];", "nothing has written"),
-    "join: one segment late": ("join", "ask(at + step + to_M);\n    }", "ask(at + to_M);\n    }", "off"),
+    "join: one segment late": ("join", "load_M(at + step + to_M);\n    }", "load_M(at + to_M);\n    }", "off"),
     "join: no wait": ("join", "wait_for_upstream();", "", "wait for the upstream"),
     "outputs: from the segment's own end": ("chain", "kSegments + segment - 1)", "kSegments + segment)", "off"),
 }
 OF_CHANNELS = {
-    "M: with v": ("sums", "tile * kWalkers, head, 0, full", "0, head, 0, full", "off"),
+    "M: with v": ("sums", "tile * kConsumers, head, 0, full", "0, head, 0, full", "off"),
     "M: a column's decay": ("sums", "S[r] = S[r] * __uint", "S[r] = S[r] + 0.f * __uint", "off"),
     "first: no wait": ("lead", "if (warp == 0) {\n      wait_for_upstream();", "if (warp == 0) {", "before the wait"),
 }

@@ -312,11 +312,15 @@ EDITS = {
     "image: of the chunk before": ("images + ((first_chunk + n)", "images + ((first_chunk + n / 2)", "off"),
     "state: changed in flight": ("wgmma_wait<1>();\n      wgmma_landed(S);", "", "in flight"),
     "state: of the next chunk, rounded late": ("round_state(0);\n      wgmma_fence();", "wgmma_fence();", "off"),
-    "o: read too early": ("barrier_wait(made, walker, n % 2);", "", "in shared memory, wh"),
-    "o: made anew too early": ("barrier_wait(written, walker, (n + 1) % 2);", "", "has read, with no barrier between"),
-    "o: one arrival too few": ("arrive_together(made, walker, lane);", "if (own_warp) arrive_together(made, walker, lane);", "nobody ends"),
+    "o: read too early": ("barrier_wait(made, consumer, n % 2);", "", "in shared memory, wh"),
+    "o: made anew too early": ("barrier_wait(written, consumer, (n + 1) % 2);", "", "has read, with no barrier between"),
+    "o: one arrival too few": (
+        "arrive_together(made, consumer, lane);",
+        "if (own_warp) arrive_together(made, consumer, lane);",
+        "nobody ends",
+    ),
     "o: past the end": ("if (n * kChunk + token + j < length) ", "", "store"),
-    "room: given too early": ("barrier_init(empty, i, 4 * kWalkers)", "barrier_init(empty, i, 2 * kWalkers)", "before it looks"),
+    "room: given too early": ("barrier_init(empty, i, 4 * kConsumers)", "barrier_init(empty, i, 2 * kConsumers)", "before it looks"),
 }
 OF_HEADS = {
     "no upstream": ("if (warp == 3) wait_for_upstream();", "", "before the wait for the upstream kernel"),
@@ -334,7 +338,7 @@ OF_HEADS = {
 }
 OF_CHANNELS = {
     "no upstream": ("if (warp == 0) wait_for_upstream();", "", "before the wait for the upstream kernel"),
-    "copies: fewer bytes than come": ("4 * kWalkers * kBlock);\n", "2 * kWalkers * kBlock);\n", "nobody ends"),
+    "copies: fewer bytes than come": ("4 * kConsumers * kBlock);\n", "2 * kConsumers * kBlock);\n", "nobody ends"),
     "copies: of one chunk only": ("v_tiles, n * kChunk,", "v_tiles, 0,", "off"),
     "image: fewer bytes than expected": ("image + 61440, 4 * kHeadK, full", "image + 59392, 4 * kHeadK - 16, full", "nobody ends"),
     "above the diagonal of P: not cleared": ("< i / kPanel % 4 * 16)", "< i / kPanel % 3 * 16)", "nothing has written"),
@@ -350,10 +354,10 @@ OF_CHANNELS = {
 OF_PLAIN = {
     "state changed in flight": ("wgmma_wait<1>();\n      wgmma_landed(S);", "", "in flight"),
     "o read in flight": ("wgmma_wait<1>();\n      wgmma_landed(sum_q);", "", "in flight"),
-    "v of the chunk before": ("ask_for_v(at, x);\n      wgmma_fence();", "wgmma_fence();", "off|changed"),
+    "v of the chunk before": ("load_v(at, x);\n      wgmma_fence();", "wgmma_fence();", "off|changed"),
     "room given too early": (
-        "arrive_together(made, walker, lane);\n",
-        "arrive_together(made, walker, lane);\n arrive_together(empty, stage, lane);\n",
+        "arrive_together(made, consumer, lane);\n",
+        "arrive_together(made, consumer, lane);\n arrive_together(empty, stage, lane);\n",
         "in shared memory|have arrived|before it looks",
     ),
 }

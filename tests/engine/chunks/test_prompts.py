@@ -3,6 +3,7 @@ emulator."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,73 +142,55 @@ def test_keys_that_are_nearly_one_from_zeros(backend, heads):
     laws.is_accurate_from_zeros(served_by(backend), replace(WIDE, heads=heads, key_heads=heads), 260)
 
 
-@costly(4)
-@needs_emulator
-@each
-def test_lengths_are_accurate(case):
-    laws.lengths_are_accurate(emulated, case, (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65))
-
-
-def test_lengths_are_accurate_by_the_reference():
-    laws.lengths_are_accurate(public, DELTA, (0, 1, 15, 16, 17, 63, 64, 65))
-
-
-@costly(4)
-@by_both
-@three
-def test_packing_changes_no_bit(case, run):
-    laws.packing_changes_no_bit(run, case, (65, 0, 7, 33, 64, 130))
-
-
-@costly(2)
-@needs_emulator
-@each
-def test_a_cut_changes_no_bit(case):
+def a_cut_changes_no_bit(run: Any, case: Case) -> None:
     for at in {case.chunk, 64, 128}:
-        laws.a_cut_changes_no_bit(emulated, case, 150, at)
+        laws.a_cut_changes_no_bit(run, case, 150, at)
 
 
-def test_a_cut_changes_no_bit_of_the_reference():
-    laws.a_cut_changes_no_bit(public, DELTA, 150, 64)
+Law = Callable[[Any, Case], None]
+LAWS: dict[str, Law] = {
+    "lengths": partial(laws.lengths_are_accurate, lengths=(0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65)),
+    "cut": a_cut_changes_no_bit,
+    "neighbours": partial(laws.neighbours_do_not_matter, lengths=(5, 64, 70)),
+    **{f"layout, {n} off": partial(laws.layout_changes_no_bit, offset=n) for n in (8, 4, 2)},
+    "batches": laws.batches_change_no_bit,
+}
 
 
-@costly(4)
-@by_both
-@three
-@pytest.mark.parametrize(("state", "layout"), [(F32, "vk"), (BF16, "kv")])
-def test_a_pool_is_touched_where_it_should_be(case, run, state, layout):
-    laws.a_pool_is_touched_where_it_should_be(run, case, state, layout)
-
-
-@costly(2)
+@costly(12)
 @needs_emulator
 @each
-def test_neighbours_do_not_matter(case):
-    laws.neighbours_do_not_matter(emulated, case, (5, 64, 70))
+@pytest.mark.parametrize("law", LAWS)
+def test_laws(case, law):
+    LAWS[law](emulated, case)
 
 
-@costly(3)
+@pytest.mark.parametrize("law", ["lengths", "cut", "batches"])
+def test_laws_of_the_reference(law):
+    LAWS[law](public, DELTA)
+
+
+elsewhere = laws.states_of_a_pool_may_begin_elsewhere
+LAWS_OF_BOTH: dict[str, Law] = {
+    "packing": partial(laws.packing_changes_no_bit, lengths=(65, 0, 7, 33, 64, 130)),
+    "pool": partial(laws.a_pool_is_touched_where_it_should_be, state=F32, layout="vk"),
+    "pool, bf16": partial(laws.a_pool_is_touched_where_it_should_be, state=BF16, layout="kv"),
+    "elsewhere, bf16": partial(elsewhere, state=BF16, index=torch.int64),
+    "elsewhere, in order": partial(elsewhere, state=F32, index=None),
+    **{f"order of states, {x}": partial(laws.order_of_states_changes_no_bit, state=x) for x in (F32, F16)},
+    "decoding": lambda run, case: laws.decoding_goes_on(run, case, 33 if case is RWKV7 else 70),
+    "checkpoints": partial(laws.checkpoints_are_final_states, state=BF16, lengths=(65, 0, 130)),
+    **{f"without tokens, {x}": partial(laws.sequences_without_tokens_keep_states, state=x) for x in (F32, BF16, F16)},
+    "boundaries": laws.boundaries_that_make_no_sense_are_sequences_without_tokens,
+}
+
+
+@costly(30)
 @by_both
 @three
-@pytest.mark.parametrize(("state", "index"), [(BF16, torch.int64), (F32, None)], ids=["bf16-i64", "in-order"])
-def test_states_of_a_pool_may_begin_elsewhere(case, run, state, index):
-    laws.states_of_a_pool_may_begin_elsewhere(run, case, state, index)
-
-
-@costly(2)
-@needs_emulator
-@each
-@pytest.mark.parametrize("offset", [8, 4, 2])
-def test_layout_changes_no_bit(case, offset):
-    laws.layout_changes_no_bit(emulated, case, offset)
-
-
-@costly(3)
-@by_both
-@three
-@pytest.mark.parametrize("state", [F32, F16])
-def test_order_of_states_changes_no_bit(case, run, state):
-    laws.order_of_states_changes_no_bit(run, case, state)
+@pytest.mark.parametrize("law", LAWS_OF_BOTH)
+def test_laws_of_both(case, run, law):
+    LAWS_OF_BOTH[law](run, case)
 
 
 @costly(2)
@@ -220,46 +203,6 @@ def test_gates_agree(function):
 @by_both
 def test_linear_gates_agree(run):
     laws.linear_gates_agree(run, DELTA)
-
-
-@costly(4)
-@by_both
-@three
-def test_decoding_goes_on(case, run):
-    laws.decoding_goes_on(run, case, 33 if case is RWKV7 else 70)
-
-
-@costly(4)
-@by_both
-@three
-def test_checkpoints_are_final_states(case, run):
-    laws.checkpoints_are_final_states(run, case, BF16, (65, 0, 130))
-
-
-@costly(2)
-@needs_emulator
-@each
-def test_batches_change_no_bit(case):
-    laws.batches_change_no_bit(emulated, case)
-
-
-def test_batches_change_no_bit_of_the_reference():
-    laws.batches_change_no_bit(public, DELTA)
-
-
-@costly(4)
-@by_both
-@three
-@pytest.mark.parametrize("state", [F32, BF16, F16])
-def test_sequences_without_tokens_keep_states(case, run, state):
-    laws.sequences_without_tokens_keep_states(run, case, state)
-
-
-@costly(4)
-@by_both
-@three
-def test_boundaries_that_make_no_sense_are_sequences_without_tokens(case, run):
-    laws.boundaries_that_make_no_sense_are_sequences_without_tokens(run, case)
 
 
 POOL: dict[str, Any] = {"cu_seqlens": Index.I32, "pool": True, "started": True, "index": Index.I64}

@@ -28,6 +28,7 @@ from ssmgen.spec.kernel import Index, Pdl
 
 WIDTH, DILATION, REACH = 3, 3, 7
 BOTH = ("input_gate", "output_gate")
+gated = pytest.mark.parametrize("gates", [(), BOTH], ids=["plain", "gated"])
 dtypes = pytest.mark.parametrize(("dtype", "last", "dim"), [(BF16, True, 24), (F16, False, 24), (F32, True, 17)])
 
 
@@ -44,32 +45,42 @@ def both(call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return call | {"weight": call["weight"][:, ::DILATION].contiguous(), "dilation": DILATION}, wide
 
 
-@costly(36)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("gates", [(), BOTH], ids=["plain", "gated"])
-@pytest.mark.parametrize("form", FORMS)
-@dtypes
-def test_steps_have_the_bits_of_a_wider_weight(function, gates, form, dtype, last, dim):
-    update = ssmgen.causal_conv1d_update if function == "reference" else emulated(update_op)
-    form = FORMS[form] | {"entries": FORMS[form]["entries"] + 4} if "entries" in FORMS[form] else FORMS[form]
-    call, wide = both(steps_of(form, Draw("cpu", dtype, last, dim, width=REACH), gates))
+def steps_are_alike(update: Any, form: str, draw: Draw, gates: tuple[str, ...]) -> None:
+    """Steps with taps apart have the bits of steps with a wider weight."""
+    how = FORMS[form] | {"entries": FORMS[form]["entries"] + 4} if "entries" in FORMS[form] else FORMS[form]
+    call, wide = both(steps_of(how, draw, gates))
     assert equal(update(**call, activation="silu"), update(**wide, activation="silu"))
     for name in ("conv_state", "intermediate_conv_window"):
         assert name not in call or equal(call[name], wide[name])
 
 
-@costly(36)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("gates", [(), BOTH], ids=["plain", "gated"])
-@pytest.mark.parametrize("form", PROMPTS)
-@dtypes
-def test_prompts_have_the_bits_of_a_wider_weight(function, gates, form, dtype, last, dim):
-    run = ssmgen.causal_conv1d if function == "reference" else emulated(prompt_op)
-    call, wide = both(prompts_of(form, Draw("cpu", dtype, last, dim, width=REACH), gates))
+def prompts_are_alike(run: Any, form: str, draw: Draw, gates: tuple[str, ...]) -> None:
+    """The same of prompts."""
+    call, wide = both(prompts_of(form, draw, gates))
     for given in (call, wide):
         given["out"] = torch.zeros_like(given["x"])
     got, want = (results(run(**given, activation="silu"), given) for given in (call, wide))
     assert len(got) == len(want) and all(equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@costly(36)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@gated
+@pytest.mark.parametrize("form", FORMS)
+@dtypes
+def test_steps_have_the_bits_of_a_wider_weight(function, gates, form, dtype, last, dim):
+    update = ssmgen.causal_conv1d_update if function == "reference" else emulated(update_op)
+    steps_are_alike(update, form, Draw("cpu", dtype, last, dim, width=REACH), gates)
+
+
+@costly(36)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@gated
+@pytest.mark.parametrize("form", PROMPTS)
+@dtypes
+def test_prompts_have_the_bits_of_a_wider_weight(function, gates, form, dtype, last, dim):
+    run = ssmgen.causal_conv1d if function == "reference" else emulated(prompt_op)
+    prompts_are_alike(run, form, Draw("cpu", dtype, last, dim, width=REACH), gates)
 
 
 @costly(3)

@@ -44,14 +44,8 @@ def make(form: dict[str, Any], draw: Draw, gates: tuple[str, ...]) -> dict[str, 
     return call | ({"intermediate_conv_window": draw(3, tokens, draw.dim, draw.width - 1)} if "saved" in form else {})
 
 
-@costly(54)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("gates", GATES, ids="-".join)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "last", "dim"), [(BF16, True, 24), (F16, False, 24), (F32, True, 17)])
-def test_gates_are_multiplications_around_the_call(function, gates, form, dtype, last, dim):
-    update = ssmgen.causal_conv1d_update if function == "reference" else emulated(update_op)
-    call = make(FORMS[form], Draw("cpu", dtype, last, dim, width=3), gates)
+def gates_are_multiplications(update: Any, call: dict[str, Any], gates: tuple[str, ...]) -> None:
+    """The bits are those of the call without gates, and of multiplications before and after it."""
     plain = {n: t.clone(memory_format=torch.preserve_format) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
     around = {name: plain.pop(name) for name in gates}
     if "input_gate" in around:
@@ -63,6 +57,16 @@ def test_gates_are_multiplications_around_the_call(function, gates, form, dtype,
     assert equal(got, want)
     for name in ("conv_state", "intermediate_conv_window"):
         assert name not in call or equal(call[name], plain[name])
+
+
+@costly(54)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("gates", GATES, ids="-".join)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "last", "dim"), [(BF16, True, 24), (F16, False, 24), (F32, True, 17)])
+def test_gates_are_multiplications_around_the_call(function, gates, form, dtype, last, dim):
+    update = ssmgen.causal_conv1d_update if function == "reference" else emulated(update_op)
+    gates_are_multiplications(update, make(FORMS[form], Draw("cpu", dtype, last, dim, width=3), gates), gates)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -159,7 +159,12 @@ EDITS = {
         "no barrier",
     ),
     "heads not replaced": (replace(FIRST, lengths=(300, 90), **STATEFUL), "__any_sync(0xffffffffu, begins)", "false", "differs"),
-    "indices not compared": (replace(FIRST, seq_idx=True), "alike[u] = __all_sync(0xffffffffu, same)", "alike[u] = true", "off by"),
+    "indices not compared": (
+        replace(FIRST, seq_idx=True),
+        "one_sequence[u] = __all_sync(0xffffffffu, same)",
+        "one_sequence[u] = true",
+        "off by",
+    ),
     "halves of words": (replace(ODD, dim=300), "is_odd(i) ? 0x5432 : 0x3210", "0x3210", "off by"),
     "window in the wrong order": (UpdateCase("u", tokens=2), "window[i] = window[i + 1]", "window[i] = window[i]", "differs"),
     "padded sequence written": (UpdateCase("u"), "u64(slot) < u64(slots) && slot != pad_slot_id", "true", "outside of every operand"),

@@ -229,7 +229,7 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_wait_precedes_every_access(spec):
-    waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_LOADED), "load(", "load_u8(", "ask_for(", "copy_rows<", "store_")
+    waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_LOADED), "load(", "load_u8(", "prefetch(", "copy_rows<", "store_")
 
 
 @costly(1)
@@ -250,10 +250,10 @@ EDITS = {
     ),
     "each role by itself": (
         "meet(1, kThreads);  // all threads see chunk n",
-        "meet(1 + (warp < kWalkers), warp < kWalkers ? 64 : 128);  //",
+        "meet(1 + (warp < kConsumers), warp < kConsumers ? 64 : 128);  //",
         "shared memory",
     ),
-    "asked for too early": ("ask_for(n + kStages - 2);", "ask_for(n + kStages - 1);", "shared memory"),
+    "asked for too early": ("prefetch(n + kStages - 2);", "prefetch(n + kStages - 1);", "shared memory"),
     "one M for two chunks": (
         "const u32 to = kAtMix + n % 2 * (kChunk * kMixWords) + part;",
         "const u32 to = kAtMix + part;",
@@ -270,12 +270,12 @@ EDITS = {
     "a mark's decay": ("const float kept = last_from ? 0.f", "const float kept = false ? 0.f", "off"),
     "no upstream": ("  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
     "copier: no wait for copies": ("wait_copies<kStages - 3>();", "", "has not waited for the copy"),
-    "copier: a barrier too few": ("ask_for(n + kStages - 2);", "ask_for(n + kStages - 1);", "shared memory"),
+    "copier: a barrier too few": ("prefetch(n + kStages - 2);", "prefetch(n + kStages - 1);", "shared memory"),
     "parts: no wait for copies": ("wait_copies<kStages - 2>();", "", "has not waited for the copy"),
-    "parts: asked for too early": ("ask_for(n + kStages - 1);", "ask_for(n + kStages);", "shared memory"),
+    "parts: asked for too early": ("prefetch(n + kStages - 1);", "prefetch(n + kStages);", "shared memory"),
     "parts: one that nobody walks": ("passed = first_of(rank), chunks", "passed = first_of(rank) + (rank > 0), chunks", "off"),
     "parts: one that is passed twice": ("pass(n);", "pass(n ? n : 1);", "shared memory"),
-    "parts: steps of another chunk": ("sum_steps(n + 1, asked[0]);", "sum_steps(n + 1, asked[1]);", "off"),
+    "parts: steps of another chunk": ("sum_steps(n + 1, raw_steps[0]);", "sum_steps(n + 1, raw_steps[1]);", "off"),
     "parts: no decay": (
         "S[i][e] = S[i][e] * decay;\n      }\n#pragma unroll kUnrolled",
         "S[i][e] = S[i][e];\n      }\n#pragma unroll kUnrolled",
@@ -289,7 +289,7 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_broken_kernels_are_found(edit):
     old, new, words = EDITS[edit]
-    change = edited(old, new, "keep_marked" if edit.startswith("a mark") else "")  # not in a call that it is compared with
+    change = edited(old, new, "store_checkpoints" if edit.startswith("a mark") else "")  # not in a call that it is compared with
     how = {"stages": 4, "copiers": 1} if edit.startswith("copier") else {"parts": 3} if edit.startswith("parts") else {}
 
     def scan(**call: object) -> object:

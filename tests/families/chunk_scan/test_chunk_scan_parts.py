@@ -159,14 +159,14 @@ def test_check_of_variants(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_the_wait_precedes_every_access(spec):
-    waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_LOADED), "load(", "load_u8(", "ask_for(", "copy_rows<", "store_")
+    waits_before_any_of(replace(spec, pdl=Pdl.TRIGGER_LOADED), "load(", "load_u8(", "prefetch(", "copy_rows<", "store_")
 
 
 def test_what_all_begin_with_is_read_before_it_is_overwritten():
     """Every warp of every part arrives, walkers once they have the state; and the last part's wait before they store theirs."""
     body = render(SPECS[0], SM90).split('extern "C"')[1]
     assert body.count("cluster_arrive();") == 3 and body.count("cluster_wait();") == 1
-    walkers = body[body.index("if (warp < kWalkers)") :]
+    walkers = body[body.index("if (warp < kConsumers)") :]
     assert (
         walkers.index("load_vector<State")
         < walkers.index("cluster_arrive();")

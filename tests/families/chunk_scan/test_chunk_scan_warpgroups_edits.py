@@ -48,8 +48,13 @@ EDITS = {
         "no fence_for_async between",
     ),
     "prepared: not waited for": (1, "      wait_prepared(i);\n      float of_state", "      float of_state", "product of tiles["),
-    "M and x: made anew too early": (1, "barrier_wait(walked, buffer, (uses + 1) % 2);", "", "tiles["),
-    "y: read too early": (1, "barrier_wait(walked, buffer, (uses - 1) % 2);\n      write(", "write(", "has read, with no barrier between"),
+    "M and x: made anew too early": (1, "barrier_wait(consumed, buffer, (uses + 1) % 2);", "", "tiles["),
+    "y: read too early": (
+        1,
+        "barrier_wait(consumed, buffer, (uses - 1) % 2);\n      write(",
+        "write(",
+        "has read, with no barrier between",
+    ),
     "y: made anew too early": (1, "barrier_wait(written, buffer, (turn + 1) % 2);", "", "tiles["),
     "y: products not waited for": (1, "wgmma_wait<1>();", "", "names as landed what products in flight sum up"),
     "state: changed in flight": (
@@ -121,8 +126,8 @@ POSITION_EDITS = {
     "x behind a position": ("2 * of + 1 < count ? high : 0.f", "high", "off"),
     "not waited for": ("wgmma_wait<0>();\n        wgmma_landed(sum);", "", "in flight"),
     "from a state that has decayed": (
-        "keep_marked(next);\n      round_state();",
-        "decay(0.5f);\n      keep_marked(next);\n      round_state();",
+        "store_checkpoints(next);\n      round_state();",
+        "decay(0.5f);\n      store_checkpoints(next);\n      round_state();",
         "off",
     ),
 }
@@ -141,4 +146,4 @@ def test_broken_kernels_of_rows_with_ids_are_found(edit):
 def test_broken_kernels_of_positions_are_found(edit):
     old, new, words = POSITION_EDITS[edit]
     with found(words):
-        laws.checkpoints_of_a_batch(by(change=edited(old, new, "keep_marked")), SMALL)
+        laws.checkpoints_of_a_batch(by(change=edited(old, new, "store_checkpoints")), SMALL)

@@ -6,12 +6,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import mamba3_prompt_cases as laws
 import pytest
 import torch
 from bits import all_same, error, same
 from compiled import compiled
 from kernel_laws import edited, found, waits_before_any_of
-from mamba3_prompt_cases import INITIAL, NAN, PER_TOKEN, POOLS, Call, cut, emulated, exact, make, starts_of, states, variant
+from mamba3_cases import POOLS
+from mamba3_prompt_cases import INITIAL, NAN, PER_TOKEN, Call, cut, emulated, exact, make, starts_of, states, variant
 from selection import costly
 
 import ssmgen
@@ -102,16 +104,7 @@ def test_blocks_may_share_a_head(name):
 @pytest.mark.parametrize("R", [1, 4, 8])
 def test_packing_changes_no_bit(R):
     lengths = (0, 1, 15, 16, 17, 63, 64, 65)
-    call = make(sum(lengths), R=R, x=torch.bfloat16)
-    starts = starts_of(*lengths)
-    packed, *last = emulated(**call, cu_seqlens=starts, return_final_states=True)
-    for i, length in enumerate(lengths):
-        span = slice(int(starts[i]), int(starts[i + 1]))
-        if length:
-            out, *own = emulated(**cut(cut(call, span), None), return_final_states=True)
-            assert same(out[0], packed[span]) and all_same((t[0] for t in own), (t[i] for t in last)), length
-        else:
-            assert not any(t[i].any() for t in last)
+    laws.packing_changes_no_bit(make(sum(lengths), R=R, x=torch.bfloat16), lengths)
 
 
 def in_two_calls(call: Call, T: int, at: int, k: torch.dtype) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -7,7 +7,8 @@ import math
 import mamba3_prompt_cases as cases
 import pytest
 import torch
-from mamba3_prompt_cases import INITIAL, NAN, POOLS, Call, cut, exact, make, starts_of, states
+from mamba3_cases import POOLS
+from mamba3_prompt_cases import INITIAL, NAN, Call, cut, exact, make, starts_of, states
 from torch import Tensor
 
 import ssmgen

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import mamba3_prompt_cases as laws
 import pytest
 import torch
 from bits import all_same, error, same
 from compiled import compiled
 from emulated_calls import needs_emulator
 from kernel_laws import edited, found
-from mamba3_prompt_cases import BF16, INITIAL, NAN, POOLS, Call, cut, emulated, exact, make, starts_of, states, variant
+from mamba3_cases import POOLS
+from mamba3_prompt_cases import BF16, INITIAL, NAN, Call, emulated, exact, make, starts_of, states, variant
 from selection import costly
 from test_mamba3_chunk_scan import BOUND, CASES, SM90, STATE, chosen
 
@@ -90,16 +92,7 @@ def test_variants_are_bit_equal(R, how):
 def test_packing_changes_no_bit(R):
     """Sequences with three parts, two parts and one, and without tokens."""
     lengths = (200 // R, 0, 5, 64 // R, 64 // R + 1)
-    call = remembering(sum(lengths), R=R)
-    starts = starts_of(*lengths)
-    packed, *last = emulated(**call, cu_seqlens=starts, return_final_states=True, segments=3)
-    for i, length in enumerate(lengths):
-        span = slice(int(starts[i]), int(starts[i + 1]))
-        if length:
-            out, *own = emulated(**cut(cut(call, span), None), return_final_states=True, segments=3)
-            assert same(out[0], packed[span]) and all_same((t[0] for t in own), (t[i] for t in last)), length
-        else:
-            assert not any(t[i].any() for t in last)
+    laws.packing_changes_no_bit(remembering(sum(lengths), R=R), lengths, segments=3)
 
 
 @costly(3)

@@ -12,7 +12,8 @@ from bits import all_same, error, same
 from compiled import compiled
 from emulated_calls import needs_emulator
 from kernel_laws import edited, found
-from mamba3_prompt_cases import BF16, NAN, POOLS, cut, emulated, exact, make, starts_of, states, variant
+from mamba3_cases import POOLS
+from mamba3_prompt_cases import BF16, NAN, cut, emulated, exact, make, starts_of, states, variant
 from selection import costly
 from test_mamba3_chunk_scan import BOUND, CASES, SM90, chosen
 from test_mamba3_segments import BOUNDS, initial, is_exact, remembering

@@ -64,7 +64,7 @@ def test_reference_is_within_rounding_of_float64(case):
 @named(*[c for c in (*matrix(), *at_shapes()) if c.out != F32])
 def test_exact_outputs_rounded_are_well_within_their_bound(case):
     """No kernel is nearer than they are: of outputs that a few large ones make up, their rounding alone may be off by more."""
-    call = make(case, "cpu")
+    call = make(case, "cpu", sealed=False)
     rows = [row for exact in exact_outputs(call) for row in (exact if case.lengths else exact[None])]
     assert len(rows) == sum(T if case.lengths else 1 for slot, T in zip(call.slot_of, call.lengths(), strict=True) if slot >= 0)
     nearest = max(norm_error(row.to(case.out), row) for row in rows)

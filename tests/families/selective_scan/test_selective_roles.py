@@ -115,7 +115,7 @@ def test_bits_of_segments_are_those_without_roles(how):
         ("wait_copies<kAhead - 3>();\n    }", "}"),
         ("n % 3 * kStepWords", "n % 2 * kStepWords"),
         ("if (4 * cell.run + token < rows && 2 * cell.pair + channel < int(width)) store", "store"),
-        ("there[c] && n < kState ? kLog2E", "n < kState ? kLog2E"),
+        ("has_channel[c] && n < kState ? kLog2E", "n < kState ? kLog2E"),
     ],
     ids=["barrier", "copies", "steps", "bounds", "channels"],
 )

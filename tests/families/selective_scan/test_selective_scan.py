@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,15 +110,20 @@ def test_lengths_are_accurate(run):
     laws.lengths_are_accurate(run, EXACT)
 
 
-@by_both
-def test_packing_changes_no_bit(run):
-    laws.packing_changes_no_bit(run, SMALL, (65, 0, 7, 1, 32))
+LAWS: dict[str, Callable[[Any, Sizes], None]] = {
+    "packing": partial(laws.packing_changes_no_bit, lengths=(65, 0, 7, 1, 32)),
+    **{f"cut at {n}": partial(laws.a_cut_changes_no_bit, tokens=75, at=n) for n in (4, 64)},
+    "neighbours": partial(laws.neighbours_do_not_matter, lengths=(5, 16, 21)),
+    "decoding": partial(laws.decoding_goes_on, tokens=37),
+    "without tokens": partial(laws.sequences_without_tokens_keep_states, state=F32),
+    "boundaries": laws.boundaries_that_make_no_sense_are_sequences_without_tokens,
+}
 
 
 @by_both
-@pytest.mark.parametrize("cut", [4, 64])
-def test_a_cut_changes_no_bit(run, cut):
-    laws.a_cut_changes_no_bit(run, SMALL, 75, cut)
+@pytest.mark.parametrize("law", LAWS)
+def test_laws(run, law):
+    LAWS[law](run, SMALL)
 
 
 @costly(1)
@@ -127,21 +133,11 @@ def test_a_pool_is_touched_where_it_should_be(run, state):
     laws.a_pool_is_touched_where_it_should_be(run, SMALL, state)
 
 
-@by_both
-def test_neighbours_do_not_matter(run):
-    laws.neighbours_do_not_matter(run, SMALL, (5, 16, 21))
-
-
 @costly(1)
 @needs_emulator
 @pytest.mark.parametrize("sizes", [EXACT, replace(SMALL, x=F16, groups=2), replace(SMALL, dim=21, d_state=6)], ids=["f32", "groups", "odd"])
 def test_layout_changes_no_bit(sizes):
     laws.layout_changes_no_bit(emulated, sizes, 22)
-
-
-@by_both
-def test_decoding_goes_on(run):
-    laws.decoding_goes_on(run, SMALL, 37)
 
 
 @costly(1)
@@ -163,16 +159,6 @@ def test_variants_are_bit_equal(first, d_state):
         assert all(same(a, b) for a, b in zip(emulated(**call, spec=variant(**how)), wanted, strict=True)), how
 
 
-@by_both
-def test_states_of_sequences_without_tokens(run):
-    laws.sequences_without_tokens_keep_states(run, SMALL, F32)
-
-
-@by_both
-def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
-    laws.boundaries_that_make_no_sense_are_sequences_without_tokens(run, SMALL)
-
-
 @costly(1)
 @needs_emulator
 @pytest.mark.parametrize(
@@ -180,7 +166,7 @@ def test_boundaries_that_make_no_sense_are_sequences_without_tokens(run):
     [
         ("__syncthreads();  // all threads see tile n", "// all threads see tile n"),
         ("if (token < rows && channel < int(width)) store", "store"),
-        ("there && n < kState ? kLog2E", "n < kState ? kLog2E"),
+        ("has_channel && n < kState ? kLog2E", "n < kState ? kLog2E"),
     ],
     ids=["barrier", "bounds", "channels"],
 )

@@ -67,7 +67,7 @@ def test_variants_are_bit_equal(first):
 MISTAKES = {
     "too early": ("    cluster_wait();\n    if (rank + 1 < parts) {", "    if (rank + 1 < parts) {"),
     "decay": ("total += ", "total -= "),
-    "every part's state": ("rank + 1 == parts && there", "there"),
+    "every part's state": ("rank + 1 == parts && has_channel", "has_channel"),
 }
 
 

@@ -6,19 +6,19 @@ import itertools
 import re
 
 import pytest
+import skinny_cases as laws
 import torch
-from skinny_cases import NAN, SM90, WITH_GXX, emulate, fields_of, operands, problem_of, served, variants
+from skinny_cases import NAN, SM90, WITH_GXX, emulate, fields_of, operands, problem_of, served
 
 import ssmgen
 from ssmgen import emulator
 from ssmgen.compile.render import render
 from ssmgen.families.skinny_linear import call as op
-from ssmgen.families.skinny_linear.fma import FmaSpec
-from ssmgen.families.skinny_linear.operands import BIASES, OUTS, WEIGHTS
+from ssmgen.families.skinny_linear.operands import OUTS, WEIGHTS
 from ssmgen.families.skinny_linear.problem import SkinnyProblem
 from ssmgen.families.skinny_linear.reference import skinny_linear as reference
 from ssmgen.families.skinny_linear.rules import candidates
-from ssmgen.families.skinny_linear.spec import SkinnySpec
+from ssmgen.families.skinny_linear.spec import FmaSpec, SkinnySpec
 from ssmgen.spec.arguments import Arguments
 from ssmgen.spec.kernel import Arch, DType, Loads
 
@@ -34,19 +34,7 @@ IDS = ["bf16", "f16-three-biased-odd", "f32-two-biased-odd", "f32"]
 @WITH_GXX
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_variants_are_bit_equal_and_within_rounding_of_float64(case):
-    dtype, k, *_ = case
-    named = operands(*case, rows=3)
-    exact = {n: t.double() for n, t in named.items()}
-    reference(**exact, dtype=torch.float64)
-    specs = variants(problem_of(named))
-    results = [emulate(spec, named) for spec in specs]
-    assert len(results) >= 3 and len({type(s) for s in specs}) == 1
-    for spec, outs in zip(specs, results, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True)), spec
-    # One rounding of the result, and of each f32 sum: of K products of normal numbers.
-    slack = 8 * k**0.5 * torch.finfo(torch.float32).eps * 8
-    for got, name in zip(results[0], OUTS, strict=False):
-        assert torch.allclose(got.double(), exact[name], rtol=torch.finfo(dtype).eps, atol=slack)
+    assert len(laws.variants_agree(operands(*case, rows=3))) == 1
 
 
 @WITH_GXX
@@ -77,12 +65,7 @@ def test_other_rows_do_not_matter_even_if_they_are_nan(case):
 
 @WITH_GXX
 def test_several_weights_have_the_bits_of_each_alone():
-    case = CASES[1]
-    together = operands(*case, rows=3)
-    outs = emulate(served(problem_of(together), 72), together)
-    for weight, bias, out, got in zip(WEIGHTS, BIASES, OUTS, outs, strict=False):
-        alone = {"x": together["x"], "weight": together[weight], "bias": together[bias], "out": together[out]}
-        assert torch.equal(emulate(served(problem_of(alone), 24), alone)[0], got), weight
+    laws.weights_are_as_alone(operands(*CASES[1], rows=3))
 
 
 @WITH_GXX

@@ -14,9 +14,8 @@ from skinny_cases import NAN, WITH_GXX, served, variants, wide
 import ssmgen
 from ssmgen.calls.operator import call_of
 from ssmgen.emulator import EmulatorError
-from ssmgen.families.skinny_linear.fma import FmaSpec
 from ssmgen.families.skinny_linear.operands import OPERANDS
-from ssmgen.families.skinny_linear.spec import SkinnySpec
+from ssmgen.families.skinny_linear.spec import FmaSpec, SkinnySpec
 from ssmgen.spec.kernel import DType, Pdl, changed
 
 I8, BF16, F16, F32 = torch.int8, torch.bfloat16, torch.float16, torch.float32

@@ -82,6 +82,16 @@ def test_a_call_of_a_linear_layer_has_a_problem_that_was_built(rows, shape):
     assert problem not in model.asked(wanted.of(Client.ENGINES))
 
 
+@pytest.mark.parametrize("how", [{}, {"activation": "silu_and_mul"}], ids=["apart", "gated"])
+@pytest.mark.parametrize("weights", [2, 3, 4])
+def test_a_launch_of_layers_that_read_the_hidden_state_was_built(weights, how):
+    if how and weights != 2:
+        pytest.skip("gate and up are two")
+    x, weight = torch.zeros(1, 4096).bfloat16(), torch.zeros(8, 4096).bfloat16()
+    problem, *_ = call_of(ssmgen.skinny_linear, x, [weight.clone() for _ in range(weights)], **how).problem()
+    assert problem in find_model("mamba-codestral-7b").asked(Wanted(rows=1).of(Client.TRANSFORMERS))
+
+
 def test_the_commands():
     def families(*more):
         rows = json.loads(ran("build", "--model", "mamba-codestral-7b", "--dry-run", "--json", *more))["variants"]
@@ -91,4 +101,4 @@ def test_the_commands():
     assert families("--op", OPERATOR, "--rows", "16") == {OPERATOR} and OPERATOR not in families("--rows", "8", "--caller", "engines")
     assert "--tokens does not apply to skinny_linear. Pass --rows." in ran("build", "--model", "mamba-130m", "--op", OPERATOR, code=2)
     rows = json.loads(ran("explain", OPERATOR, "--model", "mamba-codestral-7b", "--rows", "1", "--json"))
-    assert len(rows) == 2 and not any(row["faults"] for row in rows)
+    assert len(rows) == 2 + 4 and not any(row["faults"] for row in rows)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import skinny_cases as laws
 import torch
-from skinny_cases import SM90, WITH_GXX, by_name, emulate, fields_of, narrow_operands, problem_of, served, variants
+from skinny_cases import SM90, WITH_GXX, by_name, emulate, fields_of, narrow_operands, problem_of, served
 
 import ssmgen
-from ssmgen.families.skinny_linear.fma import FmaSpec
-from ssmgen.families.skinny_linear.operands import BIASES, OUTS, SCALES, WEIGHTS
+from ssmgen.families.skinny_linear.operands import SCALES, WEIGHTS
 from ssmgen.families.skinny_linear.problem import SkinnyProblem
 from ssmgen.families.skinny_linear.reference import skinny_linear as reference
-from ssmgen.families.skinny_linear.spec import SkinnySpec
+from ssmgen.families.skinny_linear.spec import FmaSpec, SkinnySpec
 from ssmgen.spec.kernel import Arch, DType, Narrow
 
 I8, E4M3, BF16, F16, F32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
@@ -25,16 +25,7 @@ OLD = [Arch.parse("sm_80"), Arch.parse("sm_89")]
 @pytest.mark.parametrize("k", [2048, 1040])
 def test_variants_are_bit_equal_and_within_rounding_of_float64(dtype, stored, scale, k):
     named = narrow_operands(dtype, stored, scale, k, (40, 24), bias=F32, rows=3)
-    exact = {n: t.double() for n, t in named.items()}
-    reference(**exact, dtype=torch.float64)
-    specs = variants(problem_of(named))
-    results = [emulate(spec, named) for spec in specs]
-    assert len(results) >= 3 and all(isinstance(s, SkinnySpec) for s in specs)
-    for spec, outs in zip(specs, results, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(outs, results[0], strict=True)), spec
-    slack = 8 * k**0.5 * torch.finfo(F32).eps * 8
-    for got, name in zip(results[0], OUTS, strict=False):
-        assert torch.allclose(got.double(), exact[name], rtol=torch.finfo(dtype).eps, atol=slack)
+    assert laws.variants_agree(named) == {SkinnySpec}
 
 
 @WITH_GXX
@@ -91,10 +82,7 @@ def test_a_scale_multiplies_the_sum_once(dtype):
 @WITH_GXX
 def test_several_weights_have_the_bits_of_each_alone():
     together = narrow_operands(BF16, E4M3, F32, 1040, (24, 8, 40), bias=F32, rows=3)
-    outs = emulate(served(problem_of(together), 72), together)
-    for weight, bias, scale, out, got in zip(WEIGHTS, BIASES, SCALES, OUTS, outs, strict=False):
-        alone = by_name(x=together["x"], weight=together[weight], bias=together[bias], scale=together[scale], out=together[out])
-        assert torch.equal(emulate(served(problem_of(alone), 24), alone)[0], got), weight
+    laws.weights_are_as_alone(together)
 
 
 @WITH_GXX

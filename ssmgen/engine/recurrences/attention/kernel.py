@@ -82,13 +82,13 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
     def needs(self) -> Needs:
         mma = self.state.value if self.frozen else ""
         by_byte = self.scaled and self.state.size == 1 and self.state_loads is Loads.ELEMENT
-        raw, streaming = self.ring is Ring.STORE, self.intermediates and self.parents is Index.NONE
+        raw, streaming = self.stores, self.intermediates and self.parents is Index.NONE
         needs = replace(super().needs, mma=mma, raw=raw, streaming=streaming, narrow=self.scaled, bytes=by_byte)
         return replace(needs, shared_quads=self.row_warps > 0, guarded=self.guarded)
 
     @property
     def stem(self) -> str:
-        tokens_kept = {Ring.NONE: [], Ring.STORE: ["ring"], Ring.COMMIT: ["commit"]}[self.ring]
+        tokens_kept = {Ring.NONE: [], Ring.STORE: ["ring"], Ring.READY: ["ready"], Ring.COMMIT: ["commit"]}[self.ring]
         kind = "bonus" if self.bonus else "la"
         kind = {Delta.NONE: kind, Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
         decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
@@ -163,7 +163,7 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
         return self.delta is not Delta.NONE and not own and not (self.gk is not None and self.delta is Delta.DECAYED)
 
     def ringed(self) -> list[str]:
-        """Operands that the ring keeps."""
+        """Operands that a call stores in the ring."""
         return self._given(RINGED) if self.stores else []
 
     def parameters(self) -> list[Param]:
@@ -176,6 +176,7 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
             *([Param.u32("columns")] if self.picks else []),
             *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
             *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("ring_rows")] if self.stores and self.tokens is Tokens.RAGGED else []),
             *([Param.u32("parent_columns")] if self.parents is not Index.NONE and self.tokens is Tokens.RAGGED else []),
         ]
         factors = [*([] if self.commit else [Param.f32("scale")]), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
@@ -198,6 +199,7 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
             "tree": self.parents is not Index.NONE,
             "scalars": self.token_scalars(),
             "rounded": self.rounded,
+            "ready": self.ring is Ring.READY,
             "narrow_noise": bool(self.rounded) and self.scaled,
             "tail": self.dim_v % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,

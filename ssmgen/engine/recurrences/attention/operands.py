@@ -28,8 +28,9 @@ def _rows(name: str, optional: bool = True, note: str = "") -> Operand:
 def _ring(name: str, axes: str) -> Operand:
     """The ring of an operand."""
     there, view = f"stores&{name}", "slot token head"
+    field = name if name in ("k", "v") else f"kept_{name}"
     return Operand(
-        f"ring_{name}", axes, optional=True, written=True, field=name, there=there, view=view, strides="slot:64 token head"
+        f"ring_{name}", axes, optional=True, written=True, field=field, there=there, view=view, strides="slot:64 token head"
     )  # fmt: skip
 
 
@@ -52,10 +53,10 @@ OPERANDS = table(
         "dt_bias", "head | head key | head*key", optional=True, view="head n | layer head n", strides="layer:64?layers head n?gk&loose"
     ),
     _vector("read", _KEYS, note="the key that is read with, if not k"),
-    _vector("erase", _CHANNELS, note="factor of what is read"),
-    _rows("w", note="factor of what is written"),
-    _vector("write", _KEYS, note="low rank: what is written, p times"),
-    _vector("alpha", _KEYS, note="low rank: what is written is -(read * alpha)"),
+    _vector("erase", _CHANNELS, note="factor of the value that is read"),
+    _rows("w", note="factor of the value that is written"),
+    _vector("write", _KEYS, note="low rank: the written vector, p times"),
+    _vector("alpha", _KEYS, note="low rank: the written vector is -(read * alpha)"),
     _vector("bonus", f"{_CHANNELS} | head key", note="factor of the token's own key; the output is otherwise of the state before"),
     Operand(
         "out", _ROWS, optional=True, written=True, there="!commit", view="batch token head row",

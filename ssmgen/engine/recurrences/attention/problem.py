@@ -125,7 +125,30 @@ class LinearAttentionProblem(StepProblem):
     @property
     def stores(self) -> bool:
         """Whether a ring receives the inputs of tokens."""
-        return self.ring is Ring.STORE
+        return self.ring in (Ring.STORE, Ring.READY)
+
+    @property
+    def kept_g(self) -> DType | None:
+        """The type of log decays or raw gates per head in a ring."""
+        return self._kept(self.g)
+
+    @property
+    def kept_gk(self) -> DType | None:
+        """The same per key channel."""
+        return self._kept(self.gk)
+
+    @property
+    def kept_beta(self) -> DType | None:
+        """The type of step sizes or their logits in a ring."""
+        return self._kept(self.beta)
+
+    def ring_type(self, name: str) -> DType:
+        """The type of an operand's ring."""
+        kept: DType = getattr(self, name if name in ("k", "v") else f"kept_{name}")
+        return kept
+
+    def _kept(self, operand: DType | None) -> DType | None:
+        return DType.F32 if operand and self.ring is Ring.READY else operand
 
     @property
     def picks(self) -> bool:
@@ -157,7 +180,7 @@ class LinearAttentionProblem(StepProblem):
         output_only = self.tokens is Tokens.MANY and self.update is Update.NONE and not self.intermediates
         short = self.state is not DType.F32 and self.q is self.k is self.state and self.dim_k % 32 == 0 and self.dim_k <= 256
         vectors = self.layout is Layout.VK and self.state_loads is self.operand_loads is Loads.VECTOR
-        return plain and output_only and short and vectors
+        return plain and output_only and short and vectors and self.ring is not Ring.READY
 
     def for_tokens(self, tokens: int) -> LinearAttentionProblem:
         """The same, frozen if it may be and there are few enough tokens."""
@@ -224,8 +247,8 @@ class LinearAttentionProblem(StepProblem):
                 f"ring is {self.ring.value} with operands that it does not keep; expected a delta rule of k, v, beta and one of g and gk",
             ),
             *must(
-                self.ring is not Ring.STORE or self.index is not Index.NONE,
-                "ring is store and index is none; expected a type of state_indices for index",
+                not self.stores or self.index is not Index.NONE,
+                f"ring is {self.ring.value} and index is none; expected a type of state_indices for index",
             ),
             *must(
                 not self.commit

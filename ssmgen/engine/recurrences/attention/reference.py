@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...narrow_reference import narrowed, widened
-from ...stochastic_reference import stored
-from ..reference import softplus, start_slot
+from ..reference import softplus, stepped
 from .operands import OF_KEY_HEADS, RINGED, ROLES, WEIGHTS
 
 NORM_EPSILON = 1e-6
@@ -30,6 +28,11 @@ def log_decay(g: Tensor, form: Any, A_log: Tensor | None, dt_bias: Tensor | None
         assert rate is not None, "this form has an A_log"
         return -rate * softplus(biased)
     return lower_bound * torch.sigmoid(biased if rate is None else rate * biased)
+
+
+def step_size(beta: Tensor, form: Any) -> Tensor:
+    """The step size that an operand beta stands for."""
+    return beta if form.beta == "plain" else torch.sigmoid(beta) * (2 if form.beta == "twice_sigmoid" else 1)
 
 
 def one_token(S: Tensor, x: Mapping[str, Tensor], form: Any, scale: float, lower_bound: float) -> tuple[Tensor, Tensor]:
@@ -61,12 +64,18 @@ def one_token(S: Tensor, x: Mapping[str, Tensor], form: Any, scale: float, lower
         if form.delta != "none":
             e = e - held
         if "beta" in x:
-            beta = x["beta"] if x["beta"].dim() == 2 else x["beta"][:, None]
-            if form.beta != "plain":
-                beta = torch.sigmoid(beta) * (2 if form.beta == "twice_sigmoid" else 1)
-            e = e * beta
+            beta = step_size(x["beta"], form)
+            e = e * (beta if beta.dim() == 2 else beta[:, None])
         S = D * S + e[:, :, None] * k[:, None, :]
     return S, torch.einsum("hvk,hk->hv", S, q) * scale
+
+
+def _ready(name: str, value: Tensor, form: Any, weights: Mapping[str, Tensor], lower_bound: float) -> Tensor:
+    """The log decay or the step size that an operand g, gk or beta stands for."""
+    if name == "beta":
+        return step_size(value, form)
+    A_log, bias = weights.get("A_log"), weights.get("dt_bias")
+    return log_decay(value, form, A_log if A_log is None or name == "g" else A_log[:, None], bias, lower_bound)
 
 
 def reference(
@@ -80,74 +89,28 @@ def reference(
     zero_padding: bool = True,
     philox_rounds: int = 0,
     keys_first: bool = False,
+    ring_ready: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Operands in token form: state [slots, HV, V, K]; q, k, read, write, alpha [B, T, HK, K]; gk, erase [B, T, HV, K]; v, gv, w, out
     [B, T, HV, V]; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]; A_log [HV]; dt_bias [HV] or [HV, K]; intermediate_states
     [rows, T, HV, V, K]; parents [batch, T]; rand_seed [slots]; ring_k and others [slots, T, …], which receive k and others. With
-    cu_seqlens, B is 1 and T counts the tokens of all sequences. keys_first: the order of a state's elements in memory, which numbers them
-    for the noise.
+    cu_seqlens, B is 1 and T counts the tokens of all sequences. keys_first: as in `stepped`. ring_ready: rings receive log decays and step
+    sizes.
 
-    Computes in `dtype`; carries the state through a call's tokens unrounded; writes state, intermediates and out, each rounded once, states
-    stochastically if there is a seed.
+    Computes in `dtype`, and rounds as in `stepped`.
     """
-    state, out, scales = views["state"], views["out"], views.get("state_scale")
-    starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
-    batch, heads = (out.shape[0] if starts is None else len(starts) - 1), out.shape[2]
-    kept, parents = views.get("intermediate_states"), views.get("parents")
     weights = {n: views[n].to(dtype) for n in WEIGHTS if n in views}
-    tokenwise = [n for n in ROLES if n in views and n not in WEIGHTS]
+    tokenwise, heads = [n for n in ROLES if n in views and n not in WEIGHTS], views["out"].shape[2]
 
-    def valid(slot: int) -> bool:
-        return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
+    def token(S: Tensor, row: int, t: int, slot: int, i: int) -> tuple[Tensor, Tensor]:
+        x = {n: views[n][row, t].to(dtype) for n in tokenwise}
+        x |= {n: x[n].repeat_interleave(heads // x[n].shape[0], 0) for n in OF_KEY_HEADS if n in x}
+        for n in RINGED:
+            if f"ring_{n}" in views and i < views[f"ring_{n}"].shape[1]:
+                gate = ring_ready and n not in ("k", "v")
+                views[f"ring_{n}"][slot, i] = _ready(n, x[n], form, weights, lower_bound) if gate else views[n][row, t]
+        return one_token(S, x | weights, form, scale, lower_bound)
 
-    def rounded(S: Tensor, slot: int, stream: int) -> Tensor:
-        """S in the state's dtype, with the noise of a slot."""
-        seed = int(views["rand_seed"][slot]) if philox_rounds else 0
-        in_memory = S.transpose(1, 2) if keys_first else S
-        found = stored(in_memory, state.dtype, seed, philox_rounds, slot, stream)
-        return found.transpose(1, 2) if keys_first else found
-
-    def keep(target: int, S: Tensor) -> None:
-        if scales is None:
-            state[target] = rounded(S, target, 0)
-        else:
-            seed = int(views["rand_seed"][target]) if philox_rounds else 0
-            state[target], scales[target] = narrowed(S, state.dtype, seed, philox_rounds, target)
-
-    for b in range(batch):
-        row, span = (b, range(out.shape[1])) if starts is None else (0, range(starts[b], starts[b + 1]))
-        if starts is not None and not (0 <= starts[b] < starts[b + 1] <= out.shape[1]):
-            continue
-        slot, row_kept = start_slot(views, b), int(views["intermediate_state_indices"][b]) if "intermediate_state_indices" in views else b
-        rows = kept if kept is not None and 0 <= row_kept < kept.shape[0] else None
-        if not valid(slot) or (parents is not None and rows is None):
-            if zero_padding:
-                out[row, span.start : span.stop] = 0
-            continue
-        S = widened(state[slot], None if scales is None else scales[slot], dtype)
-        results = []
-        for i, t in enumerate(span):
-            parent = int(parents[b, i]) if parents is not None and i < parents.shape[1] else -1
-            if rows is not None and 0 <= parent < min(i, rows.shape[1]):
-                S = rows[row_kept, parent].to(dtype)
-            x = {n: views[n][row, t].to(dtype) for n in tokenwise}
-            x |= {n: x[n].repeat_interleave(heads // x[n].shape[0], 0) for n in OF_KEY_HEADS if n in x}
-            S, y = one_token(S, x | weights, form, scale, lower_bound)
-            results.append(y)
-            for n in RINGED:
-                if f"ring_{n}" in views:
-                    views[f"ring_{n}"][slot, i] = views[n][row, t]
-            if rows is not None and i < rows.shape[1]:
-                rows[row_kept, i] = rounded(S, slot, 1 + i)
-            if update_state and "dst_state_indices" in views and views["dst_state_indices"].dim() == 2:
-                columns = views["dst_state_indices"].shape[1]
-                target = int(views["dst_state_indices"][b, i]) if i < columns else -1
-                if valid(target):
-                    keep(target, S)
-        if update_state and ("dst_state_indices" not in views or views["dst_state_indices"].dim() == 1):
-            target = int(views["dst_state_indices"][b]) if "dst_state_indices" in views else slot
-            if valid(target):
-                keep(target, S)
-        if results:
-            out[row, span.start : span.stop] = torch.stack(results).to(out.dtype)
+    how: dict[str, Any] = {"update_state": update_state, "zero_padding": zero_padding, "keys_first": keys_first, "dtype": dtype}
+    stepped(views, token, pad_slot_id=pad_slot_id, philox_rounds=philox_rounds, **how)

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...narrow_reference import narrowed, widened
-from ...stochastic_reference import stored
-from ..reference import softplus, start_slot
+from ..reference import softplus, stepped
 
 
 def one_token(
@@ -49,53 +47,15 @@ def reference(
     D, dt_bias [H, P]; rand_seed [slots]; state_scale [slots, H, P].
 
     Several tokens: x, dt, z, out [batch, T, H, P]; B, C [batch, T, G, N]; intermediate_states [rows, T, H, P, N]; parents [batch, T]; with
-    cu_seqlens, batch is 1 and T counts the tokens of all sequences. Computes in `dtype`; carries the state through a call's tokens
-    unrounded; writes states and out, each rounded once, states stochastically if there is a seed.
+    cu_seqlens, batch is 1 and T counts the tokens of all sequences. Computes in `dtype`, and rounds as in `stepped`.
     """
     if views["x"].dim() == 3:
         views |= {n: views[n].unsqueeze(1) for n in ("x", "dt", "z", "out", "B", "C") if n in views}
-    state, out, target = views["state"], views["out"], views.get("dst_state_indices")
-    kept, parents = views.get("intermediate_states"), views.get("parents")
-    scales, kept_scales = views.get("state_scale"), views.get("intermediate_state_scales")
-    starts = views["cu_seqlens"].tolist() if "cu_seqlens" in views else None
     weights: dict[str, Tensor] = {n: views[n].to(dtype) for n in ("A", "D", "dt_bias") if n in views}
 
-    def valid(slot: int) -> bool:
-        return 0 <= slot < state.shape[0] and ("state_indices" not in views or slot != pad_slot_id)
+    def token(h: Tensor, row: int, t: int, slot: int, i: int) -> tuple[Tensor, Tensor]:
+        x: dict[str, Tensor] = {n: views[n][row, t].to(dtype) for n in ("x", "dt", "z", "B", "C") if n in views}
+        return one_token(h, x, weights, dt_softplus, dt_limit)
 
-    def keep(where: Tensor, at: Any, h: Tensor, scales: Tensor | None, of: int, stream: int = 0) -> None:
-        """Stores a state in a slot, or in a column of a row, with its scales if there are any, and with the noise of slot `of`."""
-        seed = int(views["rand_seed"][of]) if philox_rounds else 0
-        if scales is None:
-            where[at] = stored(h, where.dtype, seed, philox_rounds, of, stream)
-        else:
-            where[at], scales[at] = narrowed(h, where.dtype, seed, philox_rounds, of, stream)
-
-    for b in range(out.shape[0] if starts is None else len(starts) - 1):
-        row, span = (b, range(out.shape[1])) if starts is None else (0, range(starts[b], starts[b + 1]))
-        if starts is not None and not (0 <= starts[b] < starts[b + 1] <= out.shape[1]):
-            continue
-        slot, row_kept = start_slot(views, b), int(views["intermediate_state_indices"][b]) if "intermediate_state_indices" in views else b
-        rows = kept if kept is not None and 0 <= row_kept < kept.shape[0] else None
-        if not valid(slot) or (parents is not None and rows is None):
-            if zero_padding:
-                out[row, span.start : span.stop] = 0
-            continue
-        h = widened(state[slot], None if scales is None else scales[slot], dtype)
-        results = []
-        for i, t in enumerate(span):
-            parent = int(parents[b, i]) if parents is not None and i < parents.shape[1] else -1
-            if rows is not None and 0 <= parent < min(i, rows.shape[1]):
-                h = widened(rows[row_kept, parent], None if kept_scales is None else kept_scales[row_kept, parent], dtype)
-            token: dict[str, Tensor] = {n: views[n][row, t].to(dtype) for n in ("x", "dt", "z", "B", "C") if n in views}
-            h, y = one_token(h, token, weights, dt_softplus, dt_limit)
-            results.append(y)
-            if rows is not None and i < rows.shape[1]:
-                keep(rows, (row_kept, i), h, kept_scales, slot, 1 + i)
-            if update_state and target is not None and target.dim() == 2 and i < target.shape[1] and valid(int(target[b, i])):
-                keep(state, int(target[b, i]), h, scales, int(target[b, i]))
-        last = slot if target is None else int(target[b]) if target.dim() == 1 else -1
-        if update_state and valid(last):
-            keep(state, last, h, scales, last)
-        if results:
-            out[row, span.start : span.stop] = torch.stack(results).to(out.dtype)
+    how: dict[str, Any] = {"update_state": update_state, "zero_padding": zero_padding, "dtype": dtype}
+    stepped(views, token, pad_slot_id=pad_slot_id, philox_rounds=philox_rounds, **how)

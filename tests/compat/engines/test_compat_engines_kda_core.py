@@ -1,0 +1,198 @@
+"""vLLM's methods for a step with prompts of Kimi delta attention: states in their pool, against tokens one by one in float64."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from delta_oracles import BF16, CHUNK, F32, K, close, randn, starts_of
+from engine_calls import no_call_goes_to_the_engine, pages, vllm_functions  # noqa: F401
+from torch import Tensor
+
+from ssmgen.compat import vllm as plugin
+from ssmgen.compat.shared import replacing
+from ssmgen.compat.vllm import causal_conv1d_fn, flashkda
+from ssmgen.compat.vllm.kda_prompts import eager_break
+
+LAYERS = {
+    "linear": ("vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"),
+    "k3": ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention"),
+    "glm": ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention"),
+}
+H, WIDTH, PAD = 2, 4, 3
+CHANNELS, LENGTHS = 3 * H * K, [1, 66, 5]
+SLOTS, STARTED = torch.tensor([4, 2, 7], dtype=torch.int32), torch.tensor([True, True, False])
+
+
+def walk(x: dict[str, Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One sequence of KDA in float64: (outputs [T, H, K], states [H, K, K] before the first token and after each)."""
+    q, k, v, g, beta = (x[n].double() for n in ("q", "k", "v", "g", "beta"))
+    q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+    S = torch.zeros(H, K, K, dtype=torch.float64) if before is None else before.double()
+    each, out = [S], []
+    for t in range(v.shape[0]):
+        S = S * g[t].exp()[:, None]
+        S = S + (beta[t, :, None] * (v[t] - (S * k[t, :, None]).sum(-1)))[..., None] * k[t, :, None]
+        out.append(K**-0.5 * (S * q[t, :, None]).sum(-1))
+        each.append(S)
+    return torch.stack(out), torch.stack(each)
+
+
+class Step:
+    """A layer, its arguments, and a forward context of three prompts, the first of which goes on with one token."""
+
+    def __init__(self, kind: str, backend: str = "flashkda", dtype: torch.dtype = F32, checkpoint: bool = False):
+        self.kind, (self.module, self.owner) = kind, LAYERS[kind]
+        self.tokens, total = sum(LENGTHS), sum(LENGTHS) + PAD
+        self.window, self.state = pages(9, CHANNELS, WIDTH - 1, dtype=BF16), pages(9, H, K, K, dtype=dtype)
+        self.bound = -5.0 if kind != "linear" else None
+        wide = randn(total, CHANNELS + 6, seed=1)
+        self.call: dict[str, Tensor] = {
+            "qkv_proj_states" if kind == "glm" else "mixed_qkv": wide[:, :CHANNELS], "g1": randn(1, total, H, K, seed=2),
+            "beta": randn(1, total, H, seed=3), "core_attn_out": torch.full((1, total, H, K), 7.0, dtype=BF16),
+        }  # fmt: skip
+        if kind != "glm":
+            self.call["g2"] = randn(total, H, K, seed=4)
+        self.exported: dict[str, Any] = {}
+        weight = randn(CHANNELS, 1, WIDTH, seed=5, dtype=F32) / 2
+        self.layer = SimpleNamespace(
+            prefix="layers.0", kv_cache=(self.window, self.state), A_log=randn(1, 1, H, 1, seed=6, dtype=F32) / 4,
+            dt_bias=randn(H * K, seed=7, dtype=F32), conv1d=SimpleNamespace(weight=weight, bias=None), kda_prefill_backend=backend,
+            gate_lower_bound=self.bound, kda_lower_bound=-5.0, kda_safe_gate=True, _conv_state_dim_first=True,
+            _merged_conv_weight=weight.squeeze(1), q_conv1d=SimpleNamespace(bias=None), o_norm=self.norm,
+            _flashkda_buffer_specs=tuple(((4, H, K, K), dtype) for _ in range(4)),
+            _checkpoint_exporter=SimpleNamespace(export=lambda checkpoint, **more: self.exported.update(more, checkpoint=checkpoint)),
+        )  # fmt: skip
+        offsets = [0, CHUNK, 0]
+        kept = SimpleNamespace(checkpoint_offsets=torch.tensor(offsets), offsets=offsets) if checkpoint else None
+        self.metadata = SimpleNamespace(
+            num_prefills=3, num_decodes=0, num_spec_decodes=0, spec_sequence_masks=None, num_actual_tokens=self.tokens,
+            non_spec_query_start_loc=starts_of(LENGTHS), non_spec_state_indices_tensor=SLOTS, has_initial_state=STARTED, checkpoint=kept,
+        )  # fmt: skip
+
+    def norm(self, y: Tensor, z: Tensor) -> Tensor:
+        """In the place of the layer's: without a rounding."""
+        assert z is self.call["g2"] and y is self.call["core_attn_out"]
+        return y * 2
+
+    def run(self, monkeypatch) -> Any:
+        module = import_module(self.module)
+        monkeypatch.setattr(module, "get_forward_context", lambda: SimpleNamespace(attn_metadata={"layers.0": self.metadata}))
+        monkeypatch.setattr(module, "is_conv_state_dim_first", lambda: True, raising=False)
+        return getattr(module, self.owner)._forward(self.layer, **self.call)
+
+
+CASES = [
+    pytest.param("linear", "auto", False, id="kimi-linear"), pytest.param("k3", "triton", False, id="k3-triton"),
+    pytest.param("k3", "flashkda", True, id="k3-checkpoints"), pytest.param("glm", "flashkda", False, id="glm"),
+    pytest.param("glm", "flashkda", True, id="glm-checkpoints"), pytest.param("glm", "triton", False, id="glm-triton"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("kind", "backend", "checkpoint"), CASES)
+def test_a_step_with_prompts(vllm, monkeypatch, kind, backend, checkpoint, dtype):
+    """A fresh prompt does not read its slot; other slots and padded rows stay as they are."""
+    monkeypatch.setattr(flashkda._Places, "aligned", True)
+    step = Step(kind, backend, dtype, checkpoint)
+    window, kept, call, layer, n = step.window.clone(), step.state.clone(), step.call, step.layer, step.tokens
+    assert step.run(monkeypatch) is None
+    starts = starts_of(LENGTHS)
+    rows = call["qkv_proj_states" if kind == "glm" else "mixed_qkv"][:n]
+    mixed = causal_conv1d_fn(rows.t(), layer.conv1d.weight.squeeze(1), None, window, starts, SLOTS, STARTED, activation="silu").t()
+    assert torch.equal(step.window, window), "the windows are those that the convolution leaves"
+    q, k, v = (t.unflatten(1, (H, K)) for t in mixed.split(H * K, 1))
+    raw = call["g1"][0, :n].double() + layer.dt_bias.double().view(H, K)
+    rate = layer.A_log.double().exp().view(H, 1)
+    gate = -rate * raw.exp().log1p() if step.bound is None else step.bound * (rate * raw).sigmoid()
+    tokens = {"q": q, "k": k, "v": v, "g": gate, "beta": call["beta"][0, :n].double().sigmoid()}
+    got = call["core_attn_out"][0, :n] / (1 if kind == "glm" else 2)
+    for i, slot in enumerate(SLOTS.tolist()):
+        at = slice(int(starts[i]), int(starts[i + 1]))
+        y, each = walk({name: t[at] for name, t in tokens.items()}, kept[slot] if STARTED[i] else None)
+        assert close(got[at], y) and close(step.state[slot], each[-1])
+        if checkpoint and LENGTHS[i] > CHUNK:
+            assert close(step.exported["recurrent_checkpoint"][i], each[CHUNK])
+        step.state[slot] = kept[slot]
+    assert torch.equal(step.state, kept), "another slot was written"
+    assert checkpoint == bool(step.exported)
+    if checkpoint:
+        assert step.exported["recurrent_state"] is step.state and torch.equal(step.exported["raw_qkv"], rows)
+    if kind == "glm":
+        assert (call["core_attn_out"][0, n:] == 7).all()
+
+
+@pytest.mark.parametrize("why", ["no step", "no prompts", "drafts", "backend", "checkpoints at 16", "weights"])
+def test_steps_that_are_the_engine_s_own(vllm, monkeypatch, why):
+    """Without a warning: the functions that these methods call are replaced."""
+    monkeypatch.setattr(flashkda._Places, "aligned", True)
+    step = Step("glm" if why == "weights" else "k3", checkpoint=why == "checkpoints at 16")
+    changes: dict[str, Any] = {"no prompts": {"num_prefills": 0}, "drafts": {"num_spec_decodes": 1}}
+    vars(step.metadata).update(changes.get(why, {}))
+    if why == "no step":
+        step.metadata = None
+    elif why == "backend":
+        step.layer.kda_prefill_backend = "flashinfer"
+    elif why == "weights":
+        step.layer._merged_conv_weight = None
+    elif why == "checkpoints at 16":
+        step.metadata.checkpoint.offsets = [0, 16, 0]
+    assert str(step.run(monkeypatch)).startswith("the engine's")
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize("why", ["a pool of another width", "a kept function"])
+def test_refused_before_anything_is_written(vllm, monkeypatch, caplog, why):
+    step = Step("linear", "auto")
+    if why == "a kept function":
+        place = "vllm.models.kimi_k3.nvidia.ops.third_party.kda.chunk.chunk_kda_with_fused_gate"
+        monkeypatch.setitem(plugin._ENGINE.outcome, place, "kept")
+    else:
+        step.layer.kv_cache = (step.window, step.state[..., : K - 8])
+    before = [t.clone() for t in (step.window, step.state, step.call["core_attn_out"])]
+    assert str(step.run(monkeypatch)).startswith("the engine's")
+    assert all(map(torch.equal, before, (step.window, step.state, step.call["core_attn_out"])))
+    assert ("chunk_kda_with_fused_gate is vllm's own" if why == "a kept function" else "channels") in caplog.text
+
+
+def test_the_engine_s_decorator_stays_around_ours(monkeypatch):
+    """A breakable graph runs the decorated method between its segments, and replays what it ran: ours and its fallback are inside."""
+    breaks: list[Any] = []
+    graphs = ModuleType("vllm.compilation.breakable_cudagraph")
+
+    def eager_break_during_capture(function):
+        def wrapper(*args, **kwargs):
+            breaks.append(function)
+            return function(*args, **kwargs)
+
+        wrapper.__wrapped__ = function
+        return wrapper
+
+    graphs.eager_break_during_capture = eager_break_during_capture
+    for name in ("vllm", "vllm.compilation"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, graphs.__name__, graphs)
+
+    class Layer:
+        @eager_break_during_capture
+        def _forward(self, x):
+            return "the engine's", x
+
+    def ours(self, x):
+        if x < 0:
+            raise replacing.NotReplaced
+        return "ours", x
+
+    module = ModuleType("vllm.layer")
+    module.Layer = Layer
+    replacement = replacing.Replacement("vllm.layer", "Layer._forward", ours, decorated=eager_break)
+    engine, original = replacing.Engine("vllm", "0", [replacement]), Layer.__dict__["_forward"]
+    engine.replace(replacement, module)
+    assert Layer()._forward(1) == ("ours", 1) and Layer()._forward(-1) == ("the engine's", -1)
+    assert len(breaks) == 2 and breaks[0] is breaks[1] is not original.__wrapped__, "the fallback breaks no second time"
+    engine.unregister()
+    assert Layer.__dict__["_forward"] is original
