@@ -782,7 +782,7 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
 
   __syncthreads();  // weights are there, and the token before
   if (warp < kHolders) {
-    give_registers<112>();
+    give_registers<128>();
     constexpr u32 kSumming = 0;  // this warp sums: warps that hold the state have the least to do
     struct Steps {
       bf16 dt[2] = {};
@@ -964,7 +964,7 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
       }
     }
   } else if (warp < kHolders + kWriters) {
-    give_registers<96>();
+    give_registers<88>();
     const u32 writer = warp - kHolders;
     constexpr int kOwnPairs = (kTile / 2 + 31) / 32;
     // Tokens of a warp, and tokens whose outputs a lane computes together.
@@ -1128,7 +1128,7 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
       arrive_together(empty, n % 2, lane);
     }
   } else {
-    take_registers<152>();
+    take_registers<144>();
     const u32 maker = warp - (kHolders + kWriters), thread = threadIdx.x - 32 * (kHolders + kWriters);
     const u32 place = lane % kRowLanes, which = lane / kRowLanes;  // of 8 elements in a row, and of the row
 

@@ -360,6 +360,7 @@ template <unsigned Registers>
   static_assert(Registers >= 24 && Registers <= 256 && Registers % 8 == 0, "a thread has 24 to 256 registers, a multiple of 8");
   emulator::change_registers(Registers, false);
 }
+inline unsigned own_thread() { return threadIdx.x; }
 template <class T>
 [[gnu::always_inline]] inline void store_matrices_transposed(const emulator::Shared<T>& to, unsigned i, unsigned r0, unsigned r1, unsigned r2,
                                                              unsigned r3) {

@@ -40,6 +40,7 @@ class Needs:
     pinned: bool = False  # addresses in global memory that several loads share
     peers: bool = False  # loads and stores of four words of another block of the cluster; warpgroups have them
     registers: bool = False  # warpgroups change their threads' registers, also without products; sm_90a and sm_100a
+    own_thread: bool = False  # the thread's index, read again where it is used
     panels: bool = False  # operands of warpgroups whose rows are 16 numbers
     meetings: bool = False  # barriers that threads of a block reach from several places in the text
     differences: bool = False  # of two 16-bit numbers at once, from sm_90 on

@@ -32,10 +32,11 @@ class Default:
     problem: Problem
     size: int | None = None
     since: Arch = FIRST
+    only: tuple[Arch, ...] = ()
 
     def specs(self, arch: Arch) -> list[KernelSpec]:
         """The kernels that serve it, with programmatic dependent launch if the architecture has it; empty before `since`."""
-        if arch < self.since:
+        if arch < self.since or (self.only and arch not in self.only):
             return []
         if self.size is None:
             return specs_for([self.problem], arch, pdl=(True,))

@@ -36,3 +36,11 @@ def test_several_tokens_have_no_peer(monkeypatch):
     monkeypatch.setattr(report, "imported", lambda module, name: getattr(mamba_ssm, name))
     case = small_case("mamba3_state_update", 1, model=find_model("mamba3-siso-187m"), state=DType.F32, batch=BATCH, tokens=2)
     assert engine.peers_of(case, bench_of("mamba3_state_update").peers) == {}
+
+
+def test_tuning_poses_one_prompt_in_parts_too():
+    """24 heads leave most SMs idle; a batch is posed whole."""
+    posed = bench_of("mamba3_chunk_scan").tuned([find_model("mamba3-siso-187m")], (1, 8), (1,))
+    assert [(at["shape"][0], at.get("segments", 1)) for at in posed] == [(1, 1), (1, 5), (8, 1)]
+    case = small_case("mamba3_chunk_scan", 1, model=find_model("mamba3-siso-187m"), shape=(1, 130), segments=2)
+    assert case.arguments(0)["segments"] == 2 and bench_of("mamba3_chunk_scan").label(case.at).endswith("in 2 segments")

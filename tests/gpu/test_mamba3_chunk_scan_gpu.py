@@ -11,7 +11,7 @@ import torch
 from bits import all_same, error, same
 from card_calls import arch, launch, needs_pdl
 from mamba3_cases import POOLS, WRITTEN, on_card
-from mamba3_prompt_cases import INITIAL, NAN, Call, cut, exact, make, starts_of, states
+from mamba3_prompt_cases import INITIAL, NAN, Call, cut, exact, make, starts_of, states, variant
 from test_mamba3_chunk_scan import BOUND, CASES, STATE
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from ssmgen.emulator.check import trial_of
 from ssmgen.engine.accuracy import norm_error
 from ssmgen.engine.trial import TOLERANCE
 from ssmgen.families.mamba3_chunk_scan import planning
+from ssmgen.families.mamba3_chunk_scan.roles import Mamba3RolesSpec
 from ssmgen.families.mamba3_chunk_scan.rules import space
 from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR
 from ssmgen.select.registry import select
@@ -251,13 +252,56 @@ def test_a_pool_of_more_than_2_31_elements():
     assert all(same(big[n][last], small[n][0]) for n in POOLS)
 
 
+@needs_pdl
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("spans", [2, 3, 4])
+def test_spans_change_no_bit(name, spans):
+    """64 heads have up to 256 blocks, more than run at once. States start and end in slots; one sequence is shorter than the spans."""
+    lengths = (1100, 70, 0, 300)
+    call = model(sum(lengths), H=64, **MODELS[name])
+    first = {n: t.cuda() for n, t in zip(POOLS, states(to_cpu(call), 4, k=BF16), strict=True)}
+    how = {"cu_seqlens": starts_of(*lengths).cuda(), "has_initial_state": torch.tensor([True, True, True, False], device="cuda")}
+    results = []
+    for share in (1, *[spans] * 20):
+        pools = {n: t.clone() for n, t in first.items()}
+        results.append([by_roles(call | pools | how, None, spans=share), *pools.values()])
+    assert all(all_same(result, results[0]) for result in results)
+
+
+@needs_pdl
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("segments", [2, 3, 5, 8])
+def test_parts_by_roles_have_the_bits_of_parts_without(name, segments):
+    lengths = (700, 0, 40, 1030)
+    call = model(sum(lengths), **MODELS[name]) | {"dt_softplus": False, "dt_bias": None}
+    call["A"][:], call["dt"] = -30.0, torch.rand(sum(lengths), 4, device="cuda", generator=torch.Generator("cuda").manual_seed(3)) / 10
+    first = {n: t.cuda() for n, t in zip(POOLS, states(to_cpu(call), 4, k=BF16), strict=True)}
+    how = {"cu_seqlens": starts_of(*lengths).cuda(), "has_initial_state": torch.tensor([True, True, False, True], device="cuda")}
+    pools = {n: t.clone() for n, t in first.items()}
+    wanted = [ssmgen.mamba3_chunk_scan(**call, **pools, **how, segments=segments), *pools.values()]
+    for _ in range(20):
+        pools = {n: t.clone() for n, t in first.items()}
+        assert all_same([by_roles(call | pools | how, segments, parts=segments), *pools.values()], wanted)
+
+
+def by_roles(call: Call, segments: int | None, **how: Any) -> Tensor:
+    """The result of a call by the variant with roles. Its pools are written in place."""
+    built = ssmgen.mamba3_chunk_scan.build(**call, segments=segments)
+    spec = variant(Mamba3RolesSpec, pdl=Pdl.TRIGGER_LOADED, **how)(built.problem()[0])
+    if problems := spec.violations(arch()):
+        pytest.skip(problems[0])
+    built.launch_with(spec).at(built.pointers)()
+    torch.cuda.synchronize()
+    return built.result
+
+
 def test_blocks_that_share_a_head_do_not_race():
     """Two and four blocks of a head replace, in place, the states that all of them read; two blocks per SM, though registers may spill."""
     call = model(3, 130, R=4, H=16)
     first = dict(zip(POOLS, (t.cuda() for t in states(to_cpu(call), 3, k=BF16)), strict=True))
     started = torch.ones(3, dtype=torch.bool, device="cuda")
     results = []
-    for how in ({"tiles": 1}, {"tiles": 2}, {"tiles": 4}, {"stages": 1, "min_blocks": 2}):
+    for how in ({"tiles": 1}, {"tiles": 2}, {"tiles": 4}, {"spans": 2}, {"spans": 4}, {"stages": 1, "min_blocks": 2}):
         for _ in range(20):
             pools = {n: t.clone() for n, t in first.items()}
             built = ssmgen.mamba3_chunk_scan.build(**call, **pools, has_initial_state=started, segments=1)

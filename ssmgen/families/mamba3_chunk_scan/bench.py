@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
@@ -29,9 +30,12 @@ from ...errors import SsmgenError
 from ...select.models import Model, find_model
 from .bench_peers import mamba_ssm
 from .operands import OPERANDS, POOLS
+from .problem import MOST, ROWS
+from .times import estimated
 
 DEFAULTS = ("mamba3-siso-1.5b", "mamba3-mimo-1.5b")
 SHAPES = [(1, 2048), (1, 8192), (16, 2048)]
+SMS = 132  # of an H200
 LIMITS = {"out": 1.2e-2, "state": 8e-3, "k_state": GATE[torch.bfloat16], "angle_state": 1e-4}  # norm errors
 
 
@@ -69,6 +73,7 @@ def inputs(at: At, device: torch.device) -> Case:
         shared["mimo_z"] = 1 + rand(H, R, P, dtype=f32) / 8
     shared |= {"A_form": model.rate.value, "rotary": model.rotary.value}
     shared |= {"cu_seqlens": even_cuts(count, length, device)} if at.packed else {}
+    shared |= {"segments": at.segments} if at.segments > 1 else {}
     heads = min(HEADS, H // G)
     return Case(
         function=ssmgen.mamba3_chunk_scan,
@@ -106,14 +111,25 @@ def of_model(model: Model, tp: int, quick: bool) -> Mapping[str, Any] | None:
 
 
 def words(row: Mapping[str, Any]) -> str:
-    ranks = [f"rank {row['rank']}"] if row["rank"] > 1 else []
-    return ", ".join([row["model"], f"{row['heads']} heads", *ranks]) + packed_words(row)
+    more = [f"rank {row['rank']}"] if row["rank"] > 1 else []
+    more += [f"{segments} segments"] if (segments := row.get("segments", 1)) > 1 else []
+    return ", ".join([row["model"], f"{row['heads']} heads", *more]) + packed_words(row)
 
 
 def tuned(given: Sequence[Model], batches: Sequence[int], tokens: Sequence[int]) -> Values:
-    """Prompts of models."""
-    models = given or map(find_model, DEFAULTS)
-    return [{"model": model, "shape": (batch, PROMPT)} for model in models for batch in batches]
+    """Prompts of models; single ones also in the parts that are expected to take the least time."""
+    found: list[dict[str, Any]] = []
+    for model in given or map(find_model, DEFAULTS):
+        for batch in batches:
+            found.append({"model": model, "shape": (batch, PROMPT)})
+            if batch == 1 and isinstance(model, Mamba3Model):
+                found.append({**found[-1], "segments": parts_for(model, PROMPT)})
+    return found
+
+
+def parts_for(model: Mamba3Model, tokens: int) -> int:
+    """Parts of one sequence, two or more, that are expected to take the least time on an H200."""
+    return next(way.parts for way in estimated(model.nheads, 1, tokens * model.rank // ROWS, SMS, MOST) if way.parts > 1)
 
 
 BENCH = Bench(
@@ -123,6 +139,14 @@ BENCH = Bench(
         axes.several("--model", "names", str, DEFAULTS, "May repeat. Default: the SISO and the MIMO model of 1.5B parameters."),
         axes.several(
             "--shape", "shapes", axes.Shape("B,T", "1,2048"), SHAPES, "Numbers of sequences and tokens; may repeat. Default: three."
+        ),
+        axes.several(
+            "--segments",
+            "segments",
+            click.IntRange(1, MOST),
+            (1,),
+            "Parts of a sequence; may repeat. Default: 1, the whole one.",
+            later=True,
         ),
         PACKED,
         axes.TP,
@@ -136,6 +160,6 @@ BENCH = Bench(
     of_model=of_model,
     settle=settle,
     tuned=tuned,
-    label=lambda at: "{} {} x {}".format(at.model, *at.shape),
+    label=lambda at: "{} {} x {}".format(at.model, *at.shape) + (f" in {at.segments} segments" if at.segments > 1 else ""),
     fields={"heads": COUNT, "rank": COUNT},
 )

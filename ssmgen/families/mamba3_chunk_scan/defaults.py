@@ -8,7 +8,7 @@ from ...spec.kernel import Arch, DType, Index, Loads, changed
 from ...variants.defaults import Default, FixedSpec
 from .models import ASKS
 from .problem import Mamba3PromptProblem
-from .rules import tiled, together
+from .rules import joined, spanned, tiled, together
 from .spec import OPERATOR
 
 HEADS = 64  # of both models
@@ -47,5 +47,10 @@ DEFAULTS = {
     "MIMO, packed, with pools, two blocks make a head's rows": FixedSpec(together(MIMO_POOL), **CHANGE_REGISTERS),
     "SISO, in 8 parts": Default(changed(SISO, segments=8), HEADS),
     "MIMO, packed, with pools, in 8 parts": Default(changed(MIMO_POOL, segments=8), HEADS),
+    "SISO, in 8 parts, by roles": FixedSpec(joined(changed(SISO, segments=8)), **CHANGE_REGISTERS),
+    "MIMO, packed, with pools, in 8 parts, by roles": FixedSpec(joined(changed(MIMO_POOL, segments=8)), **CHANGE_REGISTERS),
+    "SISO, in 2 spans": FixedSpec(spanned(SISO, 2), **CHANGE_REGISTERS),
+    "SISO, packed, with pools, in 4 spans": FixedSpec(spanned(SISO_POOL, 4), **CHANGE_REGISTERS),
+    "MIMO, packed, with pools, in 2 spans": FixedSpec(spanned(MIMO_POOL, 2), **CHANGE_REGISTERS),
     "rank 3, A by softplus": Default(changed(MIMO_POOL, rank=3, rate=Rate.SOFTPLUS), HEADS),
 }  # fmt: skip

@@ -50,7 +50,7 @@ class Mamba3PromptAsk(Ask):
         return [Mamba3PromptProblem(**same, **kind, state=s) for s in wanted.states or (model.state,) for kind in kinds]
 
     def size(self, model: Model, wanted: Wanted, batch: int) -> int:
-        return model.nheads
+        return batch * model.nheads
 
 
 def _packed(index: Index) -> dict[str, Any]:

@@ -84,8 +84,8 @@ def kernel_values(spec: Mamba3ScanSpec, views: Mapping[str, Tensor], options: Op
 
 
 def size_of(views: Mapping[str, Tensor]) -> int:
-    """Heads; 0 if nothing is to be written."""
-    return views["x"].shape[2] if _sequences(views) and (views["x"].numel() or "state" in views) else 0
+    """Heads of all sequences; 0 if nothing is to be written."""
+    return _sequences(views) * views["x"].shape[2] if views["x"].numel() or "state" in views else 0
 
 
 FAMILY = Family(
@@ -93,7 +93,7 @@ FAMILY = Family(
     OPERANDS.written,
     problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles * spec.parts,
+    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles * spec.parts * spec.spans,
     values_of=kernel_values,
 )
 

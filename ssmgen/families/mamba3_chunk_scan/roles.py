@@ -10,6 +10,14 @@ stores them to the other block too. Barriers of the cluster keep both blocks at 
 
 A warp that holds the state has at most 64 of its numbers per thread, and 512 threads have 128 registers each. Larger states, and
 architectures before sm_90, have the variants of spec.py.
+
+Several blocks may share a sequence of a head, in one of two ways. No card has timed either, and no rule chooses them.
+
+spans: each block has the outputs of one span of chunks. It first scans all chunks before its span, without q, M and outputs: makers make
+only k, and writers only keep the count of their barriers. Blocks share nothing. A whole sequence has the same bits.
+parts: the blocks of a cluster have one part each, as a call's `segments` ask. All but the last one first compute the state that their part
+leaves, by the same means. Then the makers join the states of earlier parts, read from the shared memory of the other blocks, and a
+second pass makes the outputs. Parts by the variants of spec.py have the same bits.
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ from ...compile.occupancy import LIMITS, SHARED_RESERVED
 from ...spec.kernel import LATER, Arch, Loads, Needs, must
 from .problem import ROWS
 from .spec import Mamba3ScanSpec
+from .times import MOST_SPANS, span_starts
 
 MOST_COLUMNS = 128  # of a state: the norm's sums have the order of the other variants up to here
 MOST_TILE = 64  # rows of a block: a warp that holds the state has 16, and at most 64 numbers per thread
@@ -41,14 +50,15 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     state_warps: ClassVar[int] = HOLDERS
 
     stages: int = field(default=2, metadata=LATER)
+    spans: int = field(default=1, metadata=LATER)  # type: ignore[misc]  # blocks that share a sequence of a head
 
     @property
     def needs(self) -> Needs:
         return Needs(
             math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True,
             places=True, placed_pairs=True, placed_pair_stores=True, shared_quads=True,
-            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value, peers=self.together,
-            pinned=True,
+            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value, peers=self.together or self.parts > 1,
+            pinned=True, own_thread=self.parts > 1,
         )  # fmt: skip
 
     @property
@@ -62,8 +72,24 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers of holders', writers' and makers' threads, which begin with 128: makers of all rows of several ranks need more."""
-        return (120, 96, 144) if self.rank == 1 or self.together else (112, 96, 152)
+        """Registers of holders', writers' and makers' threads, which begin with 128. Only these split them without spills, by the lock's
+        compilers: others do for one architecture or compiler less."""
+        if self.parts > 1 or self.spans > 1:
+            return 120, 88, 152
+        if self.together:
+            return 120, 96, 144
+        return {1: (104, 104, 152), 2: (128, 88, 144)}.get(self.rank, (112, 96, 152))
+
+    @property
+    def span_starts(self) -> str:
+        """An expression of where `span` begins, in 65536ths of a sequence."""
+        later = [f"span == {span} ? {round(65536 * start)} : " for span, start in enumerate(span_starts(self.spans)) if span]
+        return "".join(later) + "0"
+
+    @property
+    def joined_columns(self) -> int:
+        """Columns of S of a warp that makes rows, when it joins the states of parts."""
+        return self.d_state // max(n for n in range(1, self.MAKERS // self.row_warps + 1) if self.d_state // 16 % n == 0)
 
     @property
     def turn_words(self) -> int:
@@ -78,6 +104,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
             "y": ROWS * (self.tile + 8),
             "turns": 2 * self.chunk * self.turn_words + (8 if self.rotates else 0),
             "weights": 2 * self.rank * self.d_state if self.row_bias else 0,
+            "log": 4 if self.parts > 1 else 0,
         }
 
     @property
@@ -93,7 +120,11 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
             *must(arch.suffix == "a", f"arch is {arch}; expected sm_90a or sm_100a, on which warps change their numbers of registers"),
-            *must(self.parts == 1, f"parts is {self.parts}; expected 1 with warps of several roles"),
+            *must(1 <= self.spans <= MOST_SPANS, f"spans is {self.spans}; expected 1 … {MOST_SPANS}"),
+            *must(
+                self.spans == 1 or self.parts == self.tiles == 1,
+                f"spans is {self.spans} with parts {self.parts} and tiles {self.tiles}; expected 1 of both",
+            ),
             *must(self.stages == 2, f"stages is {self.stages}; expected 2, with warps of several roles"),
             *must(self.min_blocks == 1, f"min_blocks is {self.min_blocks}; expected 1: a block has all registers of an SM"),
             *self._why_apart(),

@@ -10,17 +10,32 @@ from ...spec.kernel import SM90, Arch, Pdl
 from .problem import Mamba3PromptProblem, why_whole
 from .roles import Mamba3RolesSpec
 from .spec import Mamba3ScanSpec
+from .times import MOST_SPANS
 
-SIZE, MAX_SIZE = "heads", 2**31 - 1  # the rules compare heads, not sequences, so that bits do not depend on the number of sequences
+SIZE, MAX_SIZE = "heads of all sequences", 2**31 - 1  # spans, which change no bit, gain only where these leave SMs idle
 
 
 def _spec(kind: type[Mamba3ScanSpec], problem: Mamba3PromptProblem, **how: Any) -> Mamba3ScanSpec:
-    return kind(**{f.name: getattr(problem, f.name) for f in fields(Mamba3PromptProblem)}, **how)
+    return kind(**_fields(problem), **how)
+
+
+def _fields(problem: Mamba3PromptProblem) -> dict[str, Any]:
+    return {f.name: getattr(problem, f.name) for f in fields(Mamba3PromptProblem)}
 
 
 def tiled(problem: Mamba3PromptProblem, tiles: int) -> Mamba3ScanSpec:
     """The variant in which `tiles` blocks share a head."""
     return _spec(Mamba3ScanSpec, problem, tiles=tiles, stages=1, pdl=Pdl.TRIGGER_LOADED)
+
+
+def spanned(problem: Mamba3PromptProblem, spans: int) -> Mamba3RolesSpec:
+    """The variant with roles in which `spans` blocks share a sequence of a head. The bits are those of a whole sequence."""
+    return Mamba3RolesSpec(**_fields(problem), spans=spans, pdl=Pdl.TRIGGER_LOADED)
+
+
+def joined(problem: Mamba3PromptProblem) -> Mamba3RolesSpec:
+    """The variant with roles for the parts that a call asks for."""
+    return Mamba3RolesSpec(**_fields(problem), parts=problem.segments, pdl=Pdl.TRIGGER_LOADED)
 
 
 def together(problem: Mamba3PromptProblem) -> Mamba3ScanSpec:
@@ -38,8 +53,9 @@ def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
     tried: list[Mamba3ScanSpec] = []
     parts = parts_of(problem, arch)
     for pdl in Pdl:
-        tried += [_spec(Mamba3RolesSpec, problem, tiles=tiles, pdl=pdl) for tiles in (1, 2, 4) if parts == 1]
-        tried += [_spec(Mamba3RolesSpec, problem, tiles=2, together=True, pdl=pdl)] if parts == 1 else []
+        tried += [_spec(Mamba3RolesSpec, problem, tiles=tiles, parts=parts, pdl=pdl) for tiles in (1, 2, 4)]
+        tried += [_spec(Mamba3RolesSpec, problem, tiles=2, together=True, parts=parts, pdl=pdl)]
+        tried += [_spec(Mamba3RolesSpec, problem, spans=spans, parts=parts, pdl=pdl) for spans in range(2, MOST_SPANS + 1)]
         tried += [
             _spec(Mamba3ScanSpec, problem, stages=stages, min_blocks=min_blocks, tiles=tiles, parts=parts, pdl=pdl)
             for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4))

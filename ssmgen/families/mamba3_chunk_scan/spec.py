@@ -37,6 +37,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     template: ClassVar[str] = "mamba3_chunk_scan/mamba3_chunk_scan.cu.j2"
     word: ClassVar[str] = "mamba3_scan"  # in names of kernels
     by_roles: ClassVar[bool] = False  # whether a warp does one part of every chunk (roles.py)
+    spans: ClassVar[int] = 1  # of a sequence (roles.py)
     state_warps: ClassVar[int] = WARPS  # that hold the state
 
     stages: int = 2  # chunks in shared memory: with 2, one is loaded while another one is scanned
@@ -74,7 +75,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def cluster_blocks(self) -> int:
         """The parts of a sequence; or blocks of a head, if one of them replaces states that the others read."""
-        return max(self.parts, self.tiles if self.started or self.together else 1)
+        return max(self.parts, self.tiles * self.spans if self.started or self.together else 1)
 
     @property
     def row_warps(self) -> int:
@@ -92,7 +93,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
         shape = f"p{self.headdim}n{self.d_state}r{self.rank}_{self.state.value}_{self.x.value}"
         how = (f"t{self.tile}" if self.tiles > 1 else "") + "x" * self.together
         how += f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
-        how += f"k{self.parts}" if self.parts > 1 else ""
+        how += (f"k{self.parts}" if self.parts > 1 else "") + (f"d{self.spans}" if self.spans > 1 else "")
         return f"{self.word}_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
     # Rows of 16-bit numbers in shared memory are 16 bytes apart, modulo 128: eight rows use all banks when they are read as matrices.
@@ -189,6 +190,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
             "pooled": self.index is not Index.NONE,
             "past": "pool" if self.started else "initial" if self.initial else "",  # holds the states before the first token
             "rows": ROWS,
+            "place": "share" if self.by_roles else "place",  # the name of a block's part or span of a sequence
             "chunk": self.chunk,
             "at": starts,
             "rate": self.rate.value,

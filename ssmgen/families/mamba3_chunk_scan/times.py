@@ -1,0 +1,51 @@
+"""Estimated times of warps with roles, when several blocks share a sequence of a head: in spans or in parts (roles.py).
+
+No card has timed spans or parts with roles. A whole sequence takes CHUNK_US for a chunk, as measured on an H200 with 64 heads. A chunk
+without outputs needs neither q nor M. Its machine instructions are 0.57 of a chunk's on all warps, and 0.76 on the warps that make rows,
+which finish last. No rule uses these estimates; LEAD places the cuts of spans.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CHUNK_US = 4.1  # measured: 8192 tokens of SISO are 128 chunks in 508 to 545 us; of four ranks 512 chunks in 2006 us
+LEAD = 0.65  # estimated: the share of a chunk's time that its state takes, without outputs
+JOIN_US = 3.0  # estimated: two barriers of a cluster, and loads of the other blocks' states
+MOST_SPANS = 4
+
+
+class Shares(NamedTuple):
+    """How blocks share a sequence of a head, and the estimated time of a call."""
+
+    spans: int
+    parts: int
+    us: float
+
+
+def span_starts(spans: int) -> list[float]:
+    """Where each span begins, as a share of the sequence. All blocks take the same time: LEAD for a chunk before the span, 1 within it."""
+    rest = 1 - LEAD
+    return [(1 - rest**place) / (1 - rest**spans) for place in range(spans)]
+
+
+def spans_us(chunks: int, spans: int) -> float:
+    """One block's time for its span and the chunks before it. The limit for many spans is LEAD of a whole sequence's time."""
+    return float(CHUNK_US * chunks * LEAD / (1 - (1 - LEAD) ** spans))
+
+
+def parts_us(chunks: int, parts: int) -> float:
+    """One block's time for its part: the state that it leaves, the join, and its outputs."""
+    return CHUNK_US * -(-chunks // parts) * (1 + LEAD) + JOIN_US if parts > 1 else CHUNK_US * chunks
+
+
+def estimated(heads: int, sequences: int, chunks: int, sms: int, most_parts: int = 1) -> list[Shares]:
+    """All ways to share sequences of `chunks` chunks on a card of `sms` SMs, the fastest one first. An SM runs one block at a time, and the
+    blocks of a cluster start together. most_parts: a call's `segments`; up to 2 keep the bits of whole sequences."""
+
+    def turns(blocks: int) -> int:  # of the card, with this number of blocks for a sequence of a head
+        return -(-heads * sequences // (sms // blocks))
+
+    found = [Shares(n, 1, turns(n) * spans_us(chunks, n)) for n in range(1, min(MOST_SPANS, sms) + 1)]
+    found += [Shares(1, n, turns(n) * parts_us(chunks, n)) for n in range(2, min(most_parts, chunks, sms) + 1)]
+    return sorted(found, key=lambda way: way.us)
