@@ -97,7 +97,8 @@ def test_compiled_graphs_are_forgotten_with_their_guards():
     before = guards()
     torch.compile(gated, backend="eager", fullgraph=True)(torch.ones(1))
     torch._dynamo.reset()
-    assert guards() > before, "torch forgets guards itself: forget_graphs need not find them"
+    if guards() == before:
+        pytest.skip("this torch forgets guards itself")
     worker_memory.forget_graphs()
     assert guards() == before
 

@@ -60,7 +60,7 @@ def exact(call: Call, wide: Mapping[str, Tensor] = {}, **more: Any) -> dict[str,
     views = planning.CALLER.checked(built.operands, built.options, None)
     doubled = {name: t.double() if t.is_floating_point() else t for name, t in views.items()}
     doubled |= {name: t.reshape(doubled[name].shape) for name, t in wide.items()}
-    planning.run_reference(doubled, built.options, torch.float64)
+    planning.CALLER.reference(doubled, built.options, torch.float64)
     found = {name: doubled[name] for name in planning.FAMILY.written if name in doubled}
     return found | {"out": found["out"].reshape(built.operands["out"].shape)}
 

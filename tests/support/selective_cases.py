@@ -119,7 +119,7 @@ def exact(call: Mapping[str, Any], **more: Any) -> dict[str, Tensor]:
     built = ssmgen.selective_scan.build(**call, **more)
     views = {n: t.cpu() for n, t in op.CALLER.checked(built.operands, built.options, None).items()}
     wanted = {n: views[n].double() for n in op.FAMILY.written if n in views}
-    op.run_reference(views | wanted, built.options, torch.float64)
+    op.CALLER.reference(views | wanted, built.options, torch.float64)
     return wanted
 
 

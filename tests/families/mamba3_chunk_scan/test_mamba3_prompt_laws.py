@@ -41,7 +41,7 @@ def test_trap_of_one_without_rotation_is_mamba2():
     built = ssmgen.chunk_scan.build(**given, A=A, dt_softplus=True, return_final_states=True)
     views = mamba2.CALLER.checked(built.operands, built.options, None)
     wanted = {name: t.double() for name, t in views.items()}
-    mamba2.run_reference(wanted, built.options, torch.float64)
+    mamba2.CALLER.reference(wanted, built.options, torch.float64)
     assert near(found["out"], wanted["out"]) and near(found["state"], wanted["final_states"])
 
 
@@ -80,7 +80,7 @@ def test_steps_go_on_where_the_prompt_ended(R):
     views = step.CALLER.checked(built.operands, built.options, None)
     doubled = {name: t.double() if t.is_floating_point() else t for name, t in views.items()}
     doubled |= {name: t.reshape(doubled[name].shape).clone() for name, t in pools.items()}
-    step.run_reference(doubled, built.options, torch.float64)
+    step.CALLER.reference(doubled, built.options, torch.float64)
     assert near(doubled["out"], whole["out"][:, 6:]) and alike(doubled, whole)
 
 
