@@ -16,7 +16,7 @@ import ssmgen
 from ssmgen.cli import main
 from ssmgen.compile.render import render
 from ssmgen.errors import DriftError
-from ssmgen.spec.kernel import SM90, flat
+from ssmgen.spec.kernel import SM90, Arch, flat
 from ssmgen.variants import defaults, generate
 from ssmgen.variants.lock import text_of
 
@@ -77,7 +77,10 @@ def test_default_variants_show_every_form_of_all_operators():
     stems = {spec.stem.rpartition("_h")[0] for spec in found}
     assert {"delta_g", "delta_gk", "la_g", "lowrank_gk", "ssu"} <= stems
     assert max(Counter(spec.kind for spec in found).values()) <= 21
-    served = {(family, name): {*default.specs(SM90)} for family, name, default in defaults.named()}
+    served = {
+        (family, name): {(arch, s) for arch in (SM90, Arch(90, "a")) for s in default.specs(arch)}
+        for family, name, default in defaults.named()
+    }
     for asked, specs in served.items():
         assert specs.difference(*(others for other, others in served.items() if other != asked)), f"{asked} shows what others do"
     linear = [spec for spec in found if spec.family == "linear_attention"]

@@ -85,7 +85,7 @@ TAKEN: dict[str, set[str]] = {
             "update_state", "use_qk_l2norm", "beta_sigmoid", "allow_neg_eigval", "dt_softplus", "norm_before_gate", "A_is_log",
             "zero_padding", "after_conv", "two_kernels", "internal_pdl", "return_lse", "skip_single", "return_final_states",
             "return_checkpoints", "linear_gate", "delta_softplus", "channels_first",
-            "unit_offset", "round_before_weight", "trap_sigmoid",
+            "unit_offset", "round_before_weight", "trap_sigmoid", "ring_ready",
         ),
         SWITCH,
     ),

@@ -20,7 +20,7 @@ from ssmgen.families.linear_attention.operands import FUNCTIONS
 
 KEYWORDS = {name: list(signature(function).parameters) for name, function in BY_NAME.items()}
 RINGED = ("gated_delta_rule", "delta_rule", "kda")
-VERIFYING = {"ring", "parents", "intermediate_state_indices"}  # of these alone
+VERIFYING = {"ring", "ring_ready", "parents", "intermediate_state_indices"}  # of these alone
 RESULTS = (
     Tensor,
     Tensor | tuple[Tensor, ...],
@@ -55,7 +55,7 @@ def test_the_options_of_a_pool_are_keywords_of_all_that_decode():
         assert all(parameters[n].kind is Parameter.KEYWORD_ONLY for n in mine) and set(parameters) & VERIFYING == VERIFYING & set(mine)
         assert [str(parameters[n].annotation) for n in mine] == [str(PoolOptions.__annotations__[n].__forward_arg__) for n in mine]
     defaults = {n: signature(ssmgen.kda).parameters[n].default for n in ours}
-    said = {"state_layout": "vk", "pad_slot_id": -1, "update_state": True, "zero_padding": True, "philox_rounds": 10}
+    said = {"state_layout": "vk", "pad_slot_id": -1, "update_state": True, "zero_padding": True, "philox_rounds": 10, "ring_ready": False}
     assert defaults == dict.fromkeys(ours) | said
     assert signature(ssmgen.rwkv7).parameters["scale"].default == 1.0
 

@@ -13,8 +13,8 @@ SM90 = Arch.parse("sm_90a")
 # Conditions on a thread's place in the launch. A thread may end without a wait there, because other threads of the launch wait on the same
 # path. `>=`: past the end of the work.
 PLACES = {
-    "row >= rows", "item >= pieces", "channel >= dim", "sequence >= sequences", "sequence >= sequences || channel >= dim", "first >= all",
-    "warp == kWarps", "warp < 4", "warp == 1",
+    "row >= rows", "item >= pieces", "channel >= dim", "sequence >= sequences", "sequence >= sequences || channel >= dim",
+    "first >= outputs", "warp == kWarps", "warp < 4", "warp == 1",
 }  # fmt: skip
 
 

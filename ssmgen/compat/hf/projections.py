@@ -21,7 +21,7 @@ def falcon_h1(mixer: Any, hidden_states: Tensor) -> Tensor:
     vector, first = mixer.mup_vector, mixer.ssm_in_multiplier
     dtype = torch.promote_types(hidden_states.dtype, vector.dtype)
     found = None
-    if isinstance(first, (int, float)) and not vector.is_inference():
+    if isinstance(first, (int, float)) and not is_compiling() and not vector.is_inference():
         values = (id(vector), vector._version, first)
         found = scaled.product(mixer.in_proj, hidden_states, values, lambda: vector.flatten().float() * first, dtype)
     if found is not None:

@@ -20,9 +20,9 @@ from ssmgen.emulator import EmulatorError, run_source
 from ssmgen.emulator import check as checking
 from ssmgen.emulator.check import Outcome, check
 from ssmgen.errors import SsmgenError
-from ssmgen.families.replay_selective_state_update import spec as family
 from ssmgen.families.replay_selective_state_update.spec import History, Part, ReplaySpec
 from ssmgen.spec.kernel import Arch, DType, Index, Loads, Narrow, Pdl
+from ssmgen.spec.variants import spec_of
 
 F32, BF = DType.F32, DType.BF16
 SMALL = ReplaySpec(d_state=32, headdim=16, nheads=2, ngroups=1, warps=1, index=Index.I32, out=F32, state=F32)
@@ -119,7 +119,7 @@ def test_variants_are_bit_equal(name):
         options = {k: v for k, v in choices.items() if k in ("two_kernels", "after_conv")}
         call = make(replace(VARIED[name], **options), "cpu")
         want = expected(call)
-        spec = family._spec(call.problem, **{k: v for k, v in choices.items() if k not in options})
+        spec = spec_of(ReplaySpec, call.problem, **{k: v for k, v in choices.items() if k not in options})
         assert not spec.violations(SM90)
         results[variant] = emulated(call, spec)
         assert_matches(call, want)
@@ -150,7 +150,7 @@ def test_blocks_of_several_heads_are_bit_equal(name):
             call.kwargs["old_dA_cumsum"].mul_(0)
             for operand in ("old_x", "old_B"):
                 call.kwargs[operand].mul_(1e18)
-        spec = family._spec(call.problem, **how)
+        spec = spec_of(ReplaySpec, call.problem, **how)
         assert not spec.violations(SM90)
         results.append(emulated(call, spec))
     for found in results[1:]:
@@ -162,7 +162,7 @@ def test_emulated_noise_has_the_bits_of_the_reference():
     """Checks the places of the noise, not only its size. The sum added to a 16-bit state, here of eight entries, is exact to 2^-17 each.
     That changes some roundings: measured, 0.02 of them. Another seed's noise would change 0.40."""
     card, host = make(VARIED["ring-philox"], "cpu"), make(VARIED["ring-philox"], "cpu")
-    emulated(card, family._spec(card.problem, warps=1))
+    emulated(card, spec_of(ReplaySpec, card.problem, warps=1))
     host.run()
     before = make(VARIED["ring-philox"], "cpu").kwargs["state"]
     written = [s for s in range(len(before)) if not same(before[s], host.kwargs["state"][s])]

@@ -10,8 +10,8 @@ from skinny_cases import NAN, WITH_GXX, variants, wide
 import ssmgen
 from ssmgen.calls.operator import call_of
 from ssmgen.emulator.check import trial_of
-from ssmgen.families.skinny_linear.fma import FmaSpec
 from ssmgen.families.skinny_linear.problem import SkinnyProblem
+from ssmgen.families.skinny_linear.spec import FmaSpec
 from ssmgen.spec.kernel import DType
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
