@@ -511,7 +511,7 @@ delta_gk_h32v128k128g32_f32_ragged_ready_l16v4i1t16x256_1d15f634(
   };
 
   const bool first_of_head = tile == 0, first_of_key = tile == 0 && head % kHeadsPerKey == 0;
-  const auto keep_chunk = [&](const Chunk& chunk, u32 first, u32 count) {  // to the ring, with log decays and step sizes
+  const auto keep_chunk = [&](const Chunk& kept, u32 first, u32 count) {  // to the ring, with log decays and step sizes
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const u32 c = r * kTeamsPerBlock + team_in_block, t = first + c;
@@ -521,7 +521,7 @@ delta_gk_h32v128k128g32_f32_ragged_ready_l16v4i1t16x256_1d15f634(
         const u32 n = p * (kLanes * kVec);
         if (first_of_head) {
           float gk_[kVec], bias_[kVec], log_decay[kVec];
-          unpack(chunk.token[r].gk[p], gk_);
+          unpack(kept.token[r].gk[p], gk_);
           unpack(raw_dt_bias[p], bias_);
 #pragma unroll
           for (int j = 0; j < kVec; ++j) log_decay[j] = -rate * softplus(gk_[j] + bias_[j]);
@@ -529,9 +529,9 @@ delta_gk_h32v128k128g32_f32_ragged_ready_l16v4i1t16x256_1d15f634(
           pack(log_decay, packed);
           store_vector(ring_gk + u64(t) * ring_gk_token + n, packed);
         }
-        if (first_of_key) store_vector(ring_k + u64(t) * ring_k_token + n, chunk.token[r].k[p]);
+        if (first_of_key) store_vector(ring_k + u64(t) * ring_k_token + n, kept.token[r].k[p]);
       }
-      if (first_of_head && part == 0) store(ring_beta + u64(t) * ring_beta_token, sigmoid(to_float(chunk.token[r].beta)));
+      if (first_of_head && part == 0) store(ring_beta + u64(t) * ring_beta_token, sigmoid(to_float(kept.token[r].beta)));
     }
 #pragma unroll
     for (int r = 0; r < kValues; ++r) {

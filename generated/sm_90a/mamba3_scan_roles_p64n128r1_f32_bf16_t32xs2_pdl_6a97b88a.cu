@@ -1242,15 +1242,15 @@ mamba3_scan_roles_p64n128r1_f32_bf16_t32xs2_pdl_6a97b88a(
     // Copies this warp's rows, and the last token's k, to the other block.
     const auto give_rows = [&](u32 n, u32 at, u32 count) {
       constexpr u32 kRowQuads = kState / 8, kQuads = kMadeRows * kRowQuads;
-      const u32 begin = kOwnRows * maker + tile * kMadeRows, last = (count - 1) * kRank;
+      const u32 made_first = kOwnRows * maker + tile * kMadeRows, last = (count - 1) * kRank;
       __syncwarp();
 #pragma unroll
       for (u32 i = 0; i < 2 * kQuads; i += 32) {
-        const u32 own = i + lane, a = at + own / kQuads * kAtB + (begin + own % kQuads / kRowQuads) * kRowWords + own % kRowQuads * 4;
+        const u32 own = i + lane, a = at + own / kQuads * kAtB + (made_first + own % kQuads / kRowQuads) * kRowWords + own % kRowQuads * 4;
         u32 quad_words[4];
         load_4_shared(tiles, a, quad_words), store_4_to_peer(tiles, a, 1 - tile, quad_words);
       }
-      if (begin <= last && last < begin + kMadeRows) {
+      if (made_first <= last && last < made_first + kMadeRows) {
         for (u32 i = lane; i < kRank * kState / 4; i += 32) {
           const u32 a = (n + 1) % kKept * (kRank * kState) + 4 * i;
           u32 quad_words[4];

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..errors import ArgumentError
-from ..spec.family import parts
 from .sharding import KINDS, Axis, Kind, Rule
 
 
@@ -54,10 +53,11 @@ def local_arguments(function: Callable[..., Any], names: Sequence[str], args: Se
 
 def _rule_of(function: str) -> Rule:
     """The family's sharding rule for a function. Raises ArgumentError if it has none."""
-    rules: dict[str, Rule] = parts("sharding")
-    if function not in rules:
+    from .sharding_rules import RULES  # imports all families: calls without DTensors need not wait for that
+
+    if function not in RULES:
         raise ArgumentError(function, ["an argument is a DTensor; expected this rank's tensors. Pass DTensor.to_local()."])
-    return rules[function]
+    return RULES[function]
 
 
 def _by_name(rule: Rule, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,9 @@ class Sharding:
         placement, words = self.placements[self.of_tokens][axis], self.axes[self.of_tokens]
         if type(placement) is not Shard or placement.dim >= len(words) or words[placement.dim] != Kind.TOKEN:
             return False
-        return self.function in parts("context")
+        from .context_rules import RULES
+
+        return self.function in RULES
 
     def _size(self, name: str, word: str) -> int:
         """The size of the operand's axis with this word in the rule; 1 if there is none."""
@@ -242,9 +244,10 @@ class Sharding:
     def over_tokens(self, function: Callable[..., Any], given: Mapping[str, Any], local: dict[str, Any]) -> Any:
         """The function's result on this rank, for sequences whose other tokens are on other ranks."""
         from . import context
+        from .context_rules import RULES
 
         group = self._mesh(given).get_group(self.kinds.index(Kind.TOKEN))
-        return context.run(function, parts("context")[self.function], local, group)
+        return context.run(function, RULES[self.function], local, group)
 
     def _local(self, name: str, t: Any, here: Sequence[int]) -> Tensor:
         words, have, wanted = self.axes[name], self.placements[name], self.wanted[name]

@@ -160,8 +160,12 @@ EDITS = {
     "not waited for": ("barrier_wait(listed, turn % kListed, turn / kListed % 2);", "", "list["),
     "steps counted anew": ("return i - done;", "return i;", "outside of every operand"),
     "y of the item before, to the item's own place": ("X* to = to_rows;", "X* to = out;", "writes"),
-    "y of the last item, not written": ("if (made > 0) {\n      barrier_wait(walked", "if (made > 99) {\n      barrier_wait(walked", "off"),
-    "M in the other warpgroup's buffers": ("done + (done + buffer) % 2", "done + buffer", "of walked["),
+    "y of the last item, not written": (
+        "if (made > 0) {\n      barrier_wait(consumed",
+        "if (made > 99) {\n      barrier_wait(consumed",
+        "off",
+    ),
+    "M in the other warpgroup's buffers": ("done + (done + buffer) % 2", "done + buffer", "of consumed["),
 }
 
 

@@ -170,7 +170,6 @@ PART_MISTAKES = {
     "every part's state": ("  if (share + 1 < tiles[kAtParts]) return;  // the last", "  //", "also writes|off"),
     "the first state in every part": ("const bool has_state = share == 0 && ", "const bool has_state = ", "off"),
     "S before it is joined": ("cluster_arrive(), cluster_wait();  // this part's start is there", "//", "cluster|shared memory|wait"),
-    "a barrier too few before S is left": ("meet(3, 32 * kHolders);  // all have left the last chunk", "//", "shared memory"),
     "barriers of one pass": (
         "barrier_wait(barriers, n % 2 + 2 * pass, n / 2 % 2)",
         "barrier_wait(barriers, n % 2, n / 2 % 2)",
