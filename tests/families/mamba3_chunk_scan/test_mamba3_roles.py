@@ -99,7 +99,7 @@ def test_divided_rows_change_no_bit(R):
 TOGETHER_EDITS = {
     "one row too few": ("i < 2 * kQuads", "i < kQuads", "shared memory|off"),
     "rows of the other block's tokens": ("tile ? half_turns[i + kTurned]", "tile ? half_turns[i]", "off"),
-    "no k for the other block": ("begin <= last && last < begin + kMadeRows", "false", "off|shared memory"),
+    "no k for the other block": ("made_first <= last && last < made_first + kMadeRows", "false", "off|shared memory"),
     "no angle for the next chunk": ("if (last < kSpan)", "if (last == 0)", "shared memory"),
     "no wait for the other block's consumers": ("if (n) cluster_wait();", "if (n >= 2) cluster_wait();", "cluster|shared memory"),
     "rows that the warp has not finished": ("kRank;\n      __syncwarp();", "kRank;", "shared memory"),
