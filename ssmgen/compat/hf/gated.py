@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...errors import NotBuiltError
-from ...families.skinny_linear.call import ACTIVATION, skinny_linear
+from ...families.skinny_linear.call import GATED, skinny_linear
 from ..shared import linears
 from . import scaled, siblings
 from .roles import plain
@@ -141,7 +141,7 @@ def _scales(mlp: Any, gate: Any, up: Any) -> list[Tensor] | None:
 def multiply(gate: torch.nn.Linear, up: torch.nn.Linear, x: Tensor, scales: Sequence[Tensor] = ()) -> Tensor:
     """silu(gate(x)) * up(x), with scales of both products"""
     biases = None if gate.bias is None else [gate.bias, up.bias]
-    how: Any = {"activation": ACTIVATION} | ({"scale": [*scales]} if scales else {})
+    how: Any = {"activation": GATED} | ({"scale": [*scales]} if scales else {})
     found: Tensor = skinny_linear(linears.in_rows(x), [gate.weight, up.weight], biases, **how)  # type: ignore[assignment]
     return found
 
