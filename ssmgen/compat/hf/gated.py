@@ -1,4 +1,4 @@
-"""Gated MLPs, down(silu(gate(x)) * up(x)), and squared ones, down(relu(up(x))^2). For few rows, `accelerate` has all but down in one launch.
+"""Gated MLPs, down(silu(gate(x)) * up(x)), and squared ones, down(relu(up(x))^2). For few rows, all but down is one launch.
 Gate and down may be multiplied by constants, as in Falcon-H1. Gate and up may be halves of one layer's output, as in Granite 4.
 
 An MLP is found by its forward's source, whatever it calls its layers. The activation is of the f32 sums, and its result is rounded once.

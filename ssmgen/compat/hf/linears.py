@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from ..shared import linears
 from ..shared.linears import MOST, MOST_FMA
-from . import gated, siblings
+from . import gated, scaled, siblings
 from .elsewhere import is_elsewhere
 
 
@@ -38,7 +38,10 @@ def forward_by_fma(self: torch.nn.Linear, x: Tensor) -> Tensor:
 
 def _product(self: torch.nn.Linear, x: Tensor, most: int) -> Tensor:
     weight, bias = self.weight, self.bias
-    return siblings.product(self, x) if linears.fits(x, weight, bias, most) else linear(x, weight, bias)
+    if not linears.fits(x, weight, bias, most):
+        return linear(x, weight, bias)
+    found = scaled.finished(self, x)
+    return siblings.product(self, x) if found is None else found
 
 
 class Linears:
