@@ -21,12 +21,12 @@ from tools.demo.presets import presets
 MOST = {
     "mamba2": {"layer": (5.25, 0.25), AROUND: (1, 4)},
     "nemotron_h": {"linear_attention": (5.25, 0), "mlp": (3, 0), "full_attention": (3, 3), AROUND: (1, 6)},
-    "falcon_h1": {"layer, FalconH1MLP": (9.25, 14), AROUND: (1, 8)},
+    "falcon_h1": {"layer, FalconH1MLP": (9.25, 10), AROUND: (1, 8)},
     "qwen3_5": {"linear_attention, Qwen3_5MLP": (7.33, 0), "full_attention, Qwen3_5MLP": (8, 13), AROUND: (1, 6)},
     "kimi_linear": {
         "linear_attention, KimiLinearMLP": (11, 0),
-        "linear_attention, KimiLinearMoE": (10, 36),
-        "full_attention, KimiLinearMoE": (7, 42),
+        "linear_attention, KimiLinearMoE": (10, 35),
+        "full_attention, KimiLinearMoE": (7, 41),
         AROUND: (1, 4),
     },
     "qwen3_5_moe": {

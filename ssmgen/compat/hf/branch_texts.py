@@ -7,8 +7,8 @@
     h = a + b                           ->    b, _ = _ssmgen_branch(self.attn, lambda: self.attn(x), self.n, a); h = b
     self.attn(x=x * self.k)             ->    self.attn(x=_ssmgen_input(self.attn, 'x', x, self.k))
 
-A multiplier in a sum with a residual, `h = r + h * self.m`, goes to the end of the branches before it. `ending` and `first` say which
-layers of a branch can compute all this.
+A sum after a call, `h = self.mlp(x)` and `h = r + h`, becomes `h = r + self.mlp(x)`, which `block_sums` changes. A multiplier in a sum,
+`h = r + h * self.m`, goes to the end of the branches before it. `ending` and `first` say which layers of a branch can compute all this.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def _fold(body: list[ast.stmt], loads: list[str]) -> None:
             _fold(statement.orelse, loads)
         if (name := _of_call(statement)) and isinstance(statement, ast.Assign):
             _branch(statement, name, body, at + 1, loads)
+            if at + 1 < len(body) and (residual := _added(statement, body[at + 1])):
+                statement.value = ast.BinOp(ast.Name(residual, ast.Load()), ast.Add(), statement.value)
+                del body[at + 1]
         at += 1
 
 
@@ -67,8 +70,8 @@ def _branch(statement: ast.Assign, name: str, body: list[ast.stmt], after: int, 
     module, times, residual = ast.unparse(call.func), "None", "None"
     inputs = [k for k in call.keywords if isinstance(k.value, ast.BinOp) and _multiplied(k.value)]
     for keyword in inputs:
-        x, factor = _multiplied(keyword.value)
-        keyword.value = ast.parse(f"_ssmgen_input({module}, {keyword.arg!r}, {x}, {factor})", mode="eval").body
+        x, by = _multiplied(keyword.value)
+        keyword.value = ast.parse(f"_ssmgen_input({module}, {keyword.arg!r}, {x}, {by})", mode="eval").body
     if after < len(body):
         match body[after]:
             case ast.Assign([ast.Name(to)], ast.BinOp(ast.Name(x), ast.Mult(), factor)) if to == x == name and is_attribute(factor):
@@ -85,6 +88,17 @@ def _branch(statement: ast.Assign, name: str, body: list[ast.stmt], after: int, 
         made = ast.parse(f"_ssmgen_branch({module}, lambda: 0, {times}, {residual})", mode="eval").body
         assert isinstance(made, ast.Call) and isinstance(made.args[1], ast.Lambda)
         made.args[1].body, statement.value = call, made
+
+
+def _added(call: ast.Assign, statement: ast.stmt) -> str:
+    """r of h = r + h, after h = self.name(…); empty for anything else."""
+    match call, statement:
+        case (
+            ast.Assign([ast.Name(h)], ast.Call(func)),
+            ast.Assign([ast.Name(to)], ast.BinOp(ast.Name(a), ast.Add(), ast.Name(b))),
+        ) if is_attribute(func) and to == h and h in (a, b) and a != b:
+            return str(a if b == h else b)
+    return ""
 
 
 def is_attribute(node: ast.expr) -> bool:
@@ -170,12 +184,14 @@ def _calls(function: ast.FunctionDef, layer: str) -> int:
 def first(kind: Any, parameter: str) -> tuple[str, ...]:
     """The layers of a module that multiply its parameter in every call, if nothing else uses it but its shape; none otherwise."""
     function = _text(plain(kind.forward))
+    if function is None:
+        return ()
     layers: list[ast.Attribute] = []
     free = uses = 0
-    for node in ast.walk(function) if function is not None else ():
+    for node in ast.walk(function):
         uses += isinstance(node, ast.Name) and node.id == parameter
         free += isinstance(node, ast.Attribute) and node.attr == "shape" and isinstance(node.value, ast.Name) and node.value.id == parameter
-    for node in _always(function) if function is not None else ():
+    for node in _always(function):
         match node:
             case ast.Call(ast.Attribute(ast.Name("self")) as layer, [ast.Name(x)], []) if (
                 x == parameter and _calls(function, layer.attr) == 1

@@ -56,15 +56,17 @@ def multiplied(module: Any, parameter: str, x: Any, times: Any) -> Any:
         return x * times
     if times == 1.0:
         return x
-    layers = [getattr(module, name, None) for name in branch_texts.first(type(module), parameter)]
-    if not layers or _is_changed(module) or hasattr(type(module).forward, OURS) or x.is_inference():
+    kind: Any = type(module)
+    layers = [getattr(module, name, None) for name in branch_texts.first(kind, parameter)]
+    if not layers or _is_changed(module) or hasattr(kind.forward, OURS) or x.is_inference():
         return x * times
     return x if scaled.prepare(layers, x, times) else x * times
 
 
 def _last(module: Any) -> Any:
     """The layer that returns what the module returns; None if there is none, or if something listens to the module."""
-    name = "" if not isinstance(module, torch.nn.Module) or _is_changed(module) else branch_texts.ending(type(module))
+    kind: Any = type(module)
+    name = "" if not isinstance(module, torch.nn.Module) or _is_changed(module) else branch_texts.ending(kind)
     layer = getattr(module, name, None) if name else None
     return layer if type(layer) is torch.nn.Linear else None
 

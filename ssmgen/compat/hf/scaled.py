@@ -104,8 +104,8 @@ def prepare(layers: list[Any], x: Tensor, times: float) -> bool:
     """Computes the products of x * times with these layers in one launch, where they wait for calls with x. Returns whether it did."""
     if len(layers) > MOST or any(not serves(m, x) or m.bias is not None or m in _refused or not siblings.fit(layers[0], m) for m in layers):
         return False
-    scales = [constant(m, times) for m in layers]
-    if any(scale is None for scale in scales):
+    scales = [scale for m in layers if (scale := constant(m, times)) is not None]
+    if len(scales) < len(layers):
         return False
     try:
         results = siblings.multiply(layers, x, scales)

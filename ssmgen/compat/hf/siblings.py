@@ -105,7 +105,7 @@ def product(module: Linear, x: Tensor) -> Tensor:
     return out
 
 
-def multiply(members: list[Linear], x: Tensor, scales: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+def multiply(members: list[Linear], x: Tensor, scales: Sequence[Tensor] | None = None) -> list[Tensor]:
     """The products of layers that `fit`, in one launch. scales: of each layer's outputs; None for 1.
 
     Products of one row are neighbours in memory, for `projections.joined`."""
