@@ -29,6 +29,8 @@ MOST = {
         "full_attention, KimiLinearMoE": (7, 41),
         AROUND: (1, 4),
     },
+    "granitemoehybrid": {"linear_attention": (8.33, 22), "full_attention": (6, 25), AROUND: (1, 6)},
+    "zamba2": {"layer": (7.25, 2), AROUND: (1, 5)},
     "qwen3_5_moe": {
         "linear_attention, Qwen3_5MoeSparseMoeBlock": (7.33, 27),
         "full_attention, Qwen3_5MoeSparseMoeBlock": (8, 40),

@@ -88,15 +88,13 @@ _links: WeakKeyDictionary[Any, dict[int, Link | None]] = WeakKeyDictionary()
 _computed: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # sums of a block after modules, whose norms would be known
 
 
-def add(block: Any, number: int, residual: Tensor, x: Any, module: Any = None) -> Tensor:
+def add(block: Any, number: int, residual: Tensor, x: Any, module: Any = None) -> Any:
     """residual + x, together with the norm that follows it, if known; else with the last product of a module.
 
     x: a tensor, or a function that runs the module and returns its result
     """
-    total: Tensor
     if is_compiling() or torch.is_grad_enabled():
-        total = residual + (x if module is None else x())
-        return total
+        return residual + (x if module is None else x())
     summed: Tensor | None = None
     if module is not None:
         known = _computed.setdefault(block, set())

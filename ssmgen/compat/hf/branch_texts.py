@@ -1,4 +1,4 @@
-"""Finds multipliers and sums after a branch of a block, in the text of its forward, and puts calls of `branches` in their place.
+"""Finds multipliers and sums after a branch of a block, in the text of its forward, and replaces them by calls of `branches`.
 
     a = self.mamba(x)
     a = a * self.m                      ->    a = _ssmgen_branch(self.mamba, lambda: self.mamba(x), self.m, None)
@@ -46,7 +46,7 @@ def _fold(body: list[ast.stmt], loads: list[str]) -> None:
 
 
 def _sink(body: list[ast.stmt]) -> None:
-    """Multiplies h of `h = r + h * self.m` in a statement of its own, where h comes from: in both branches of an `if`."""
+    """Moves the multiplication of `h = r + h * self.m` to the assignment of h: of both branches of an `if`."""
     for at in range(len(body) - 1, 0, -1):
         match body[at]:
             case ast.Assign([ast.Name(name)], ast.BinOp(ast.Name(residual), ast.Add(), ast.BinOp(ast.Name(x), ast.Mult(), times))) if (
@@ -205,7 +205,7 @@ _MAYBE = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.BoolOp, ast.Lambda
 
 
 def _always(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The parts of a function without those that a call may skip or repeat."""
+    """The nodes of a function that every call evaluates once."""
     waiting: list[ast.AST] = [*function.body]
     while waiting:
         node = waiting.pop()

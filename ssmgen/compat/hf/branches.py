@@ -1,8 +1,8 @@
 """Runs a branch of a block whose multipliers, and whose sum with another branch, are in the launches of its accelerated products.
 
-Forwards that `branch_texts` has changed call `branch` and `multiplied`. In a decode step the last layer of a branch multiplies its f32
-sums by the branch's multiplier and adds the other operand; one rounding takes the place of three. Calls that no product can finish are
-computed as the model writes them.
+Forwards that `branch_texts` has changed call `branch` and `multiplied`. The last layer of a branch multiplies its f32 sums by the branch's
+multiplier, adds the other operand and rounds once; the model rounds three times. Calls that no product can finish are computed as the
+model writes them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _last(module: Any) -> Any:
 
 
 def _is_changed(module: Any) -> bool:
-    """Whether a module has hooks, or a forward of its own."""
+    """Whether a module has hooks, or a forward that is not its class's."""
     own = module.__dict__.get("forward")
     replaced = own is not None and getattr(own, "__func__", None) is not gated.forward
     return bool(replaced or module._forward_hooks or module._forward_pre_hooks)

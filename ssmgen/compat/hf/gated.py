@@ -1,4 +1,4 @@
-"""Gated MLPs, down(silu(gate(x)) * up(x)), and squared ones, down(relu(up(x))^2). For few rows, all but down is one launch.
+"""Gated MLPs, down(silu(gate(x)) * up(x)), and squared ones, down(relu(up(x))^2). All but down is one launch, for few rows.
 Gate and down may be multiplied by constants, as in Falcon-H1. Gate and up may be halves of one layer's output, as in Granite 4.
 
 An MLP is found by its forward's source, whatever it calls its layers. The activation is of the f32 sums, and its result is rounded once.
@@ -55,7 +55,7 @@ def parts(kind: Any) -> Parts | None:
 
 
 class _Values(ast.NodeTransformer):
-    """Puts the values of local names in their place."""
+    """Replaces local names by their values."""
 
     def __init__(self) -> None:
         self.values: dict[str, ast.expr] = {}

@@ -33,7 +33,7 @@ class After:
 
 
 class _State(threading.local):
-    """What follows the next product of a layer, in this thread."""
+    """The operations after the next product of each layer, in this thread."""
 
     def __init__(self) -> None:
         self.after: dict[torch.nn.Linear, After] = {}
