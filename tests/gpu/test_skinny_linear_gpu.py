@@ -86,6 +86,23 @@ def test_the_norm_the_gate_and_the_residual(shape, dtype):
         assert torch.equal(ssmgen.skinny_linear(x[start:end], weights, residual=residual[start:end], pdl=pdl, **how), whole[start:end])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("shape", [(21504, 4096), (136, 1008), (24, 14336)], ids=str)
+def test_relu2_and_multipliers_before_the_residual(shape, dtype):
+    """The bits of f32 sums that are scaled, squared and added to; a row has the same bits beside any others."""
+    x, w = operands(16, *shape, dtype)
+    scale, residual = torch.rand(shape[0], device=DEVICE) + 0.5, torch.randn(16, shape[0], device=DEVICE, dtype=dtype)
+    sums = ssmgen.skinny_linear(x, w, scale=scale, out=torch.empty(16, shape[0], device=DEVICE))
+    assert torch.equal(ssmgen.skinny_linear(x, w, scale=scale, residual=residual), (sums + residual.float()).to(dtype))
+    squared = ssmgen.skinny_linear(x, w, scale=scale, activation="relu2")
+    assert torch.equal(squared, sums.relu().square().to(dtype)) and squared.any()
+    how = {"scale": scale, "activation": "relu2"}
+    whole = ssmgen.skinny_linear(x, w, residual=residual, **how)
+    assert torch.equal(whole, (sums.relu().square() + residual.float()).to(dtype))
+    for start, end, pdl in ((0, 1, None), (2, 10, None), (5, 14, False), (15, 16, None)):
+        assert torch.equal(ssmgen.skinny_linear(x[start:end], w, residual=residual[start:end], pdl=pdl, **how), whole[start:end])
+
+
 @pytest.mark.parametrize(("n", "k", "dtype"), [(18560, 4096, BF16), (4096, 8192, BF16), (1000, 1000, F16), (512, 2048, F32)])
 @pytest.mark.parametrize("rows", [8, 16])
 def test_variants_are_bit_equal_over_many_runs(n, k, dtype, rows):

@@ -147,17 +147,20 @@ def _calls(ops: list[Op], stack: list[Site]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sites(layers: dict[torch.nn.Module, str], model: torch.nn.Module, stack: list[Site]) -> Iterator[None]:
+def _sites(layers: dict[torch.nn.Module, str], stack: list[Site]) -> Iterator[None]:
     """Keeps the site of the module that runs on top of the stack."""
 
     def enter(module: torch.nn.Module, args: Any) -> None:
-        stack.append(Site(layers.get(module, stack[-1].kind), type(module).__name__))
+        if not isinstance(module, torch.nn.Linear):  # whose launches count as their owner's
+            stack.append(Site(layers.get(module, stack[-1].kind), type(module).__name__))
 
     def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
-        stack.pop()
+        if not isinstance(module, torch.nn.Linear):
+            stack.pop()
 
-    others = [m for m in model.modules() if not isinstance(m, torch.nn.Linear)]  # which do not share a launch if something listens to them
-    hooks = [hook for m in others for hook in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
+    # Hooks of all modules: a module with a hook of its own does not share its launches.
+    every = torch.nn.modules.module
+    hooks = [every.register_module_forward_pre_hook(enter), every.register_module_forward_hook(leave)]
     try:
         yield
     finally:
@@ -190,7 +193,7 @@ def listed(model: torch.nn.Module, batch: int = 1, prompt: int = 2) -> Listing:
         steps.begin(torch.zeros(batch, prompt, dtype=torch.long, device=device), None)
         for _ in range(2):  # the first steps learn which norms follow sums
             steps.step()
-        with _sites(layers, model, stack), _calls(found.ops, stack), _Attention(found.ops, stack), _Watch(found.ops, stack):
+        with _sites(layers, stack), _calls(found.ops, stack), _Attention(found.ops, stack), _Watch(found.ops, stack):
             steps.step()
     return found
 

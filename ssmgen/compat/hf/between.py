@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from ...engine.norm_kernel import MAX_GROUP
 from ...errors import ArgumentError, UnsupportedError
 from ...families.gated_rms_norm import plain as native
-from . import block_sums, norm_styles, texts
+from . import block_sums, branches, norm_styles, texts
 from .functions import call
 from .norm_styles import Style, style_of
 from .replacements import Replacement, attempt
@@ -85,16 +85,31 @@ _last = Last()
 _links: WeakKeyDictionary[Any, dict[int, Link | None]] = WeakKeyDictionary()
 
 
-def add(block: Any, number: int, residual: Tensor, x: Tensor) -> Tensor:
-    """residual + x, together with the norm that follows it, if known."""
+_computed: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # sums of a block after modules, whose norms would be known
+
+
+def add(block: Any, number: int, residual: Tensor, x: Any, module: Any = None) -> Any:
+    """residual + x, together with the norm that follows it, if known; else with the last product of a module.
+
+    x: a tensor, or a function that runs the module and returns its result
+    """
     if is_compiling() or torch.is_grad_enabled():
-        return residual + x
+        return residual + (x if module is None else x())
+    summed: Tensor | None = None
+    if module is not None:
+        known = _computed.setdefault(block, set())
+        step = isinstance(residual, Tensor) and residual.dim() == 3 and residual.shape[1] == 1  # prompts have the same bits in every call
+        if step and number in known and _norm_after(block, number) is None:
+            summed = branches.branch(module, x, residual=residual)
+        else:
+            x = x()
+            known.add(number)
     _last.drop_unused()
     links = _links.get(block)
     link = None if links is None else links.get(number)
     norm = None if link is None else link.norm()
-    if link is None or norm is None:
-        total = residual + x
+    if summed is not None or link is None or norm is None:
+        total = residual + x if summed is None else summed
         if not isinstance(total, Tensor):
             return total
         unseen = links is None or number not in links or link is not None
@@ -107,6 +122,12 @@ def add(block: Any, number: int, residual: Tensor, x: Tensor) -> Tensor:
     normed, total = found
     _last.set(total, (block, number), norm, normed)
     return total
+
+
+def _norm_after(block: Any, number: int) -> Any:
+    """The norm that is known to follow a sum; None for none."""
+    link = _links.get(block, {}).get(number)
+    return None if link is None else link.norm()
 
 
 def _together(norm: Any, cast: bool, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -184,7 +205,11 @@ def _in_rows(x: Tensor) -> Tensor:
 def run(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of the forward of a norm or a block."""
     style = style_of(replacement.module.owner)
-    return block_sums.rewritten(original, add, normed) if style is None else _norm_run(replacement, original, style)
+    return (
+        block_sums.rewritten(original, add, normed, branches.branch, branches.multiplied)
+        if style is None
+        else _norm_run(replacement, original, style)
+    )
 
 
 def _norm_run(replacement: Replacement, original: Callable[..., Any], style: Style) -> Callable[..., Any]:

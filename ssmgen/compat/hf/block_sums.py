@@ -16,6 +16,7 @@ from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
+from . import branch_texts
 from .replacements import OURS
 
 KNOWN = {
@@ -50,6 +51,11 @@ KNOWN = {
     "ZambaMambaDecoderLayer": 1,
 }
 """{class of a block of transformers 5.15 to 5.24: sums in its forward}"""
+
+
+SHARED = {"BailingHybridMoE": 1, "Glm5NextTextMoE": 1, "KimiLinearMoE": 1, "LaraMiniSparseMoeBlock": 1, "NemotronHMoE": 1}
+"""{class that adds the output of shared experts: sums in its forward}. It calls no norm. Another number of sums is no objection."""
+NAMES = ("_ssmgen_add", "_ssmgen_normed", "_ssmgen_branch", "_ssmgen_input")  # of functions that changed forwards call
 
 
 class Forward:
@@ -101,9 +107,15 @@ class _Sums(ast.NodeTransformer):
         return node
 
     def _replace(self, node: ast.Assign, residual: str, x: ast.expr) -> None:
-        made = ast.parse(f"_ssmgen_add(self, {self.count}, {residual})", mode="eval").body
+        of_module = isinstance(x, ast.Call) and branch_texts.is_attribute(x.func)  # whose last product may add the residual
+        text = f", lambda: 0, {ast.unparse(x.func)}" if of_module else ""  # type: ignore[attr-defined]
+        made = ast.parse(f"_ssmgen_add(self, {self.count}, {residual}{text})", mode="eval").body
         assert isinstance(made, ast.Call)
-        made.args.append(x)
+        match made.args:
+            case [*_, ast.Lambda() as call, _]:
+                call.body = x
+            case _:
+                made.args.append(x)
         node.value, self.count = made, self.count + 1
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -120,8 +132,8 @@ class _Sums(ast.NodeTransformer):
 
 
 @cache
-def _tree(forward: Any) -> tuple[ast.Module, int] | None:
-    """(a maker of the forward with its sums replaced, their number); None if the function's source is missing or not all of it."""
+def _tree(forward: Any) -> tuple[ast.Module, int, bool] | None:
+    """(a maker of the forward with its sums replaced, their number, whether it calls norms); None without the function's whole source."""
     if not inspect.isfunction(forward) or forward.__code__.co_freevars or hasattr(forward, "__wrapped__"):
         return None  # getsourcelines returns the source of a decorated function without its decorator
     try:
@@ -133,20 +145,21 @@ def _tree(forward: Any) -> tuple[ast.Module, int] | None:
     if not isinstance(function, ast.FunctionDef) or [a.arg for a in function.args.args][:1] != ["self"]:
         return None
     function.decorator_list = []
+    branch_texts.fold(function)
     sums = _Sums()
     sums.visit(function)
     ast.increment_lineno(tree, first - 1)
-    maker = ast.parse("def make(_ssmgen_add, _ssmgen_normed):\n  pass")
+    maker = ast.parse(f"def make({', '.join(NAMES)}):\n  pass")
     outer = maker.body[0]
     assert isinstance(outer, ast.FunctionDef)
     outer.body = [function, ast.Return(ast.Name(function.name, ast.Load()))]
-    return ast.fix_missing_locations(maker), sums.count if sums.norms else 0
+    return ast.fix_missing_locations(maker), sums.count, sums.norms
 
 
 def count(block: Any) -> int:
-    """Sums in the forward of a class that calls norms."""
+    """Sums in the forward of a class that calls norms, or that has shared experts."""
     found = _tree(Forward(block).forward)
-    return 0 if found is None else found[1]
+    return found[1] if found is not None and (found[2] or block.__name__ in SHARED) else 0
 
 
 def objection(block: Any) -> str:
@@ -160,19 +173,22 @@ def recognised(block: Any) -> str:
     found = count(block)
     return (
         ""
-        if block.__name__ in KNOWN or not found
+        if block.__name__ in KNOWN | SHARED or not found
         else f"it is not in ssmgen's table; its forward calls norms and adds to a residual {found} times"
     )
 
 
-def rewritten(forward: Any, add: Callable[..., Any], normed: Callable[..., Any]) -> Callable[..., Any]:
+def rewritten(
+    forward: Any, add: Callable[..., Any], normed: Callable[..., Any], branch: Callable[..., Any], multiplied: Callable[..., Any]
+) -> Callable[..., Any]:
     """A forward of the same source except its sums, with the same globals, so patched names are looked up as before.
 
     add: takes (block, number of the sum, residual, x); normed: takes (norm, sum), where the forward casts a sum to the norm's dtype
+    branch, multiplied: take what `branch_texts` gives them
     """
     found = _tree(forward)
     assert found is not None, "of `classes`, and these have sums"
     module = compile(found[0], inspect.getsourcefile(forward) or "<forward>", "exec")  # only its one function runs
     maker = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
-    run: Callable[..., Any] = FunctionType(maker, forward.__globals__)(add, normed)
+    run: Callable[..., Any] = FunctionType(maker, forward.__globals__)(add, normed, branch, multiplied)
     return run

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from ..shared import linears
 from ..shared.linears import MOST, MOST_FMA
-from . import gated, siblings
+from . import gated, scaled, siblings
 from .elsewhere import is_elsewhere
 
 
@@ -38,7 +38,10 @@ def forward_by_fma(self: torch.nn.Linear, x: Tensor) -> Tensor:
 
 def _product(self: torch.nn.Linear, x: Tensor, most: int) -> Tensor:
     weight, bias = self.weight, self.bias
-    return siblings.product(self, x) if linears.fits(x, weight, bias, most) else linear(x, weight, bias)
+    if not linears.fits(x, weight, bias, most):
+        return linear(x, weight, bias)
+    found = scaled.finished(self, x)
+    return siblings.product(self, x) if found is None else found
 
 
 class Linears:
@@ -58,7 +61,7 @@ class Linears:
             module.__dict__["forward"] = MethodType(forward if linears.tensor_cores(module.weight.device) else forward_by_fma, module)
         ours = {*self.modules}
         for mlp in model.modules():
-            if gated.is_gated(mlp) and ours.issuperset(gated.layers(mlp)):
+            if gated.is_served(mlp) and ours.issuperset(gated.layers(mlp)):
                 self.mlps.append(mlp)
                 mlp.__dict__["forward"] = MethodType(gated.forward, mlp)
 
@@ -68,22 +71,22 @@ class Linears:
         rows = f"up to {MOST} rows (f32, and GPUs before sm_90: {MOST_FMA})"
         done = f"{len(self.modules)} linear layers multiply {rows} by skinny_linear, and more by PyTorch"
         done += ", and layers that multiply the same x share a launch"
-        done += f"; of {len(self.mlps)} gated MLPs, gate, up and their product are one launch" if self.mlps else ""
+        done += f"; of {len(self.mlps)} MLPs, all products and the activation before the last product are one launch" if self.mlps else ""
         return "; ".join([done, *(f"{count} stay PyTorch's: {why}" for why, count in self._left.items())])
 
     def load(self, sizes: Iterable[int]) -> None:
         """Compiles and loads the kernels of these numbers of rows."""
         shapes = {_shape(module): module for module in self.modules}
-        mlps = {_shape(gated.layers(mlp)[0]): gated.layers(mlp)[:2] for mlp in self.mlps}
+        mlps = {(type(mlp), _shape(gated.layers(mlp)[0])): mlp for mlp in self.mlps}
         with torch.no_grad():
             for rows in {size for size in sizes if size <= MOST}:
                 for module in shapes.values():
                     if (x := siblings.zeros(module, rows)) is not None:
                         linears.product(x, module.weight, module.bias)
                 siblings.load(self.modules, rows)
-                for gate, up in mlps.values():
-                    if (x := siblings.zeros(gate, rows)) is not None:
-                        gated.multiply(gate, up, x)
+                for mlp in mlps.values():
+                    if (x := siblings.zeros(gated.layers(mlp)[0], rows)) is not None:
+                        gated.multiply(mlp, x)
 
     def undo(self) -> None:
         """PyTorch's forward, where ours still is. A second time: nothing."""

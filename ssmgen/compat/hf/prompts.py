@@ -24,7 +24,7 @@ from ...families.chunk_linear_attention import call as native_linear
 from ...families.chunk_scan import call as native_scan
 from ...families.selective_scan import call as native_selective_scan
 from ..shared.operands import rows_of
-from . import projections
+from . import projections, scaled
 from .elsewhere import is_elsewhere
 from .functions import call, limits
 from .norms import gated_rms_norm
@@ -214,7 +214,11 @@ def run(layer: Layer, mixer: Any, hidden_states: Tensor, cache: Any, mask: Tenso
         window, state = known.conv_states[0], known.recurrent_states[0]
     packing = None if mask is None else packing_of(mask)
     prompt = Prompt(packing, window, state, cache is not None)
-    out, mixed, state = layer(mixer, hidden_states if packing is None else packing.pack(hidden_states), prompt)
+    if packing is None:
+        out, mixed, state = layer(mixer, hidden_states, prompt)
+    else:
+        with scaled.nothing_after():  # out is not yet the layer's result
+            out, mixed, state = layer(mixer, packing.pack(hidden_states), prompt)
     if cache is not None:
         width = mixer.conv_kernel_size
         last = mixed[:, -width:].transpose(1, 2) if packing is None else packing.window(mixed, width, window)

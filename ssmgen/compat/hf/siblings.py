@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -105,15 +105,24 @@ def product(module: Linear, x: Tensor) -> Tensor:
     return out
 
 
-def multiply(members: list[Linear], x: Tensor) -> list[Tensor]:
-    """The products of layers that `fit`, in one launch. Those of one row are neighbours in memory, for `projections.joined`."""
+def multiply(members: list[Linear], x: Tensor, scales: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """The products of layers that `fit`, in one launch. scales: of each layer's outputs; None for 1.
+
+    Products of one row are neighbours in memory, for `projections.joined`."""
     biases = None if members[0].bias is None else [m.bias for m in members]
     weights = [m.weight for m in members]
     outs = None
     if x.numel() == x.shape[-1]:
         sizes = [weight.shape[0] for weight in weights]
         outs = x.new_empty((*x.shape[:-1], sum(sizes))).split(sizes, dim=-1)
-    return [*skinny_linear(linears.in_rows(x), weights, biases, out=outs)]
+    found = skinny_linear(linears.in_rows(x), weights, biases, scale=scales, out=outs)
+    return [found] if isinstance(found, Tensor) else [*found]
+
+
+def keep(members: list[Linear], x: Tensor, results: list[Tensor]) -> None:
+    """Results that wait until their layers are called with this x."""
+    for member, result in zip(members, results, strict=True):
+        _state.waiting[member] = Waiting((ref(x), x._version), _stream(x), result)
 
 
 def _together(group: Group, x: Tensor) -> Tensor | None:
@@ -131,8 +140,7 @@ def _together(group: Group, x: Tensor) -> Tensor | None:
         told(f"{len(members)} linear layers that could share a launch multiply one by one", e)
         return None
     group.ran.add(rows)
-    for member, result in zip(members[1:], others, strict=True):
-        _state.waiting[member] = Waiting((ref(x), x._version), _stream(x), result)
+    keep(members[1:], x, others)
     return out
 
 

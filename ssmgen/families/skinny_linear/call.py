@@ -23,7 +23,7 @@ from .problem import MAX_K, OPERATOR, ROWS, SkinnyProblem
 from .reference import skinny_linear as reference
 from .spec import FmaSpec, tiles_of
 
-ACTIVATION = "silu_and_mul"
+GATED, RELU2 = "silu_and_mul", "relu2"  # activations
 
 
 class Options(NamedTuple):
@@ -33,7 +33,7 @@ class Options(NamedTuple):
     eps: float = 1e-6
 
 
-@operator(like="x", activation=one_of(f"{ACTIVATION!r} or None", ACTIVATION, None), eps=NOT_NEGATIVE)
+@operator(like="x", activation=one_of(f"{GATED!r}, {RELU2!r} or None", GATED, RELU2, None), eps=NOT_NEGATIVE)
 def skinny_linear(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -63,7 +63,8 @@ def skinny_linear(
     scale: [N] f32 or x's dtype, contiguous; one for each weight, of one dtype; None for 1, except with weights of 8 bits, which need one
     norm_weight: [K] f32, f16 or bf16, at a multiple of 16 bytes: the product is of x rsqrt(mean(x^2) + eps) norm_weight, with the bits of
         rms_norm before it
-    activation: "silu_and_mul": one output, silu(gate) * up, of two weights of equal N, which give gate and up
+    activation: "silu_and_mul": one output, silu(gate) * up, of two weights of equal N, which give gate and up. "relu2": max(y, 0)^2 of each
+        product y, with its scale and bias
     residual: [*rows, N] f32, f16 or bf16, one for each output, of one dtype; is added last, in f32. It may be out
     out: [*rows, N] of x's dtype or f32, one for each weight (or for both, with an activation), of one dtype; None for new ones of x's dtype
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
@@ -74,7 +75,7 @@ def skinny_linear(
     """
     lists = {name: _listed(given) for name, given in zip(LISTS, (weight, bias, scale, residual, out), strict=True)}
     objections = _objections(activation, lists)
-    weights, outputs = lists["weight"], 1 if activation else len(lists["weight"])
+    weights, outputs = lists["weight"], 1 if activation == GATED else len(lists["weight"])
     if out is None and isinstance(x, Tensor) and x.dim():
         sized = [isinstance(w, Tensor) and w.dim() > 0 for w in weights[:outputs]]
         lists["out"] = [x.new_empty((*x.shape[:-1], w.shape[0])) if known else None for w, known in zip(weights, sized, strict=False)]
@@ -91,12 +92,13 @@ def _listed(given: Any) -> list[Any]:
 def _objections(activation: str | None, lists: Mapping[str, list[Any]]) -> tuple[str, ...]:
     """Errors in the numbers of tensors."""
     count, found = len(lists["weight"]), []
-    if activation and count != 2:
+    gated = activation == GATED
+    if gated and count != 2:
         found.append(f"activation is {activation!r} and weight has {count} tensors; expected 2, gate and up")
     elif not 1 <= count <= MOST:
         found.append(f"weight has {count} tensors; expected 1 … {MOST}")
     for name, given in lists.items():
-        of_output = activation and name in ("residual", "out")
+        of_output = gated and name in ("residual", "out")
         expected, words = (1, "one for both weights") if of_output else (count, f"{count}, one per weight")
         if name != "weight" and given and len(given) != expected:
             found.append(f"{name} has {len(given)} tensors; expected {words}")
@@ -172,7 +174,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not x.dim() or x.shape[-1] % step or not step <= x.shape[-1] <= MAX_K:
         problems.append(f"x is {list(x.shape)}; expected [*rows, K] with K a multiple of {step} up to {MAX_K}")
         return {}
-    if not _check_weights(named, x.shape[-1], options.activation is not None, problems):
+    if not _check_weights(named, x.shape[-1], options.activation == GATED, problems):
         return {}
     rows = math.prod(x.shape[:-1])
     if rows > ROWS[-1]:
@@ -208,7 +210,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         out=DTYPES[views["out"].dtype],
         narrow=NARROW.get(views["weight"].dtype),
         norm=DTYPES[views["norm_weight"].dtype] if "norm_weight" in views else None,
-        gated=options.activation is not None,
+        gated=options.activation == GATED,
+        relu2=options.activation == RELU2,
         weights=sum(name in views for name in WEIGHTS),
         rows=next((most for most in ROWS if rows <= most), ROWS[-1]),
         loads=Loads.VECTOR if checks.aligned(x, pointers["x"], 16 // x.element_size()) else Loads.ELEMENT,

@@ -8,14 +8,14 @@ from typing import Any
 from ...select.models import Ask, Client, Model, Role, Wanted
 from .problem import MAX_K, OPERATOR, ROWS, SkinnyProblem
 
-SHARED: tuple[dict[str, Any], ...] = ({"weights": 2}, {"weights": 3}, {"weights": 4}, {"weights": 2, "gated": True})
-"""Products of several weights in one launch."""
+SHARED: tuple[dict[str, Any], ...] = ({"weights": 2}, {"weights": 3}, {"weights": 4}, {"weights": 2, "gated": True}, {"relu2": True})
+"""Products of several weights in one launch, and with activations."""
 
 
 class ProductAsk(Ask):
     """Products without bias, as linear layers of transformers' models make them after `accelerate`. Their kernels depend on the length of
     the weight's rows: the hidden size, if the table of models has it, and the channels of the recurrence's output. Up to four weights of
-    the hidden size share a launch, and so do gate and up of an MLP."""
+    the hidden size share a launch, and so do gate and up of an MLP, or up and relu2."""
 
     operator = OPERATOR
     role = Role.PRODUCT

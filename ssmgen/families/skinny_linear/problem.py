@@ -29,6 +29,7 @@ class SkinnyProblem(Problem):
     residual: DType | None = field(default=None, metadata=LATER)
     gated: bool = field(default=False, metadata=LATER)  # one output: silu of the first product, times the second one
     norm: DType | None = field(default=None, metadata=LATER)  # of the weight of x's norm
+    relu2: bool = field(default=False, metadata=LATER)  # each output is max(y, 0)^2 of its product y
 
     @property
     def weight(self) -> DType | Narrow:
@@ -74,6 +75,7 @@ class SkinnyProblem(Problem):
             ),
             *must(1 <= self.weights <= MOST, f"weights is {self.weights}; expected 1 … {MOST}"),
             *must(not self.gated or self.weights == 2, f"weights is {self.weights} and gated is yes; expected 2, gate and up"),
+            *must(not (self.gated and self.relu2), "gated and relu2 are yes; expected at most one activation"),
             *must(self.rows in ROWS, f"rows is {self.rows}; expected {' or '.join(map(str, ROWS))}"),
             *must(self.out in (self.x, DType.F32), f"out is {self.out.value}; expected x's type, {self.x.value}, or f32"),
         ]

@@ -30,8 +30,10 @@ def skinny_linear(
             y = v @ named[weight].to(dtype).t()
             y = y * named[scale].to(dtype) if scale in named else y
             found.append(y + named[bias].to(dtype) if bias in named else y)
-    if activation:
+    if activation == "silu_and_mul":
         gate, up = found
         found = [torch.nn.functional.silu(gate) * up]
+    elif activation == "relu2":
+        found = [y.relu().square() for y in found]
     for y, residual, out in zip(found, RESIDUALS, OUTS, strict=False):
         named[out].copy_(y + named[residual].to(dtype) if residual in named else y)

@@ -54,7 +54,11 @@ class SkinnyKernel(KernelSpec, SkinnyProblem):
             types += f"_{self.narrow.value}" + ("" if self.scale is DType.F32 else "_own")
         elif self.scale:
             types += "_scaled" + ("" if self.scale is DType.F32 else "_own")
-        more += ("_silu" if self.gated else "") + ("_norm" if self.norm else "") + ("_residual" if self.residual else "")
+        more += (
+            ("_silu" if self.gated else "_relu2" if self.relu2 else "")
+            + ("_norm" if self.norm else "")
+            + ("_residual" if self.residual else "")
+        )
         return f"{types}_k{self.k}r{self.rows}{more}{'' if self.loads is Loads.VECTOR else '_any'}"
 
 

@@ -7,7 +7,7 @@ import torch
 from ...calls.checks import STORED_DTYPES
 from ...engine.trial import Trial, fill, ordered, trial, wide
 from ...spec.kernel import Loads
-from .call import CALLER, Options
+from .call import CALLER, GATED, RELU2, Options
 from .spec import FmaSpec, SkinnyKernel, SkinnySpec
 
 
@@ -34,7 +34,7 @@ def skinny_linear(spec: SkinnyKernel, batch: int, seed: int) -> Trial:
         if spec.residual:
             made[weight.replace("weight", "residual")] = wide(torch.randn(rows, n, generator=g), spec.residual, True)
         made[weight.replace("weight", "out")] = wide(torch.full((rows, n), float("nan")), spec.out, True)
-    return trial(CALLER, ordered(spec, made), Options("silu_and_mul" if spec.gated else None))
+    return trial(CALLER, ordered(spec, made), Options(GATED if spec.gated else RELU2 if spec.relu2 else None))
 
 
 TRIALS = {SkinnySpec: skinny_linear, FmaSpec: skinny_linear}

@@ -82,7 +82,7 @@ def test_a_kernel_that_may_not_be_compiled_is_a_warning_and_a_multiplication(mon
             raise NotBuiltError("skinny_linear:k=32", "sm_90a")
 
         monkeypatch.setattr(scaled, "skinny_linear", refused)
-        with pytest.warns(RuntimeWarning, match="a multiplier after a linear layer is an operation of its own"):
+        with pytest.warns(RuntimeWarning, match="a multiplier or a sum after a linear layer is an operation of its own"):
             got = projections.falcon_h1(block.mamba, x)
         torch.testing.assert_close(got, plain)
         torch.testing.assert_close(projections.falcon_h1(block.mamba, x), plain)

@@ -202,7 +202,7 @@ def test_a_kernel_that_may_not_be_compiled_is_a_warning_and_several_launches(lau
         monkeypatch.setattr(gated, "skinny_linear", refused)
         with pytest.warns(RuntimeWarning, match=r"3 linear layers that could share a launch multiply one by one: .*skinny_linear:k=16"):
             assert torch.equal(model(x)[0], want)
-        with pytest.warns(RuntimeWarning, match="gate and up of an MLP multiply one by one"):
+        with pytest.warns(RuntimeWarning, match="the layers of an MLP multiply one by one"):
             assert torch.equal(mlp(x), h)
         launches.clear()
         assert torch.equal(model(x)[0], want)
@@ -244,7 +244,7 @@ def test_a_gated_mlp_is_two_launches(launches, kind, dtype):
     with torch.no_grad():
         plain, many = mlp(x), mlp(x.expand(17, 16).contiguous())
         made = linears.Linears(mlp)
-        assert "of 1 gated MLPs" in made.words
+        assert "of 1 MLPs" in made.words
         got = mlp(x)
         assert launches == [2, 1]
         h = (silu(x.double() @ mlp.w1.weight.double().T) * (x.double() @ mlp.w3.weight.double().T)).to(dtype)
@@ -261,7 +261,7 @@ def test_a_gated_mlp_is_two_launches(launches, kind, dtype):
 def test_mlps_that_compute_something_else_are_left_alone():
     for mlp in (Scaled(torch.nn.SiLU()), UpFirst(torch.nn.GELU()), UpFirst(torch.nn.Linear(24, 24))):
         made = linears.Linears(mlp)
-        assert not made.mlps and "gated MLPs" not in made.words
+        assert not made.mlps and "MLPs" not in made.words
         made.undo()
 
 
@@ -269,7 +269,7 @@ def test_mlps_that_compute_something_else_are_left_alone():
 def test_gated_mlps_of_transformers_are_found(name):
     model = built(name)
     with ssmgen.accelerate(model) as fast:
-        assert fast._linears.mlps and any(f"of {len(fast._linears.mlps)} gated MLPs" in words for words in fast.done)
+        assert fast._linears.mlps and any(f"of {len(fast._linears.mlps)} MLPs" in words for words in fast.done)
 
 
 IDS = torch.arange(3, 13).view(2, 5)

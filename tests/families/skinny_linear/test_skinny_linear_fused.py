@@ -21,7 +21,7 @@ from ssmgen.spec.kernel import DType, Pdl, changed
 I8, BF16, F16, F32 = torch.int8, torch.bfloat16, torch.float16, torch.float32
 TYPES = [(BF16, BF16, F32), (F16, F16, F16), (BF16, I8, BF16), (F32, F32, F32)]  # of x, weights, norm and residual
 IDS = ["bf16", "f16", "int8", "f32"]
-GATED = "silu_and_mul"
+GATED, RELU2 = "silu_and_mul", "relu2"
 
 
 def made(types, rows=16, k=528, n=40, weights=1, out=None, odd=0, **given):
@@ -35,7 +35,7 @@ def made(types, rows=16, k=528, n=40, weights=1, out=None, odd=0, **given):
     for _ in range(weights):
         w = torch.randint(-128, 128, (n, k + 16)).to(I8)[:, :k] if stored is I8 else wide(n, k, dtype=stored).mul_(k**-0.5)
         call["weight"].append(w)
-    outputs = 1 if given.get("activation") else weights
+    outputs = 1 if given.get("activation") == GATED else weights
     call["out"] = [wide(16, n, dtype=out or dtype)[:rows].fill_(NAN) for _ in range(outputs)]
     if given.pop("norm", False):
         call |= {"norm_weight": 1 + torch.randn(k).to(other) / 4, "eps": 1e-5}
@@ -58,8 +58,9 @@ def equal(got, want):
 
 
 ALL = {"norm": True, "residual": True, "activation": GATED, "weights": 2}
-FORMS = [{"norm": True}, {"residual": True, "weights": 3}, {"activation": GATED, "weights": 2}, ALL]
-FORM_IDS = ["norm", "residual-three", "gated", "all"]
+SQUARED = {"norm": True, "residual": True, "activation": RELU2, "weights": 3}
+FORMS = [{"norm": True}, {"residual": True, "weights": 3}, {"activation": GATED, "weights": 2}, ALL, {"activation": RELU2}, SQUARED]
+FORM_IDS = ["norm", "residual-three", "gated", "all", "relu2", "relu2-all"]
 
 
 @costly(4)
@@ -96,6 +97,21 @@ def test_the_gate_multiplies_f32_sums_that_have_the_bits_of_products_alone(types
     assert ((got - exact).abs() <= (4 + gate.abs()) * torch.finfo(F32).eps * exact.abs()).all()
     (halved,) = results({**call, "bias": None, "weight": [call["weight"][0], torch.zeros_like(call["weight"][1])]}, arch=arch)
     assert not halved.any()
+
+
+@WITH_GXX
+@pytest.mark.parametrize("arch", [SM90, SM80], ids=str)
+@pytest.mark.parametrize("types", TYPES, ids=IDS)
+@pytest.mark.parametrize("weights", [1, 3])
+def test_relu2_squares_the_positive_f32_results_and_keeps_nan(types, weights, arch):
+    call = made(types, rows=5, weights=weights, activation=RELU2, residual=True)
+    call["bias"][0][3] = NAN
+    plain = without(call, "activation", "residual") | {"out": [torch.empty(5, 40) for _ in range(weights)]}
+    sums = results(plain, arch=arch)
+    want = [(y.relu().square() + r.float()).to(types[0]) for y, r in zip(sums, call["residual"], strict=True)]
+    got = results(call, arch=arch)
+    assert all(y.lt(0).any() and y.gt(0).any() for y in sums)
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(got, want, strict=True)) and got[0][:, 3].isnan().all()
 
 
 @costly(4)
@@ -173,19 +189,24 @@ def test_the_function_follows_torch():
     want = torch.nn.functional.silu(gate) * up + residual
     got = ssmgen.skinny_linear(x, w, norm_weight=norm, activation=GATED, residual=residual)
     assert isinstance(got, torch.Tensor) and torch.allclose(got, want, atol=1e-4)
+    squared = ssmgen.skinny_linear(x, w, norm_weight=norm, activation=RELU2)
+    assert all(torch.allclose(a, b.relu() ** 2, atol=1e-4) for a, b in zip(squared, (gate, up), strict=True))
     in_place = residual.clone()
     assert ssmgen.skinny_linear(x, w[0], norm_weight=norm, residual=in_place, out=in_place) is in_place
     assert torch.allclose(in_place, gate + residual, atol=1e-4)
 
 
-def test_compiled_calls_have_all_options():
+@pytest.mark.parametrize("activation", [GATED, RELU2])
+def test_compiled_calls_have_all_options(activation):
     w, norm, residual = [torch.randn(16, 48) for _ in range(2)], torch.rand(48), torch.randn(3, 16)
 
     def layer(x):
-        return ssmgen.skinny_linear(x, w, norm_weight=norm, eps=1e-5, activation=GATED, residual=residual)
+        outputs = [residual, residual] if activation == RELU2 else residual
+        return ssmgen.skinny_linear(x, w, norm_weight=norm, eps=1e-5, activation=activation, residual=outputs)
 
     x = torch.randn(3, 48)
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    assert all(torch.equal(a, b) for a, b in zip(got, layer(x), strict=True))
 
 
 def test_what_is_wrong_is_said():
@@ -197,7 +218,7 @@ def test_what_is_wrong_is_said():
         return e.value.problems
 
     assert problems_of(x, w, activation=GATED) == ["activation is 'silu_and_mul' and weight has 1 tensors; expected 2, gate and up"]
-    assert problems_of(x, [w, w], activation="gelu") == ["activation is 'gelu'; expected 'silu_and_mul' or None"]
+    assert problems_of(x, [w, w], activation="gelu") == ["activation is 'gelu'; expected 'silu_and_mul', 'relu2' or None"]
     assert problems_of(x, [w, w[:8]], activation=GATED) == [
         "weight[1] is [8, 48] and weight[0] is [16, 48]; expected gate and up of one shape"
     ]
@@ -221,6 +242,8 @@ def test_what_is_wrong_is_said():
 
 def test_specs_that_cannot_be_are_refused_in_words():
     assert any("expected 2, gate and up" in fault for fault in SkinnySpec(k=512, gated=True, tiles=1, stages=4).violations(SM90))
+    both = SkinnySpec(k=512, gated=True, relu2=True, weights=2, tiles=1, stages=4)
+    assert both.violations(SM90) == ["gated and relu2 are yes; expected at most one activation"]
     two = FmaSpec(k=512, x=DType.F32, out=DType.F32, weights=2, gated=True, tile=1)
     assert two.violations(SM90) == ["tile is 1; expected 2, 4 or 8: half of each of two weights"]
     assert not changed(two, tile=2).violations(SM90)
@@ -250,6 +273,6 @@ def test_served_variants_do_not_spill():
 @pytest.mark.parametrize("types", TYPES[:3], ids=IDS[:3])
 def test_the_machine_loads_nothing_before_the_wait(types):
     """Weights come by bulk copies, which are no loads."""
-    for form in ({}, ALL):
+    for form in ({}, ALL, SQUARED):
         spec = changed(served(posed(types, 8, 4096, **form), 18560), pdl=Pdl.WAIT)
         assert operations_before(spec, ("LDG",)) == ["ACQBULK"]

@@ -101,4 +101,4 @@ def test_the_commands():
     assert families("--op", OPERATOR, "--rows", "16") == {OPERATOR} and OPERATOR not in families("--rows", "8", "--caller", "engines")
     assert "--tokens does not apply to skinny_linear. Pass --rows." in ran("build", "--model", "mamba-130m", "--op", OPERATOR, code=2)
     rows = json.loads(ran("explain", OPERATOR, "--model", "mamba-codestral-7b", "--rows", "1", "--json"))
-    assert len(rows) == 2 + 4 and not any(row["faults"] for row in rows)
+    assert len(rows) == 2 + 5 and not any(row["faults"] for row in rows)
