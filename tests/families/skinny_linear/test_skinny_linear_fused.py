@@ -98,7 +98,7 @@ def test_the_gate_multiplies_f32_sums_that_have_the_bits_of_products_alone(types
     assert not halved.any()
 
 
-@costly(4)
+@costly(4, 6)
 @WITH_GXX
 @pytest.mark.parametrize("types", TYPES, ids=IDS)
 @pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
@@ -123,7 +123,7 @@ def test_other_rows_do_not_matter_even_if_they_are_nan(arch):
     assert torch.equal(a[kept], b[kept]) and torch.isnan(b[[3, 8]]).all()
 
 
-@costly(4)
+@costly(4, 6)
 @WITH_GXX
 @pytest.mark.parametrize("types", TYPES, ids=IDS)
 @pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
