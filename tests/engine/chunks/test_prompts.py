@@ -157,7 +157,7 @@ LAWS: dict[str, Law] = {
 }
 
 
-@costly(12, 20)
+@costly(8, 20)
 @needs_emulator
 @each
 @pytest.mark.parametrize("law", LAWS)
@@ -185,7 +185,7 @@ LAWS_OF_BOTH: dict[str, Law] = {
 }
 
 
-@costly(24, 24)
+@costly(16, 24)
 @by_both
 @three
 @pytest.mark.parametrize("law", LAWS_OF_BOTH)
