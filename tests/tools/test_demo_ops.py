@@ -20,9 +20,9 @@ from tools.demo.presets import presets
 # {model: {kind of layers: (kernels of ssmgen, operations of torch)} of one layer, or around the layers}, with transformers 5.24
 MOST = {
     "mamba2": {"layer": (5.25, 0.25), AROUND: (1, 4)},
-    "nemotron_h": {"linear_attention": (5.25, 0), "mlp": (3, 2), "full_attention": (3, 3), AROUND: (1, 6)},
-    "falcon_h1": {"layer, FalconH1MLP": (9.25, 14), AROUND: (1, 8)},
-    "qwen3_5": {"linear_attention, Qwen3_5MLP": (7.33, 0), "full_attention, Qwen3_5MLP": (8, 13), AROUND: (1, 6)},
+    "nemotron_h": {"linear_attention": (5.25, 0), "mlp": (3, 2), "full_attention": (4, 0), AROUND: (1, 4)},
+    "falcon_h1": {"layer, FalconH1MLP": (10.25, 4), AROUND: (1, 6)},
+    "qwen3_5": {"linear_attention, Qwen3_5MLP": (7.33, 0), "full_attention, Qwen3_5MLP": (7, 0), AROUND: (1, 4)},
     "kimi_linear": {
         "linear_attention, KimiLinearMLP": (11, 0),
         "linear_attention, KimiLinearMoE": (10, 36),
@@ -31,8 +31,8 @@ MOST = {
     },
     "qwen3_5_moe": {
         "linear_attention, Qwen3_5MoeSparseMoeBlock": (7.33, 27),
-        "full_attention, Qwen3_5MoeSparseMoeBlock": (8, 40),
-        AROUND: (1, 5),
+        "full_attention, Qwen3_5MoeSparseMoeBlock": (7, 27),
+        AROUND: (1, 4),
     },
 }
 
