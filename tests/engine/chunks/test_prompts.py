@@ -193,7 +193,7 @@ def test_laws_of_both(case, run, law):
     LAWS_OF_BOTH[law](run, case)
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "chunk_kda", "chunk_comba", "chunk_gla"])
 def test_gates_agree(function):
