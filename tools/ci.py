@@ -31,7 +31,8 @@ NEW = "channel_mix"  # a family's name, of none that there is
 OTHERS = (
     "accelerate", "bench_combine", "bench_conv", "bench_files", "bench_formats", "bench_layers", "bench_mamba3", "bench_norm",
     "bench_replay", "bench_trees", "build_out", "cache*", "callers", "cards_of_tests", "causal_*", "chain", "check", "chunk_*", "combine_*",
-    "compat*", "constraints", "context", "copies", "crew", "demo*", "emulator*", "engine_*", "engines", "fast_path", "first_use", "gated_*",
+    "compat*", "constraints", "context", "copies", "crew", "decode_*", "demo*", "emulator*", "engine_*", "engines", "fast_path",
+    "first_use", "gated_*",
     "generated_files", "hf*", "inspect", "layer*", "linear_*", "live", "mamba3*", "models_scans", "narrow_*", "native", "norm_*", "nvrtc",
     "occupancy", "odd_sizes", "plots", "products*", "prompt*", "remote*", "replay*", "report*", "ring", "rms_norm", "sanitize", "selection",
     "selective_*", "serving*", "skinny_*", "state_accuracy", "stochastic", "tuned_tables", "wheel", "worker_memory",

@@ -29,7 +29,7 @@ MOST = {
         "full_attention, KimiLinearMoE": (7, 41),
         AROUND: (1, 4),
     },
-    "granitemoehybrid": {"linear_attention": (8.33, 22), "full_attention": (7, 22), AROUND: (1, 4)},
+    "granitemoehybrid": {"linear_attention": (8.33, 22), "full_attention": (7, 22), AROUND: (1, 5)},
     "zamba2": {"layer": (7.5, 1.25), AROUND: (1, 4)},
     "qwen3_5_moe": {
         "linear_attention, Qwen3_5MoeSparseMoeBlock": (7.33, 27),
