@@ -24,6 +24,7 @@ from .families.chunk_scan.attention import chunk_lightning_attn as chunk_lightni
 from .families.chunk_scan.attention import chunk_simple_gla as chunk_simple_gla
 from .families.chunk_scan.call import chunk_scan as chunk_scan
 from .families.combine_splits.call import combine_splits as combine_splits
+from .families.decode_attention.call import decode_attention as decode_attention
 from .families.delta_layer.call import gdn_layer as gdn_layer
 from .families.delta_layer.call import kda_layer as kda_layer
 from .families.gated_rms_norm.call import gated_rms_norm as gated_rms_norm

@@ -36,6 +36,11 @@ if "PYTEST_XDIST_WORKER" in os.environ and (
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():
+        cards_of_tests.take_few(config.option)
+
+
 class Unread(pytest.Item):
     """Stands for a file of tests/gpu where torch sees no card: reading all takes each worker 7 s."""
 
@@ -62,10 +67,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Before -m selects tests, marks some of `costly` functions; after it, drops tests that need a card."""
+    """Before -m selects tests, marks some of `costly` functions; after it, drops tests that need a card, or begins with the longest."""
     leave_out(config, items, selection.thin(items))
     yield
     leave_out(config, items, cardless(items))
+    if torch.cuda.is_available():
+        items.sort(key=cards_of_tests.turn)
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], gone: set[pytest.Item]) -> None:

@@ -174,7 +174,7 @@ def test_build_of_linear_attention(own_cache):
     assert built("--layout", "kv", "--no-pdl") == {"delta_g_h64v128k128g16_bf16"}
 
 
-def test_build_of_all_models_of_an_operator(own_cache):
+def test_build_of_all_models_of_an_operator(own_cache, one_compile):
     args = ["build", "--all", "--op", "linear_attention", "--index", "i32", "--max-batch", "1", "--no-pdl", "--json"]
     rows = json.loads(ssmgen_command(*args))
     assert {v["spec"].partition(":")[0] for v in rows["variants"]} == {"linear_attention"} and len(rows["variants"]) > 8

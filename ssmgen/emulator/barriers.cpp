@@ -56,6 +56,17 @@ void check_looks(const Barrier& b) {
   }
 }
 
+// A thread's first wait may be for a later phase than the first one. If it came before the phase before that is over, its parity would let it
+// pass at once.
+void check_first_look(const Barrier& b, long long phase) {
+  for (u32 moment : b.arrived[(phase - 1) % 3]) {
+    if (machine->ordered(moment)) continue;
+    const std::string before = std::to_string(phase - 1);
+    machine->fail("waits for phase " + std::to_string(phase) + " of " + element(*b.array, b.i) + " first, and nothing keeps it from looking before thread " +
+                  machine->thread_of(moment) + " arrives in phase " + before + ": by the parity it would not wait");
+  }
+}
+
 // Ends the phase if nothing is missing: the copies land.
 bool complete(Barrier& b) {
   if (b.missing || b.expected != bytes_of(b)) return false;
@@ -78,6 +89,7 @@ bool complete(Barrier& b) {
   b.copies.clear();
   check_looks(b);
   b.missing = b.count, b.expected = 0, ++b.phase;
+  b.arrived[b.phase % 3].clear();
   machine->select(me);
   return true;
 }
@@ -88,6 +100,7 @@ Barrier& arrive(SharedArray* array, long long i) {
   if (!b.missing)
     machine->fail("arrives at " + element(*array, i) + ", at which all " + std::to_string(b.count) + " have arrived and copies are in flight");
   --b.missing;
+  b.arrived[b.phase % 3].push_back(machine->now());
   return b;
 }
 
@@ -101,7 +114,7 @@ void barrier_init(SharedArray* array, long long i, u32 count) {
   const std::size_t threads = machine->threads.size();
   const std::vector<long long> never(threads, kNever);
   const std::vector<Look> none(threads, Look{kNever, 0});
-  machine->barriers.emplace_back(new Barrier{array, machine->rank, i, count, count, 0, 0, {}, {}, {}, never, {none, none}});
+  machine->barriers.emplace_back(new Barrier{array, machine->rank, i, count, count, 0, 0, {}, {}, {}, never, {none, none}, {}});
 }
 
 void barrier_arrive(SharedArray* array, long long i, u32 bytes) {
@@ -133,6 +146,7 @@ void barrier_wait(SharedArray* array, long long i, u32 parity) {
   const long long phase = last == kNever ? has(b.phase - 1) ? b.phase - 1 : b.phase : has(last) ? last : last + 1;
   if (phase < b.phase - 1)
     machine->fail("waits for phase " + std::to_string(phase) + " of " + element(*array, i) + " by its parity, and the next is over too");
+  if (last == kNever && phase > 0) check_first_look(b, phase);
   last = phase;
   Thread& t = machine->me();
   b.looks[phase & 1][machine->current] = Look{phase, t.clock};

@@ -66,6 +66,7 @@ struct Barrier {
   std::vector<u32> gathered;        // the clocks that arrived threads have seen
   std::vector<long long> waited_for;  // by each thread, the last phase; kNever
   std::vector<Look> looks[2];       // of each thread, the last of either parity
+  std::vector<u32> arrived[3];      // the moments of arrivals: of phase i in place i % 3
 };
 
 // A thread's barriers and seen clocks at a fence, which makes its earlier stores visible to products.

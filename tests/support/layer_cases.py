@@ -124,7 +124,7 @@ GDN_MATRIX = [
     *vary(GDN, bare={"norm": None, "bias": False, "l2norm": False}, twice={"twice": True, "scale": 0.5}, sigmoid={"activation": "sigmoid"}),
     *vary(GDN, gate_first={"norm_first": False}, mixed={"z": F32, "gates": F32, "norm": F32, "weights": F16, "conv_weight": F32}),
     *vary(GDN, no_slots={"index": None, "batch": 3}, pad={"index": I64, "pad_slot_id": 7}, one={"batch": 1}, headed={"headed": True}),
-    *vary(GDN, taps2={"taps": 2, "conv_bias": None}, taps3={"taps": 3, "window": "channels", "x": F32}, taps8={"taps": 8}),
+    *vary(GDN, taps3={"taps": 3, "window": "channels", "x": F32}, taps8={"taps": 8}),
     *vary(GDN, noise={"philox": 7}, noise_kv={"philox": 10, "layout": "kv", "state": F16}),
     *vary(GDN, equal={"key_heads": 4}, one_key={"key_heads": 1}, v12={"V": 12, "K": 36}, v20_kv={"V": 20, "layout": "kv"}, v40={"V": 40}),
 ]
@@ -216,13 +216,7 @@ MAMBA_MATRIX = [
     *vary(MAMBA, gated={"norm": None, "D": "row"}, bare={"norm": None, "ungated": True, "D": "none", "bias": False, "softplus": False}),
     *vary(MAMBA, mixed={"z": F32, "gates": F32, "norm": F32, "weights": F16, "conv_weight": F32}, limit={"limit": (0.01, 0.1)}),
     *vary(MAMBA, no_slots={"index": None, "batch": 3}, pad={"index": I64, "pad_slot_id": 7}, one={"batch": 1}, p20={"P": 20, "N": 36}),
-    *vary(
-        MAMBA,
-        taps2={"taps": 2, "conv_bias": None},
-        taps3={"taps": 3, "window": "channels", "x": F32},
-        taps8={"taps": 8},
-        noise={"philox": 7},
-    ),
+    *vary(MAMBA, taps3={"taps": 3, "window": "channels", "x": F32}, taps8={"taps": 8}, noise={"philox": 7}),
 ]
 MAMBA_TOKENS = of_tokens(
     MAMBA,

@@ -20,21 +20,21 @@ from tools.demo.presets import presets
 # {model: {kind of layers: (kernels of ssmgen, operations of torch)} of one layer, or around the layers}, with transformers 5.24
 MOST = {
     "mamba2": {"layer": (5.25, 0.25), AROUND: (1, 4)},
-    "nemotron_h": {"linear_attention": (5.25, 0), "mlp": (3, 0), "full_attention": (3, 3), AROUND: (1, 6)},
-    "falcon_h1": {"layer, FalconH1MLP": (9.25, 10), AROUND: (1, 8)},
-    "qwen3_5": {"linear_attention, Qwen3_5MLP": (7.33, 0), "full_attention, Qwen3_5MLP": (8, 13), AROUND: (1, 6)},
+    "nemotron_h": {"linear_attention": (5.25, 0), "mlp": (3, 0), "full_attention": (4, 0), AROUND: (1, 4)},
+    "falcon_h1": {"layer, FalconH1MLP": (10.25, 1), AROUND: (1, 6)},
+    "qwen3_5": {"linear_attention, Qwen3_5MLP": (7.33, 0), "full_attention, Qwen3_5MLP": (7, 0), AROUND: (1, 4)},
     "kimi_linear": {
         "linear_attention, KimiLinearMLP": (11, 0),
         "linear_attention, KimiLinearMoE": (10, 35),
         "full_attention, KimiLinearMoE": (7, 41),
         AROUND: (1, 4),
     },
-    "granitemoehybrid": {"linear_attention": (8.33, 22), "full_attention": (6, 25), AROUND: (1, 6)},
-    "zamba2": {"layer": (7.25, 2), AROUND: (1, 5)},
+    "granitemoehybrid": {"linear_attention": (8.33, 22), "full_attention": (7, 22), AROUND: (1, 4)},
+    "zamba2": {"layer": (7.5, 1.25), AROUND: (1, 4)},
     "qwen3_5_moe": {
         "linear_attention, Qwen3_5MoeSparseMoeBlock": (7.33, 27),
-        "full_attention, Qwen3_5MoeSparseMoeBlock": (8, 40),
-        AROUND: (1, 5),
+        "full_attention, Qwen3_5MoeSparseMoeBlock": (7, 27),
+        AROUND: (1, 4),
     },
 }
 

@@ -140,19 +140,19 @@ def test_a_digest_is_of_code(monkeypatch):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("share", range(4))  # of 10 s each, for workers to divide
+@pytest.mark.parametrize("share", range(2))  # of 12 s each, for workers to divide
 def test_no_variant_of_the_packages_tables_spills(monkeypatch, share):
-    """Under this compiler, as measured and with the widest slot index, which takes the most registers; a row that does is taken out."""
+    """Under this compiler, with the widest slot index, which takes the most registers; a row that does is taken out."""
     monkeypatch.undo()
     registry.forget()
     rows = [r for gpu in table.gpus() for r in table.read(table.SHIPPED / table.file_name(gpu)).values() if not table.staleness(r)]
     work = {}
     for r in rows:
         arch, measured = Arch.parse(r.arch), table.parse(r.spec)
-        specs = [measured, *(s for s in table.alike(measured) if getattr(s, "index", None) is Index.I64 and not s.violations(arch))]
-        work |= {(part, arch): r.label for s in specs for part in s.kernels}
+        widest = [s for s in table.alike(measured) if getattr(s, "index", None) is Index.I64 and not s.violations(arch)]
+        work |= {(part, arch): r.label for s in widest or [measured] for part in s.kernels}
     assert len(work) > 100
-    failed = [f"{work[b.spec, b.arch]}: {b.error}" for b in build(list(work)[share::4], Cache.from_environment()) if b.error]
+    failed = [f"{work[b.spec, b.arch]}: {b.error}" for b in build(list(work)[share::2], Cache.from_environment()) if b.error]
     assert not failed, "\n".join(failed)
 
 

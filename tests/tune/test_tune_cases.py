@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 
 import pytest
 from selection import costly
@@ -13,11 +14,13 @@ from ssmgen.select import registry
 from ssmgen.select import tuned as table
 from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
 from ssmgen.select.models import find_model
-from ssmgen.spec.kernel import SM90, DType, Index, Pdl, PoolMode
+from ssmgen.spec.kernel import SM90, Arch, DType, Index, Pdl, PoolMode
 from ssmgen.tune import cases, model
 from ssmgen.tune.command import TUNED
+from ssmgen.variants.generate import default_variants
 
 OP = "selective_state_update"
+SM90A = Arch.parse("sm_90a")
 PROBLEM = find_model("nemotron-h-8b").problem(DType.BF16, Index.I32, PoolMode.SINGLE)
 RULE = registry.select(OP, PROBLEM, 8, SM90, True)
 CARD = model.Card(SM90, 132, 4.2)
@@ -44,6 +47,17 @@ def test_the_nearest_of_what_may_win_are_tried():
     apart = [sum(getattr(c.spec, n) != getattr(RULE, n) for n in ("lanes", "vec", "ilp", "tile", "threads", "prefetch")) for c in few]
     assert apart == sorted(apart) and apart[0] == 1
     assert model.promising([], CARD, 10, RULE) == []
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_all_kernels_of_what_is_tried_are_legal(operator):
+    """Also those that a call launches before its last one."""
+    kinds = tuple(kind for kind, name in OPERATOR_OF.items() if name == operator)
+    chosen = next(s for s, arch in default_variants() if str(arch) == "sm_90a" and isinstance(s, kinds))
+    (kind,) = (kind for kind in kinds if isinstance(chosen, kind))
+    problem = kind(**{f.name: getattr(chosen, f.name) for f in fields(kind)})
+    tried = list(OPERATORS[operator].space(problem, SM90A))
+    assert tried and [(s, wrong) for s in tried for kernel in s.kernels if (wrong := kernel.violations(SM90A))] == []
 
 
 # The cases.

@@ -15,6 +15,7 @@ from ...errors import ArgumentError, PatchError, bullets
 from ...launch import runtime
 from .. import hf
 from . import roles
+from .attentions import Attentions
 from .linears import Linears
 from .positions import Positions, Rotary
 from .rotations import Rotations
@@ -134,7 +135,8 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
         raise ArgumentError("accelerate", problems)
     patch = hf.patch(model, fuse=True)
     linears = Linears(model)
-    rotary: list[Any] = [Rotary(model), Rotations(model)]
+    attentions = [Attentions(model)]
+    rotary: list[Any] = [Rotary(model), Rotations(model), *attentions]
     try:
         if strict and patch.lost:
             lines = bullets([f"{label}: {words}" for label, words in patch.lost.items()])
@@ -156,6 +158,9 @@ def accelerate(model: torch.nn.Module, batches: Iterable[int] = (1,), *, prompt_
             count = runtime.loaded_count() - loaded
             done.append(f"{count} kernels were compiled or loaded, for batches of {', '.join(map(str, sizes or ()))}")
         why = _without_steps(model)
+        if not why:
+            for found, into in zip(attentions[0].words, (done, left), strict=True):
+                into += found
         if why:
             left.append(f"generate is model.generate: {why}")
         elif device.startswith("cuda"):

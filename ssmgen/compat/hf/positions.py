@@ -41,6 +41,11 @@ def is_step() -> bool:
     return _now.positions is not None
 
 
+def current() -> Positions | None:
+    """The positions of the step that this thread runs."""
+    return _now.positions
+
+
 class Positions:
     """The positions of the next token, one per sequence, and how many keys each layer of the cache has."""
 
@@ -52,7 +57,9 @@ class Positions:
         self.counts = {id(layer): self.memory[batch + i] for i, layer in enumerate(layers)}
         self.tables: dict[Any, Tensor | None] = {}
         self.masks: dict[str, Tensor | None] | None = None
+        self.attends: dict[Any, bool] = {}  # (attention layer, layer of the cache): whether its steps are ours (`attentions.py`)
         self._model, self._cache, self._looked = model, kv, False
+        self._filled = False
         self._updated: list[int] = []
         for layer in layers:
             layer.cumulative_length = self.counts[id(layer)]
@@ -64,13 +71,11 @@ class Positions:
         self._updated.clear()
         before, _now.positions = _now.positions, self
         try:
-            if not self._looked and not _captured(self.memory):
+            if not self._looked and not captured(self.memory):
                 self._looked, self.masks = True, self._made_masks()
-            if self.masks is not None:
-                for mask in self.masks.values():
-                    if mask is not None:
-                        self._fill(mask)
-                        break  # all kinds have the same one
+            self._filled = False
+            if not self._needs_no_mask():
+                self.fill()
             yield {} if self.masks is None else {"attention_mask": self.masks}
         finally:
             _now.positions = before
@@ -81,7 +86,19 @@ class Positions:
             for one in self._updated:
                 self.counts[one].add_(1)
 
-    def _fill(self, mask: Tensor) -> None:
+    def _needs_no_mask(self) -> bool:
+        """Whether decode_attention has all layers of the cache. A layer that needs the mask nevertheless calls `fill`."""
+        ours = {layer for (_, layer) in self.attends} if all(self.attends.values()) else set()
+        return bool(ours) and ours == {id(layer) for layer in self._cache.layers if isinstance(getattr(layer, "keys", None), Tensor)}
+
+    def fill(self) -> None:
+        """Computes the masks of the step, once."""
+        if self._filled or self.masks is None:
+            return
+        self._filled = True
+        mask = next((mask for mask in self.masks.values() if mask is not None), None)  # all kinds have the same one
+        if mask is None:
+            return
         if mask.dtype == torch.bool:
             torch.le(self.columns, self.ids[:, :, None, None], out=mask)
         else:
@@ -89,6 +106,7 @@ class Positions:
 
     def update(self, layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Writes a token's keys and values. The count follows at the end of the step."""
+        self.fill()  # the attention that follows is not ours
         count = self.counts.get(id(layer))
         if count is None or layer.cumulative_length is not count or not layer.is_initialized or keys.shape[-2] != 1:
             return type(layer).update(layer, keys, values, *args, **kwargs)
@@ -100,6 +118,25 @@ class Positions:
         layer.keys.index_copy_(2, count.view(1), keys)
         layer.values.index_copy_(2, count.view(1), values)
         return layer.keys, layer.values
+
+    def takes(self, layer: Any) -> bool:
+        """Whether a layer's next key is the step's first one, and belongs at `ids`."""
+        count = self.counts.get(id(layer))
+        return count is not None and layer.cumulative_length is count and layer.is_initialized and id(layer) not in self._updated
+
+    def appended(self, layer: Any) -> None:
+        """Notes that a layer has its key and value. The count follows at the end of the step."""
+        self._updated.append(id(layer))
+
+    def counts_are_positions(self, layer: Any) -> bool:
+        count = self.counts[id(layer)]
+        return count.is_meta or bool((self.ids == count).all())
+
+    def may_be_causal(self, mask: Any) -> bool:
+        """Whether a mask shows a token all keys before it; of a mask that the model has made, only its shape is looked at."""
+        if self.masks is not None:
+            return mask is None or any(mask is ours for ours in self.masks.values())
+        return mask is None or (isinstance(mask, Tensor) and mask.shape[-1] == len(self.columns))
 
     def length(self, layer: Any) -> Any:
         found = type(layer).get_seq_length(layer)
@@ -134,7 +171,7 @@ class Positions:
     def rotary(self, module: Any, x: Tensor, position_ids: Tensor) -> Any:
         """cos and sin of the step's positions, [batch, 1, channels] each; as the module computes them where it gets other positions."""
         known = (id(module), x.dtype)
-        if not self._are_ours(position_ids) or (known not in self.tables and _captured(x)):
+        if not self._are_ours(position_ids) or (known not in self.tables and captured(x)):
             return type(module).forward(module, x, position_ids)
         if known not in self.tables:
             self.tables[known] = self._table(module, x, position_ids)
@@ -159,7 +196,8 @@ class Positions:
         return table if _equal(table.index_select(0, self.ids.view(-1)).unsqueeze(1), want) else None
 
 
-def _captured(tensor: Tensor) -> bool:
+def captured(tensor: Tensor) -> bool:
+    """Whether a graph is being captured where a tensor is."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

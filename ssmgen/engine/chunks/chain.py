@@ -233,7 +233,8 @@ class Chain(ChunkKernel, Stated, Divided):
     # Constraints
 
     def violations(self, arch: Arch) -> list[str]:
-        return self.faults() or self.violations_of_shape(arch) or self._violations_of_role()
+        own = self.faults() or self.violations_of_shape(arch) or self._violations_of_role()
+        return own or [problem for kernel in self.ahead for problem in kernel.violations(arch)]
 
     def violations_of_shape(self, arch: Arch) -> list[str]:
         """Violated constraints of tiles, stages and threads, for any role."""

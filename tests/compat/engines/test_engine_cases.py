@@ -14,7 +14,7 @@ ONE_OF_EACH = [*{(f.arguments, f.relay): f for f in FORMS if "noisy" not in f.id
 named = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.id)
 
 
-@costly(55)
+@costly(36)
 @pytest.mark.parametrize(
     ("form", "mode"),
     [(f, mode) for f in FORMS for mode in (torch.no_grad, torch.inference_mode) if mode is torch.no_grad or f in ONE_OF_EACH],

@@ -52,6 +52,7 @@ def test_styles_are_told_from_each_other():
     assert not [(a, b) for i, a in enumerate(results) for b in results[:i] if torch.equal(a, b)]
 
 
+@costly(10)
 @every_kind
 def test_the_tables_say_what_norms_and_blocks_do(name):
     """Every norm and block of the tested releases is in a table. Its numbers agree with its text."""

@@ -192,7 +192,7 @@ def test_a_compiled_step_follows_its_weights():
 
 
 @costly(1)
-@pytest.mark.parametrize("name", [name for name in LAYERS if name in ("mamba2", "qwen3_5", "qwen3_next")])
+@one_of_each
 def test_a_static_cache_which_transformers_compiles(name):
     compile_config = CompileConfig(backend="aot_eager", mode=None)
     compile_config._compile_all_devices = True

@@ -72,7 +72,7 @@ def served(form: Any, segments: int) -> Any:
 # Laws.
 
 
-@costly(2)
+@costly(2, 10)
 @needs_emulator
 @forms
 @pytest.mark.parametrize("kind", few(["random", *OF_HEADS]))
@@ -80,7 +80,7 @@ def test_errors_are_those_of_one_segment(case, form, kind):
     laws.segments_are_as_accurate(served(form, 1), served(form, 4), replace(case, heads=1), 7 * CHUNK, **ADVERSARIAL.get(kind, {}))
 
 
-@costly(1)
+@costly(1, 5)
 @needs_emulator
 @forms
 @pytest.mark.parametrize("segments", few([3, 2, 5]))
@@ -95,7 +95,7 @@ def test_other_rules(function):
     laws.is_accurate(partial(emulated, segments=3), Case(function), 260)
 
 
-@costly(2)
+@costly(1, 3)
 @needs_emulator
 @pytest.mark.parametrize("arch", few([Arch(80), SM90]))
 @pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "chunk_kda"])
@@ -116,7 +116,7 @@ def test_two_warpgroups_share_a_block(function):
     laws.is_accurate(served(Backend.WARPGROUPS, 4), case, 200)
 
 
-@costly(2)
+@costly(1, 4)
 @needs_emulator
 @pytest.mark.parametrize("lengths", [RAGGED, SPARSE], ids=["all-may-be-cut", "few-may-be-cut"])
 @forms
@@ -124,13 +124,14 @@ def test_packing_changes_no_bit(case, form, lengths):
     laws.packing_changes_no_bit(served(form, 3), case, lengths)
 
 
+@costly(1)
 @needs_emulator
 @both
 def test_neighbours_do_not_matter(case):
     laws.neighbours_do_not_matter(served(Backend.WARPS, 3), case, (5, 330, 70))
 
 
-@costly(3)
+@costly(2)
 @needs_emulator
 @forms
 def test_a_pool_is_touched_where_it_should_be(case, form):
@@ -138,7 +139,7 @@ def test_a_pool_is_touched_where_it_should_be(case, form):
     laws.a_pool_is_touched_where_it_should_be(served(form, 2), case, state, layout)
 
 
-@costly(2)
+@costly(1)
 @needs_emulator
 @forms
 def test_states_may_go_where_they_come_from(case, form):

@@ -61,7 +61,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@costly(6)
+@costly(6, 10)
 @needs_emulator
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES, ids=called)

@@ -109,7 +109,7 @@ def test_a_scale_is_a_factor_of_the_output(case):
 # Laws of both kernels together.
 
 
-@costly(9, 40)
+@costly(9, 24)
 @needs_emulator
 @each
 @pytest.mark.parametrize("kind", ["random", *ADVERSARIAL])
@@ -157,7 +157,7 @@ LAWS: dict[str, Law] = {
 }
 
 
-@costly(12)
+@costly(8, 20)
 @needs_emulator
 @each
 @pytest.mark.parametrize("law", LAWS)
@@ -185,7 +185,7 @@ LAWS_OF_BOTH: dict[str, Law] = {
 }
 
 
-@costly(30)
+@costly(16, 24)
 @by_both
 @three
 @pytest.mark.parametrize("law", LAWS_OF_BOTH)

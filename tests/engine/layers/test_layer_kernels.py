@@ -129,7 +129,7 @@ def test_check_of_early_triggers(which):
     assert check(spec_of(which), SM90, 4).passed
 
 
-@costly(24)
+@costly(14)
 @needs_emulator
 @pytest.mark.parametrize("which", [which for which in ALL if which not in EARLY])
 def test_check_of_variants(which):

@@ -23,11 +23,13 @@ from layer_cases import (
     MAMBA,
     MAMBA_MATRIX,
     MAMBA_TOKENS,
+    Case,
     Gdn,
+    Mamba,
     named,
     vary,
 )
-from selection import costly, few
+from selection import costly, covering, few
 
 from ssmgen.engine.rows import axes
 from ssmgen.families.delta_layer import spec as delta
@@ -38,6 +40,8 @@ from ssmgen.select.catalog import OPERATOR_OF
 from ssmgen.spec.kernel import changed
 
 THREE = [MAMBA, GDN, KDA]
+OF_ONE_TOKEN = [*MAMBA_MATRIX, *GDN_MATRIX, *GDN_HEADS, *KDA_MATRIX]
+OF_SEVERAL = [*MAMBA_TOKENS, *GDN_TOKENS, *KDA_TOKENS]
 CHOICES = {mamba.OPERATOR: mamba, delta.OPERATOR: delta}
 
 
@@ -47,7 +51,7 @@ def space(case: Any) -> list[Any]:
     return list(CHOICES[OPERATOR_OF[type(problem)]].space(problem, SM90))
 
 
-@named([*MAMBA_MATRIX, *GDN_MATRIX, *KDA_MATRIX, *MAMBA_TOKENS, *GDN_TOKENS, *KDA_TOKENS])
+@named([*MAMBA_MATRIX, *GDN_MATRIX, *KDA_MATRIX, *OF_SEVERAL])
 def test_a_call_on_cpu_equals_the_separate_operators(case):
     call, chain = make(case), make(case).chain()
     for _ in range(2 if case.accepted is None else 1):
@@ -64,11 +68,18 @@ def test_a_new_output_is_like_the_input(case):
     assert got.dtype is case.x and got.shape == want.shape and torch.equal(got, want)
 
 
+def values(case: Case) -> set[Any]:
+    """The values of a case's fields. KDA's layer has the kernels of GDN's, except what reads the state and its decays."""
+    kernels = isinstance(case, Mamba), bool(case.tokens)
+    found = {(*kernels, f.name, getattr(case, f.name)) for f in fields(case) if f.name not in ("id", "batch")}
+    return found | {(type(case), *kernels, getattr(case, "layout", ""), case.state, bool(case.accepted))}
+
+
 @needs_emulator
-@named([*few(MAMBA_MATRIX), *few([*GDN_MATRIX, *GDN_HEADS]), *few(KDA_MATRIX), *few(MAMBA_TOKENS), *few([*GDN_TOKENS, *KDA_TOKENS])])
+@named([*few(covering(OF_ONE_TOKEN, values), 9), *few(covering(OF_SEVERAL, values), 6)])
 def test_kernels_equal_those_of_the_separate_operators(case):
     """The rules' choice and, for a delta rule of one token, the kernel that also normalises, in one of two block sizes. That these are
-    equal is a law of variants."""
+    equal is a law of variants. Every value of every field occurs; the reference above and the card run all cases."""
     chain = emulated_chain(case)
     problem, size, _, _ = make(case).built().problem()
     spec = registry.select(OPERATOR_OF[type(problem)], problem, size, SM90, False)
@@ -162,7 +173,7 @@ def test_variants_are_bit_equal(case):
     forms: dict[Any, list[Any]] = {}
     for spec in space(case):
         forms.setdefault(isinstance(case, Gdn) and (spec.norm_inside, spec.clustered), []).append(spec)
-    for spec in [s for of_form in forms.values() for s in chosen.sample(of_form, min(6 if len(forms) == 1 else 3, len(of_form)))]:
+    for spec in [s for of_form in forms.values() for s in chosen.sample(of_form, min(4 if len(forms) == 1 else 2, len(of_form)))]:
         call = make(case)
         emulate(call.built(), spec)
         call.assert_unharmed()

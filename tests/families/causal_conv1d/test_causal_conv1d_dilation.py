@@ -63,7 +63,7 @@ def prompts_are_alike(run: Any, form: str, draw: Draw, gates: tuple[str, ...]) -
     assert len(got) == len(want) and all(equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@costly(36)
+@costly(18, 36)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @gated
 @pytest.mark.parametrize("form", FORMS)
@@ -73,7 +73,7 @@ def test_steps_have_the_bits_of_a_wider_weight(function, gates, form, dtype, las
     steps_are_alike(update, form, Draw("cpu", dtype, last, dim, width=REACH), gates)
 
 
-@costly(36)
+@costly(18, 36)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @gated
 @pytest.mark.parametrize("form", PROMPTS)

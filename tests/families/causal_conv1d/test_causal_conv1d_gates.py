@@ -59,7 +59,7 @@ def gates_are_multiplications(update: Any, call: dict[str, Any], gates: tuple[st
         assert name not in call or equal(call[name], plain[name])
 
 
-@costly(54)
+@costly(27, 54)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize("form", FORMS)

@@ -72,7 +72,7 @@ def multiplied(function: Any, call: dict[str, Any], silu: bool) -> list[torch.Te
     return [out, *others]
 
 
-@costly(54)
+@costly(27, 54)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize("form", FORMS)

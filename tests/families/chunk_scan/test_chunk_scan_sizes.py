@@ -50,7 +50,7 @@ def by(parts: int = 1, stages: int = 2, stays: bool = False, **more: Any) -> law
     return partial(emulated, spec=made(parts, stages, stays), **more)
 
 
-@costly(6)
+@costly(6, 8)
 @needs_emulator
 @of_sizes
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ LAWS_OF_FEW = {
 }
 
 
-@costly(8)
+@costly(8, 8)
 @needs_emulator
 @of_sizes
 @pytest.mark.parametrize("law", LAWS)
@@ -110,7 +110,7 @@ def test_laws(size, law):
     holds(scan, SIZES[size])
 
 
-@costly(11, 11)
+@costly(11, 5)
 @needs_emulator
 @of_few_sizes
 @pytest.mark.parametrize("law", LAWS_OF_FEW)
@@ -139,8 +139,8 @@ def test_linear_attention(form, size):
 def test_blocks_that_stay_have_the_bits_of_others(size):
     """Persistent blocks, and parts that may divide longer sequences, change no bit: no sequence here is divided."""
     sizes = replace(SIZES[size], heads=2)
-    call = make(sizes, 3, 200) | {"return_final_states": True}
-    call["initial_states"] = torch.randn(3, 2, sizes.headdim, sizes.d_state, generator=torch.Generator().manual_seed(1))
+    call = make(sizes, 2, 140) | {"return_final_states": True}
+    call["initial_states"] = torch.randn(2, 2, sizes.headdim, sizes.d_state, generator=torch.Generator().manual_seed(1))
     wanted = by()(**call)
     for scan in (by(stays=True), by(2), by(3)):
         assert all(same(a, b) for a, b in zip(scan(**call), wanted, strict=True))
@@ -178,7 +178,7 @@ SPECS = [
 @needs_emulator
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_check_of_variants(spec):
-    assert check(spec, SM90, 4).passed
+    assert check(spec, SM90, 2 if spec.parts > 1 and spec.cu_seqlens is Index.NONE else 4).passed  # such sequences are long
 
 
 @pytest.mark.matrix

@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[Sizes, int, int, float, dict[str, Any]]] = {  # sizes, pa
 }
 
 
-@costly(3)
+@costly(3, 11)
 @needs_emulator
 @pytest.mark.parametrize("stages", few([4, 2]))
 @pytest.mark.parametrize(("sizes", "parts", "tokens", "decay", "more"), KINDS.values(), ids=KINDS)
@@ -203,7 +203,7 @@ SPECS = [
 @needs_emulator
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)
 def test_check_of_variants(spec):
-    assert check(spec, SM90, 4).passed
+    assert check(spec, SM90, 2 if spec.parts > 1 and spec.cu_seqlens is Index.NONE else 4).passed  # such sequences are long
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.stem)

@@ -9,7 +9,7 @@ import kernel_laws as laws
 import pytest
 from emulated_calls import SM90, needs_emulator
 from norm_cases import F32, GDN, MAMBA
-from selection import costly, kept
+from selection import costly
 from subjects import a_mistake_is_found
 from test_check import edited as rendered
 
@@ -175,10 +175,10 @@ def every_rule() -> list[tuple[NormSpec, Arch]]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("share", kept((20, 5), lambda share: share > 5), ids=("some", "fifth"))
-def test_no_variant_spills_or_uses_local_memory(share):
+def test_no_variant_spills_or_uses_local_memory():
+    """A tenth of them, and the widest."""
     every = every_rule()
-    assert not laws.spilled([*every[:-4:share], *every[-4:]])
+    assert not laws.spilled([*every[:-4:11], *every[-4:]])
 
 
 def test_the_rules_are_legal_and_agree_about_thresholds():

@@ -26,7 +26,7 @@ emulated = pytest.mark.skipif(not emulator.available(), reason="needs g++")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@costly(20)
+@costly(12)
 @emulated
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 def test_kernels_round_with_the_reference_s_noise(case):

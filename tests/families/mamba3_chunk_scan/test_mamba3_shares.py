@@ -196,6 +196,11 @@ SPAN_MISTAKES = {
     "no q in a span": ("if (!is_k && n < lead) continue;  // only", "if (!is_k && n <= lead) continue;  // only", "off|shared memory"),
     "no rounded state in a span": ("if (holds && n >= lead) {  // rounds", "if (holds && n > lead) {  // rounds", "off|shared memory"),
     "a barrier that is not counted": ("for (u32 n = 0; n < lead; ++n) leave_chunk(n);", "", "shared memory"),
+    "a wait that is skipped": (
+        "wait_for(rounded, n), wait_for(full, n), arrive",
+        "wait_for(full, n), arrive",
+        "by the parity it would not wait",
+    ),
     "every span's state": ("  if (share + 1 < kSpans) return;  // the last", "  //", "also writes|off|races"),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases.mamba3_state_update import call, layer
+from selection import costly
 from test_fast_path import launched  # noqa: F401  # a fixture
 from test_mamba3_state_update import emulated, run
 from torch import Tensor
@@ -124,6 +125,7 @@ def test_kernels_take_the_row_s_strides(R, gap):
         assert norm_error(got[name].reshape(exact[name].shape), exact[name]) < 2e-6, name
 
 
+@costly(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_makes_the_same_views(dynamic):
     torch._dynamo.reset()

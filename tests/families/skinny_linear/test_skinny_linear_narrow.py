@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import skinny_cases as laws
 import torch
+from selection import costly
 from skinny_cases import SM90, WITH_GXX, by_name, emulate, fields_of, narrow_operands, problem_of, served
 
 import ssmgen
@@ -20,6 +21,7 @@ IDS = ["bf16-i8", "bf16-e4m3-own-scale", "f16-i8-own-scale", "f16-e4m3"]
 OLD = [Arch.parse("sm_80"), Arch.parse("sm_89")]
 
 
+@costly(4)
 @WITH_GXX
 @pytest.mark.parametrize(("dtype", "stored", "scale"), TYPES, ids=IDS)
 @pytest.mark.parametrize("k", [2048, 1040])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from emulated_calls import SM80, SM90, emulate
+from selection import costly
 from skinny_cases import NAN, WITH_GXX, variants, wide
 
 import ssmgen
@@ -36,6 +37,7 @@ def results(call, spec=None, arch=SM90):
     return [t.clone() for t in (found if isinstance(found, tuple) else (found,))]
 
 
+@costly(6, 6)
 @WITH_GXX
 @pytest.mark.parametrize("arch", [SM90, SM80], ids=str)
 @pytest.mark.parametrize(("dtype", "kind"), TYPES, ids=IDS)
