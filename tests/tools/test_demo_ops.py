@@ -21,7 +21,7 @@ from tools.demo.presets import presets
 MOST = {
     "mamba2": {"layer": (5.25, 0.25), AROUND: (1, 4)},
     "nemotron_h": {"linear_attention": (5.25, 0), "mlp": (3, 0), "full_attention": (4, 0), AROUND: (1, 4)},
-    "falcon_h1": {"layer, FalconH1MLP": (10.25, 1), AROUND: (1, 6)},
+    "falcon_h1": {"layer, FalconH1MLP": (10.25, 0), AROUND: (1, 6)},
     "qwen3_5": {"linear_attention, Qwen3_5MLP": (7.33, 0), "full_attention, Qwen3_5MLP": (7, 0), AROUND: (1, 4)},
     "kimi_linear": {
         "linear_attention, KimiLinearMLP": (11, 0),
@@ -29,7 +29,7 @@ MOST = {
         "full_attention, KimiLinearMoE": (7, 41),
         AROUND: (1, 4),
     },
-    "granitemoehybrid": {"linear_attention": (8.33, 22), "full_attention": (7, 22), AROUND: (1, 4)},
+    "granitemoehybrid": {"linear_attention": (8.33, 22), "full_attention": (7, 22), AROUND: (1, 5)},
     "zamba2": {"layer": (7.5, 1.25), AROUND: (1, 4)},
     "qwen3_5_moe": {
         "linear_attention, Qwen3_5MoeSparseMoeBlock": (7.33, 27),
