@@ -21,7 +21,7 @@ from tools.demo.presets import presets
 MOST = {
     "mamba2": {"layer": (5.25, 0.25), AROUND: (1, 4)},
     "nemotron_h": {"linear_attention": (5.25, 0), "mlp": (3, 0), "full_attention": (4, 0), AROUND: (1, 4)},
-    "falcon_h1": {"layer, FalconH1MLP": (10.25, 1), AROUND: (1, 6)},
+    "falcon_h1": {"layer, FalconH1MLP": (10.25, 0), AROUND: (1, 6)},
     "qwen3_5": {"linear_attention, Qwen3_5MLP": (7.33, 0), "full_attention, Qwen3_5MLP": (7, 0), AROUND: (1, 4)},
     "kimi_linear": {
         "linear_attention, KimiLinearMLP": (11, 0),

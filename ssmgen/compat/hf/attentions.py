@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from ...calls.checks import DTYPES
 from ...errors import ArgumentError, NotBuiltError
 from ...families.decode_attention.call import decode_attention
-from . import found, positions, rotations
+from . import found, positions, rotations, scaled
 from .elsewhere import is_elsewhere
 from .norm_styles import Style, style_of
 from .roles import Roles, name_in, plain
@@ -122,8 +122,11 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if step is not None and known:
         now.appended(step.layer)
         return attention(self, parts, step, now.ids), None
-    own = kind.forward(self, *args, **kwargs)
-    if step is not None and known is None and not positions.captured(step.hidden_states):
+    if step is None or known is not None or positions.captured(step.hidden_states):
+        return kind.forward(self, *args, **kwargs)
+    with scaled.nothing_after():  # of two outputs that are compared
+        own = kind.forward(self, *args, **kwargs)
+        scaled.prepare_again(self.q_proj, step.hidden_states)
         why = _difference(self, parts, step, now, own)
         now.attends[place] = not why
         if why:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...errors import PatchError
-from . import branch_texts, gated, scaled
+from . import attentions, branch_texts, gated, scaled
 from .replacements import OURS
 
 
@@ -58,7 +58,7 @@ def multiplied(module: Any, parameter: str, x: Any, times: Any) -> Any:
         return x
     kind: Any = type(module)
     layers = [getattr(module, name, None) for name in branch_texts.first(kind, parameter)]
-    if not layers or _is_changed(module) or hasattr(kind.forward, OURS) or x.is_inference():
+    if not layers or _is_changed(module) or gated.parts(kind) is not None or hasattr(kind.forward, OURS) or x.is_inference():
         return x * times
     return x if scaled.prepare(layers, x, times) else x * times
 
@@ -72,7 +72,7 @@ def _last(module: Any) -> Any:
 
 
 def _is_changed(module: Any) -> bool:
-    """Whether a module has hooks, or a forward that is not its class's."""
+    """Whether a module has hooks, or a forward that is neither its class's nor ours."""
     own = module.__dict__.get("forward")
-    replaced = own is not None and getattr(own, "__func__", None) is not gated.forward
+    replaced = own is not None and getattr(own, "__func__", None) not in (gated.forward, attentions.forward)
     return bool(replaced or module._forward_hooks or module._forward_pre_hooks)

@@ -13,7 +13,7 @@ from hf_cases import built, known, modeling
 from hf_cases import nothing_stays_patched as nothing_stays_patched
 
 import ssmgen
-from ssmgen.compat.hf import branch_texts, branches, linears, scaled, siblings
+from ssmgen.compat.hf import between, branch_texts, branches, linears, scaled, siblings
 from ssmgen.errors import NotBuiltError, PatchError
 from tools.demo import ops
 
@@ -188,6 +188,38 @@ def test_tokens_are_those_of_the_model(products, name):
     assert any(map(any, products)) and all(c.forward is f for c, f in forwards.items())
     products.clear()
     assert all(torch.equal(a, b) for a, b in zip(generated(model.generate), want, strict=True)) and not products
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer = Branch()
+
+
+def test_a_residual_sum_is_in_the_product_of_steps_that_no_norm_follows(products):
+    """The first sum shows whether a norm follows it. Prompts have the same bits in every call."""
+    torch.manual_seed(0)
+    block, x, residual = Block(), torch.randn(1, 1, 32), torch.randn(1, 1, 32)
+    added = []
+
+    def run(x):
+        return block.mixer(x)[0]
+
+    with torch.no_grad():
+        want = residual + run(x)
+        made = linears.Linears(block)
+        for given in (x, x, x.view(1, 32), x):
+            products.clear()
+            got = between.add(block, 0, residual.view(given.shape), lambda given=given: run(given), block.mixer)
+            torch.testing.assert_close(got, want.view(given.shape))
+            added.append((False, True) in products)
+        assert added == [False, True, False, True]
+        between._learn((block, 0), norm := torch.nn.Identity(), cast=False)
+        assert between._norm_after(block, 0) is norm
+        products.clear()
+        torch.testing.assert_close(between.add(block, 0, residual, lambda: run(x), block.mixer), want)
+        assert (False, True) not in products, "a norm that is known to follow has the sum in its launch"
+    made.undo()
 
 
 def test_multipliers_of_branches_cost_no_launch():
