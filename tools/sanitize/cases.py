@@ -33,6 +33,7 @@ MORE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("chunk_linear_attention", "GLA, a batch from zeros", {}, {"tile": 128}),
     ("chunk_linear_attention", "KDA of few heads, packed, in segments", {"checkpoints": Index.I32}, {}),
     ("selective_scan", "Mamba-1, a long sequence of few channels", {"initial": True}, {}),
+    ("decode_attention", "a rotation of whole heads", {"group": 16}, {}),
     *(("replay_selective_state_update", "the last step's history, of many heads, rounded", {"state": s}, {}) for s in Narrow),
     *(("replay_selective_state_update", "a ring, int8 state, rounded", {"state": s}, {}) for s in (Narrow.I16, Narrow.E4M3)),
     *(("linear_attention", "gated delta rule, bf16 state", {"state": s}, {}) for s in Narrow),

@@ -1,4 +1,4 @@
-"""Attention layers of accelerated models: behind the products of q, k and v, a decode step is one launch of decode_attention.
+"""Attention layers of accelerated models: after the products of q, k and v, a decode step is one launch of decode_attention.
 
 A layer is replaced where its forward uses known parts alone, and only in steps that have Positions. Its first step is transformers' own,
 which ours is compared with; where they differ, the layer's own stays.
@@ -147,7 +147,9 @@ def _step(self: Any, parts: Parts, now: Any, args: Any, kwargs: Any) -> Step | N
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[:2] != now.ids.shape or cache_ is None or not isinstance(index, int):
         return None
     layer = cache_.layers[index] if index < len(cache_.layers) else None
-    if layer is None or not now.takes(layer) or x.dtype not in DTYPES or layer.keys.dtype not in DTYPES:
+    if layer is None or not now.takes(layer) or {x.dtype, layer.keys.dtype} - DTYPES.keys():
+        return None
+    if not x.device == now.ids.device == layer.keys.device:
         return None
     if not any(parts.rotated) or angles is None:  # layers without a rotation may be given cos and sin
         return Step(x, None, layer)

@@ -5,8 +5,8 @@ sequences have, read once, and q, k, v and out. The ceiling is torch's out-of-pl
 same bytes without q, k, v and out, half of them written.
 
 The peer is PyTorch: three operations each for the rotation of q and of k, two index_copy_ into the caches, then
-scaled_dot_product_attention over all of a cache with a mask, as transformers' StaticCache needs it. The caches have no room beyond the
-length. Host times are eager calls with prepared arguments.
+scaled_dot_product_attention over all of a cache with a mask, as transformers' StaticCache needs it. Caches are as long as the
+sequences. Host times are eager calls with prepared arguments.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ SIZE, MAX_SIZE = "heads", 2**16
 
 MOST_DIM = 256  # channels of a head
 MOST_GROUP = 64  # query heads of a key head
-MOST_HEADS = 8  # of these in one block: their q and outputs are in registers
+MOST_HEADS = 8  # query heads of one block, whose q and outputs are in registers
 MOST_BLOCKS = 8  # of a cluster that every device with clusters can launch
 
 

@@ -42,7 +42,7 @@ def spec(name: str = "falcon-h1", **how) -> DecodeAttentionSpec:
 
 
 def emulated(of: DecodeAttentionSpec, named: dict, options: op.Options = PLAIN, change=str) -> dict[str, torch.Tensor]:
-    """What a call writes, on copies of its operands."""
+    """The operands that a call writes, on copies."""
     fresh = {n: t.clone() if n in op.OPERANDS.written else t for n, t in named.items()}
     launch_emulated(of, op.FAMILY, op.CALLER.checked(fresh, options, None), options, fresh, change=change)
     return {n: fresh[n] for n in op.OPERANDS.written}
