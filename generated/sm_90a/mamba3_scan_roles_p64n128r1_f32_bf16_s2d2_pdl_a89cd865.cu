@@ -650,7 +650,7 @@ mamba3_scan_roles_p64n128r1_f32_bf16_s2d2_pdl_a89cd865(
   // This block's outputs are of the span from chunk `lead` on. It scans the chunks before, too, for the state at which the span begins. Later
   // spans are shorter, so that all blocks take as long.
   const u32 all = (whole + kChunk - 1) / kChunk;
-  const auto begin_of = [&](u32 span) { return u32(u64(all) * (span == 1 ? 48545 : 0) >> 16); };
+  const auto begin_of = [&](u32 span) { return u32(u64(all) * (span == 1 ? 50412 : 0) >> 16); };
   const u32 lead = begin_of(share), beyond = share + 1 < kSpans ? begin_of(share + 1) : all, length = min(whole, beyond * kChunk);
   if (share + 1 < kSpans && lead == beyond) return;
   const i64 slot = sequence;

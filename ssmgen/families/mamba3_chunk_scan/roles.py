@@ -5,13 +5,10 @@ shared memory; they also add up the angles. Four warps hold the state, 16 rows e
 16 rows each, which stay in registers as an operand of M V, and the outputs. The roles meet at barriers in shared memory, with room for
 two chunks between them. The sums have the order of the other variants, so the bits are the same.
 
-`together`: the two blocks of a head form a cluster, and each has half of the head's columns. Each makes half of the rows of B and C, and
-stores them to the other block too. Barriers of the cluster keep both blocks at the same chunk.
-
 A warp that holds the state has at most 64 of its numbers per thread, and 512 threads have 128 registers each. Larger states, and
 architectures before sm_90, have the variants of spec.py.
 
-Several blocks may share a sequence of a head, in one of two ways. No card has timed either, and no rule chooses them.
+Several blocks may share a sequence of a head, in one of two ways.
 
 spans: each block has the outputs of one span of chunks. It first scans all chunks before its span, without q, M and outputs: makers make
 only k, and writers only keep the count of their barriers. Blocks share nothing. A whole sequence has the same bits.
@@ -57,7 +54,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         return Needs(
             math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True,
             places=True, placed_pairs=True, placed_pair_stores=True, shared_quads=True,
-            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value, peers=self.together or self.parts > 1,
+            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value, peers=self.parts > 1,
             pinned=True, own_thread=self.parts > 1,
         )  # fmt: skip
 
@@ -76,8 +73,6 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         compilers: others do for one architecture or compiler less."""
         if self.parts > 1 or self.spans > 1:
             return 120, 88, 152
-        if self.together:
-            return 120, 96, 144
         return {1: (104, 104, 152), 2: (128, 88, 144)}.get(self.rank, (112, 96, 152))
 
     @property
@@ -121,24 +116,11 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         return [
             *must(arch.suffix == "a", f"arch is {arch}; expected sm_90a or sm_100a, on which warps change their numbers of registers"),
             *must(1 <= self.spans <= MOST_SPANS, f"spans is {self.spans}; expected 1 … {MOST_SPANS}"),
-            *must(
-                self.spans == 1 or self.parts == self.tiles == 1,
-                f"spans is {self.spans} with parts {self.parts} and tiles {self.tiles}; expected 1 of both",
-            ),
+            *must(self.tiles == 1, f"tiles is {self.tiles}; expected 1, with warps of several roles"),
+            *must(self.spans == 1 or self.parts == 1, f"spans is {self.spans} with parts {self.parts}; expected 1 of either"),
             *must(self.stages == 2, f"stages is {self.stages}; expected 2, with warps of several roles"),
             *must(self.min_blocks == 1, f"min_blocks is {self.min_blocks}; expected 1: a block has all registers of an SM"),
-            *self._why_apart(),
             *must(self.d_state <= MOST_COLUMNS, f"d_state is {self.d_state}; expected at most {MOST_COLUMNS}, with warps of several roles"),
             *must(self.tile <= MOST_TILE, f"a block has {self.tile} rows; expected at most {MOST_TILE}, with warps of several roles"),
             *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
-        ]
-
-    def _why_apart(self) -> list[str]:
-        """Reasons why two blocks cannot divide the making of rows."""
-        if not self.together:
-            return []
-        return [
-            *must(self.tiles == 2, f"together is yes and tiles is {self.tiles}; expected 2 blocks of a head"),
-            *must(self.rank in (1, 2, 4), f"together is yes and rank is {self.rank}; expected 1, 2 or 4: each block makes whole tokens"),
-            *must(self.d_state > 32, f"together is yes and d_state is {self.d_state}; expected more than 32, for whole rows"),
         ]

@@ -44,7 +44,6 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
     tiles: int = field(default=1, metadata=LATER)  # blocks that share the rows of a head; each makes the rows of B and C ready
-    together: bool = field(default=False, metadata=LATER)  # whether the two blocks of a head divide the making of rows (roles.py)
     parts: int = field(default=1, metadata=LATER)  # of a sequence, at most, each by a block of a cluster: the problem's segments, or 1
 
     @property
@@ -75,7 +74,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def cluster_blocks(self) -> int:
         """The parts of a sequence; or blocks of a head, if one of them replaces states that the others read."""
-        return max(self.parts, self.tiles * self.spans if self.started or self.together else 1)
+        return max(self.parts, self.tiles * self.spans if self.started else 1)
 
     @property
     def row_warps(self) -> int:
@@ -91,8 +90,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}r{self.rank}_{self.state.value}_{self.x.value}"
-        how = (f"t{self.tile}" if self.tiles > 1 else "") + "x" * self.together
-        how += f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how = (f"t{self.tile}" if self.tiles > 1 else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         how += (f"k{self.parts}" if self.parts > 1 else "") + (f"d{self.spans}" if self.spans > 1 else "")
         return f"{self.word}_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
@@ -148,7 +146,6 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
                 self.headdim % (16 * self.tiles) == 0,
                 f"tiles is {self.tiles} of headdim {self.headdim}; expected a divisor that leaves multiples of 16",
             ),
-            *must(not self.together or self.by_roles, "together is yes; expected no where all warps do the same"),
             *must(self.tiles == 1 or self.norm_weight is None, f"tiles is {self.tiles} with norm_weight; expected 1, to sum over a head"),
             *must(
                 arch >= SM90 or self.cluster_blocks == 1,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bits import all_same, error
+from bits import error
 from kernel_laws import edited, found
 from mamba3_cases import POOLS
 from mamba3_prompt_cases import INITIAL, emulated, exact, make, states, variant
@@ -14,7 +14,6 @@ from selection import costly
 from test_mamba3_chunk_scan import BOUND, CASES, SM90, STATE, chosen
 
 from ssmgen import emulator
-from ssmgen.emulator.check import check
 from ssmgen.families.mamba3_chunk_scan.roles import Mamba3RolesSpec
 from ssmgen.families.mamba3_chunk_scan.spec import Mamba3ScanSpec
 from ssmgen.spec.kernel import Arch, Pdl
@@ -70,61 +69,10 @@ def test_correct_roles_pass_the_same(T):
     assert error(out, wanted["out"]) < BOUND and error(S, wanted["state"]) < STATE
 
 
-TOGETHER = {"tiles": 2, "together": True}
-
-
-@costly(2)
-@needs_emulator
-@pytest.mark.parametrize("name", ["published-siso", "published-mimo"])
-def test_blocks_may_divide_the_rows_of_a_head(name):
-    spec = replace(chosen(CASES[name]), **TOGETHER)
-    assert not spec.violations(SM90) and spec.cluster_blocks == 2
-    outcome = check(spec, SM90, batch=4)
-    assert outcome.passed, outcome.wrong
-
-
-@costly(2)
-@needs_emulator
-@pytest.mark.parametrize("R", [1, 2, 4])
-def test_divided_rows_change_no_bit(R):
-    """A sequence of one chunk, and one whose last chunk is short."""
-    for T in (9, 300 // R):
-        call = make(2, T, R=R, P=32, N=64, x=torch.bfloat16)
-        first = dict(zip(INITIAL, states(call, 2), strict=True))
-        kinds = (variant(), variant(Mamba3RolesSpec), variant(Mamba3RolesSpec, **TOGETHER))
-        results = [emulated(**call, **first, return_final_states=True, spec=kind) for kind in kinds]
-        assert all(all_same(result, results[0]) for result in results)
-
-
-TOGETHER_EDITS = {
-    "one row too few": ("i < 2 * kQuads", "i < kQuads", "shared memory|off"),
-    "rows of the other block's tokens": ("tile ? half_turns[i + kTurned]", "tile ? half_turns[i]", "off"),
-    "no k for the other block": ("made_first <= last && last < made_first + kMadeRows", "false", "off|shared memory"),
-    "no angle for the next chunk": ("if (last < kSpan)", "if (last == 0)", "shared memory"),
-    "no wait for the other block's consumers": ("if (n) cluster_wait();", "if (n >= 2) cluster_wait();", "cluster|shared memory"),
-    "rows that the warp has not finished": ("kRank;\n      __syncwarp();", "kRank;", "shared memory"),
-    "a peer that has not begun": ("cluster_arrive(), cluster_wait();", "", "may not have begun|cluster"),
-}
-
-
-@costly(6)
-@needs_emulator
-@pytest.mark.parametrize("name", TOGETHER_EDITS)
-def test_mistakes_of_divided_rows_are_found(name):
-    old, new, words = TOGETHER_EDITS[name]
-    call = make(1, 290, P=32, N=64, x=torch.bfloat16)
-    call |= dict(zip(INITIAL, states(call, 1), strict=True))
-    wanted = exact(call, return_final_states=True)
-    with found(words):
-        results = emulated(**call, return_final_states=True, change=edited(old, new), spec=variant(Mamba3RolesSpec, **TOGETHER))
-        for t, n, bound in zip(results, ("out", *POOLS), (BOUND, STATE, STATE, STATE, 1e-5), strict=True):
-            assert error(t, wanted[n]) < bound, n
-
-
 def test_spec_violations_in_words():
     spec = chosen(CASES["siso"])
     assert "stages is 1; expected 2, with warps of several roles" in replace(spec, stages=1).violations(SM90)
-    assert "together is yes and tiles is 1; expected 2 blocks of a head" in replace(spec, together=True).violations(SM90)
+    assert "tiles is 2; expected 1, with warps of several roles" in replace(spec, tiles=2).violations(SM90)
     assert any("expected at most 64, with warps of several roles" in v for v in replace(spec, headdim=80).violations(SM90))
     assert any("expected at most 128, with warps of several roles" in v for v in replace(spec, d_state=144).violations(SM90))
     assert any("on which warps change their numbers of registers" in v for v in spec.violations(Arch(120)))
