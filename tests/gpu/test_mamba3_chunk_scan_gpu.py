@@ -270,6 +270,27 @@ def test_spans_change_no_bit(name, spans):
 
 @needs_pdl
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_the_kernel_before_has_the_bits_of_warps_without_roles(name, blocks):
+    """More chunks than a cluster has at once, an odd number of heads, and logits of each head."""
+    call = model(2, 2100, H=7, **MODELS[name])
+    for logits in (call["angle"], torch.randn(2, 2100, 7, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(4)).to(BF16)):
+        call |= {"angle": logits, "return_final_states": True}
+        built = ssmgen.mamba3_chunk_scan.build(**call)
+        results = []
+        for kind, how in ((Mamba3ScanSpec, {"stages": 1}), *[(Mamba3RolesSpec, {"ahead_blocks": blocks})] * 20):
+            spec = variant(kind, pdl=Pdl.TRIGGER_LOADED, **how)(built.problem()[0])
+            if problems := spec.violations(arch()):
+                pytest.skip(problems[0])
+            built.operands["workspace"].fill_(NAN)
+            built.launch_with(spec).at(built.pointers)()
+            torch.cuda.synchronize()
+            results.append([t.clone() for t in built.result])
+        assert all(all_same(result, results[0]) for result in results)
+
+
+@needs_pdl
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("segments", [2, 3, 5, 8])
 def test_parts_by_roles_have_the_bits_of_parts_without(name, segments):
     lengths = (700, 0, 40, 1030)
