@@ -46,6 +46,7 @@ from .families.linear_attention.call import rwkv7 as rwkv7
 from .families.linear_attention.call import simple_gla as simple_gla
 from .families.mamba2_layer.call import mamba2_layer as mamba2_layer
 from .families.mamba3_chunk_scan.call import mamba3_chunk_scan as mamba3_chunk_scan
+from .families.mamba3_chunk_scan.call import mamba3_chunk_scan_workspace as mamba3_chunk_scan_workspace
 from .families.mamba3_state_update.call import mamba3_state_update as mamba3_state_update
 from .families.mamba3_state_update.layer import mamba3_layer as mamba3_layer
 from .families.replay_selective_state_update.call import checkpoint_selective_state_update as checkpoint_selective_state_update

@@ -23,7 +23,7 @@ from ssmgen.engine.trial import TOLERANCE
 from ssmgen.families.mamba3_chunk_scan import planning
 from ssmgen.families.mamba3_chunk_scan.roles import Mamba3RolesSpec
 from ssmgen.families.mamba3_chunk_scan.rules import space
-from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR
+from ssmgen.families.mamba3_chunk_scan.spec import OPERATOR, Mamba3ScanSpec
 from ssmgen.select.registry import select
 from ssmgen.spec.kernel import Arch, Pdl
 
@@ -157,7 +157,7 @@ def test_steps_go_on_where_the_prompt_ended(name):
 
 @needs_pdl
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("segments", [None, 3, 5, 8])
+@pytest.mark.parametrize("segments", [3, 5, 8])
 def test_parts_are_within_rounding_and_do_not_race(name, segments):
     """Packed sequences of several parts, of one chunk and without tokens, whose states are replaced in place; states hardly decay."""
     lengths = (700, 0, 40, 1030)
@@ -270,6 +270,27 @@ def test_spans_change_no_bit(name, spans):
 
 @needs_pdl
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_the_kernel_before_has_the_bits_of_warps_without_roles(name, blocks):
+    """More chunks than a cluster has at once, an odd number of heads, and logits of each head."""
+    call = model(2, 2100, H=7, **MODELS[name])
+    for logits in (call["angle"], torch.randn(2, 2100, 7, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(4)).to(BF16)):
+        call |= {"angle": logits, "return_final_states": True}
+        built = ssmgen.mamba3_chunk_scan.build(**call)
+        results = []
+        for kind, how in ((Mamba3ScanSpec, {"stages": 1}), *[(Mamba3RolesSpec, {"ahead_blocks": blocks})] * 20):
+            spec = variant(kind, pdl=Pdl.TRIGGER_LOADED, **how)(built.problem()[0])
+            if problems := spec.violations(arch()):
+                pytest.skip(problems[0])
+            built.operands["workspace"].fill_(NAN)
+            built.launch_with(spec).at(built.pointers)()
+            torch.cuda.synchronize()
+            results.append([t.clone() for t in built.result])
+        assert all(all_same(result, results[0]) for result in results)
+
+
+@needs_pdl
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("segments", [2, 3, 5, 8])
 def test_parts_by_roles_have_the_bits_of_parts_without(name, segments):
     lengths = (700, 0, 40, 1030)
@@ -278,7 +299,7 @@ def test_parts_by_roles_have_the_bits_of_parts_without(name, segments):
     first = {n: t.cuda() for n, t in zip(POOLS, states(to_cpu(call), 4, k=BF16), strict=True)}
     how = {"cu_seqlens": starts_of(*lengths).cuda(), "has_initial_state": torch.tensor([True, True, False, True], device="cuda")}
     pools = {n: t.clone() for n, t in first.items()}
-    wanted = [ssmgen.mamba3_chunk_scan(**call, **pools, **how, segments=segments), *pools.values()]
+    wanted = [by_warps(Mamba3ScanSpec, call | pools | how, segments, stages=1, parts=segments), *pools.values()]
     for _ in range(20):
         pools = {n: t.clone() for n, t in first.items()}
         assert all_same([by_roles(call | pools | how, segments, parts=segments), *pools.values()], wanted)
@@ -286,8 +307,12 @@ def test_parts_by_roles_have_the_bits_of_parts_without(name, segments):
 
 def by_roles(call: Call, segments: int | None, **how: Any) -> Tensor:
     """The result of a call by the variant with roles. Its pools are written in place."""
+    return by_warps(Mamba3RolesSpec, call, segments, **how)
+
+
+def by_warps(kind: type[Mamba3ScanSpec], call: Call, segments: int | None, **how: Any) -> Tensor:
     built = ssmgen.mamba3_chunk_scan.build(**call, segments=segments)
-    spec = variant(Mamba3RolesSpec, pdl=Pdl.TRIGGER_LOADED, **how)(built.problem()[0])
+    spec = variant(kind, pdl=Pdl.TRIGGER_LOADED, **how)(built.problem()[0])
     if problems := spec.violations(arch()):
         pytest.skip(problems[0])
     built.launch_with(spec).at(built.pointers)()
@@ -305,7 +330,8 @@ def test_blocks_that_share_a_head_do_not_race():
         for _ in range(20):
             pools = {n: t.clone() for n, t in first.items()}
             built = ssmgen.mamba3_chunk_scan.build(**call, **pools, has_initial_state=started, segments=1)
-            spec = replace(select(OPERATOR, built.problem()[0], 16, arch(), False), **how)
+            kind = Mamba3RolesSpec if "spans" in how else Mamba3ScanSpec
+            spec = variant(kind, **how)(built.problem()[0])
             if spec.violations(arch()):
                 break
             built.launch_with(spec).at(built.pointers)()

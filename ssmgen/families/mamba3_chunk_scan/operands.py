@@ -56,10 +56,17 @@ OPERANDS = table(
     Operand("state_indices", "sequences", Types.INDEX, optional=True, field="index", strides="sequences"),
     Operand("has_initial_state", "sequences", Types.BOOL, optional=True, there="started", strides="sequences"),
     Operand(
+        "workspace", "number", Types.F32, optional=True, written=True, there="prepared", writes="prepares",
+        note="None: a new one",
+    ),
+    Operand(
         "out", "token rank head row | token head row", field="x", written=True, view="batch token rank head row",
         strides=f"{TOKENS} rank?by_rank head", note="None: a new one of x's type",
     ),
-    head="heads", row="headdim", n="d_state", group="groups", angle="angles", starts="sequences + 1",
+    head="heads", row="headdim", n="d_state", group="groups", angle="angles", starts="sequences + 1", number="numbers",
 )  # fmt: skip
 INITIAL = ("initial_states", "initial_k", "initial_v", "initial_angles")
 POOLS = ("state", "k_state", "v_state", "angle_state")
+# Operands of the kernel before warps with roles.
+OF_ANGLES = ("dt", "angle", "dt_bias", "cu_seqlens", "initial_angles", "angle_state", "state_indices", "has_initial_state")
+OF_NORMS = ("B", "C")

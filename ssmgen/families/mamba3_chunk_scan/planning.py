@@ -13,9 +13,11 @@ from ...calls.checks import DTYPES, INDEX
 from ...calls.dispatch import callers
 from ...calls.planning import Family
 from ...engine.recurrences.mamba3.problem import Rate, Rotary
+from ...errors import ArgumentError
 from ...spec.arguments import Value
 from ...spec.kernel import Index, Loads
 from .operands import OPERANDS
+from .prepare import Mamba3PrepareSpec
 from .problem import ROWS, Mamba3PromptProblem, asked
 from .reference import reference
 from .spec import OPERATOR, Mamba3ScanSpec
@@ -39,6 +41,9 @@ def _sequences(views: Mapping[str, Tensor]) -> int:
 def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options: Options) -> Mamba3PromptProblem:
     """The problem of checked operands and their addresses."""
     x = views["x"]
+    if "workspace" in views and (odd := pointers["workspace"] % 16):
+        wrong = f"workspace begins at {odd} bytes past a multiple of 16; expected a multiple. Pass a whole torch.empty(...)."
+        raise ArgumentError(OPERATOR, [wrong])
     first = {field: next((n for n in names if n in views), None) for field, names in _TYPED.items()}
     typed: dict[str, Any] = {field: DTYPES[views[name].dtype] for field, name in first.items() if name is not None}
     typed |= {field: DTYPES[x.dtype] for field in ("k_state", "v_state") if field not in typed}  # of the pair between two chunks
@@ -74,12 +79,13 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     )
 
 
-def kernel_values(spec: Mamba3ScanSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
+def kernel_values(spec: Mamba3ScanSpec | Mamba3PrepareSpec, views: Mapping[str, Tensor], options: Options) -> dict[str, Value]:
     """Every kernel argument that is not a pointer."""
     _, length, heads, _ = views["x"].shape
-    values: dict[str, Value] = {"tokens": length, "heads": heads, "group_heads": heads // views["B"].shape[3]}
+    values: dict[str, Value] = {"tokens": length, "all_tokens": views["x"].shape[0] * length, "heads": heads}
+    values |= {"group_heads": heads // views["B"].shape[3]}
     values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
-    values |= {"eps": options.eps, "A_floor": options.A_floor, **OPERANDS.stride_values(spec, views)}
+    values |= {"eps": options.eps, "A_floor": options.A_floor, **OPERANDS.stride_values(spec, views, names=spec.operands())}
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
 
 
@@ -88,12 +94,19 @@ def size_of(views: Mapping[str, Tensor]) -> int:
     return _sequences(views) * views["x"].shape[2] if views["x"].numel() or "state" in views else 0
 
 
+def _grid(spec: Mamba3ScanSpec | Mamba3PrepareSpec, views: Mapping[str, Tensor]) -> int:
+    sequences, (batch, length, heads, _), B = _sequences(views), views["x"].shape, views["B"]
+    if isinstance(spec, Mamba3PrepareSpec):
+        return spec.grid(batch * length * B.shape[2] * B.shape[3], sequences, heads)
+    return sequences * heads * spec.tiles * spec.parts * spec.spans
+
+
 FAMILY = Family(
     OPERATOR,
     OPERANDS.written,
     problem_of,
     size_of=size_of,
-    grid_of=lambda spec, views: _sequences(views) * views["x"].shape[2] * spec.tiles * spec.parts * spec.spans,
+    grid_of=_grid,
     values_of=kernel_values,
 )
 

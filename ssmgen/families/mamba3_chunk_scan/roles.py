@@ -1,17 +1,14 @@
 """mamba3_chunk_scan with three roles of warps: a warp does one part of every chunk, and parts of neighbouring chunks run at the same time.
 
 Eight warps make a chunk ready: they load rows of B and C into registers one chunk early, norm, bias and rotate them, and store them to
-shared memory; they also add up the angles. Four warps hold the state, 16 rows each, and round it for the outputs. Four warps compute M,
-16 rows each, which stay in registers as an operand of M V, and the outputs. The roles meet at barriers in shared memory, with room for
-two chunks between them. The sums have the order of the other variants, so the bits are the same.
-
-`together`: the two blocks of a head form a cluster, and each has half of the head's columns. Each makes half of the rows of B and C, and
-stores them to the other block too. Barriers of the cluster keep both blocks at the same chunk.
+shared memory. A kernel before (prepare.py) makes the angles and the rows' norms. Four warps hold the state, 16 rows each, and round it for
+the outputs. Four warps compute M, 16 rows each, which stay in registers as an operand of M V, and the outputs. The roles meet at barriers
+in shared memory, with room for two chunks between them. The sums have the order of the other variants, so the bits are the same.
 
 A warp that holds the state has at most 64 of its numbers per thread, and 512 threads have 128 registers each. Larger states, and
 architectures before sm_90, have the variants of spec.py.
 
-Several blocks may share a sequence of a head, in one of two ways. No card has timed either, and no rule chooses them.
+Several blocks may share a sequence of a head, in one of two ways.
 
 spans: each block has the outputs of one span of chunks. It first scans all chunks before its span, without q, M and outputs: makers make
 only k, and writers only keep the count of their barriers. Blocks share nothing. A whole sequence has the same bits.
@@ -22,17 +19,17 @@ second pass makes the outputs. Parts by the variants of spec.py have the same bi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from ...compile.occupancy import LIMITS, SHARED_RESERVED
-from ...spec.kernel import LATER, Arch, Loads, Needs, must
-from .problem import ROWS
+from ...spec.kernel import LATER, Arch, KernelSpec, Loads, Needs, must
+from .operands import OPERANDS
+from .prepare import BLOCKS, MOST_COLUMNS, MOST_TILE, Mamba3PrepareSpec
+from .problem import ROWS, Mamba3PromptProblem
 from .spec import Mamba3ScanSpec
 from .times import MOST_SPANS, span_starts
 
-MOST_COLUMNS = 128  # of a state: the norm's sums have the order of the other variants up to here
-MOST_TILE = 64  # rows of a block: a warp that holds the state has 16, and at most 64 numbers per thread
 NUMBERS, KEPT = 4, 3  # chunks whose numbers, and whose last k, are in shared memory
 
 
@@ -51,13 +48,30 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
 
     stages: int = field(default=2, metadata=LATER)
     spans: int = field(default=1, metadata=LATER)  # type: ignore[misc]  # blocks that share a sequence of a head
+    ahead_blocks: int = field(default=BLOCKS, metadata=LATER)  # that share a sequence in the kernel before
+
+    @property
+    def prepared(self) -> bool:  # type: ignore[override]
+        return self.rotates or self.row_norm is not None
+
+    @property
+    def ahead(self) -> tuple[KernelSpec, ...]:
+        """The kernel that makes angles and norms, if there are any."""
+        if not self.prepared:
+            return ()
+        own = {f.name: getattr(self, f.name) for f in fields(Mamba3PromptProblem)} | {"segments": self.parts}
+        return (Mamba3PrepareSpec(**own, pdl=self.pdl, blocks=self.ahead_blocks, parts=self.parts),)
+
+    def operands(self) -> list[str]:
+        """Tensor arguments in order. The kernel before it takes the angles."""
+        return [name for name in OPERANDS.of(self) if name not in ("angle", "initial_angles", "angle_state")]
 
     @property
     def needs(self) -> Needs:
         return Needs(
             math=True, circle=self.rotates, matrices=True, copies=True, barriers=True, meetings=True, registers=True,
             places=True, placed_pairs=True, placed_pair_stores=True, shared_quads=True,
-            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value, peers=self.together or self.parts > 1,
+            elements=self.state_loads is Loads.ELEMENT, bytes=self.started, mma=self.x.value, peers=self.parts > 1,
             pinned=True, own_thread=self.parts > 1,
         )  # fmt: skip
 
@@ -72,13 +86,11 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers of holders', writers' and makers' threads, which begin with 128. Only these split them without spills, by the lock's
-        compilers: others do for one architecture or compiler less."""
-        if self.parts > 1 or self.spans > 1:
+        """Registers of holders', writers' and makers' threads, which begin with 128: splits without spills by the lock's compilers. Parts
+        need most for the makers' join."""
+        if self.parts > 1:
             return 120, 88, 152
-        if self.together:
-            return 120, 96, 144
-        return {1: (104, 104, 152), 2: (128, 88, 144)}.get(self.rank, (112, 96, 152))
+        return (120, 120, 136) if self.rank == 1 else (112, 112, 144)
 
     @property
     def span_starts(self) -> str:
@@ -92,17 +104,11 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         return self.d_state // max(n for n in range(1, self.MAKERS // self.row_warps + 1) if self.d_state // 16 % n == 0)
 
     @property
-    def turn_words(self) -> int:
-        """32-bit words of a token's sines."""
-        return -(-self.angles // 4) * 4
-
-    @property
     def words(self) -> dict[str, int]:
         return {
             "stages": self.stages * self.stage_words,
             "state": 2 * self.tile * self.row_words,  # rounded, of two chunks
             "y": ROWS * (self.tile + 8),
-            "turns": 2 * self.chunk * self.turn_words + (8 if self.rotates else 0),
             "weights": 2 * self.rank * self.d_state if self.row_bias else 0,
             "log": 4 if self.parts > 1 else 0,
         }
@@ -110,7 +116,7 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
     @property
     def shared_bytes(self) -> int:
         factors = (1 + bool(self.z) + (not self.by_rank)) * self.rank * self.tile if self.mimo else 0
-        numbers = NUMBERS * (5 * ROWS + 1) + (2 + 2 * self.MAKERS) * self.angles
+        numbers = NUMBERS * (5 * ROWS + 1) + (3 * self.angles if self.parts > 1 else 0)
         own = numbers + (KEPT * self.rank + 2) * self.d_state + 3 * self.tile + factors + 64
         return self.dynamic_bytes + 4 * own
 
@@ -121,24 +127,12 @@ class Mamba3RolesSpec(Mamba3ScanSpec):
         return [
             *must(arch.suffix == "a", f"arch is {arch}; expected sm_90a or sm_100a, on which warps change their numbers of registers"),
             *must(1 <= self.spans <= MOST_SPANS, f"spans is {self.spans}; expected 1 … {MOST_SPANS}"),
-            *must(
-                self.spans == 1 or self.parts == self.tiles == 1,
-                f"spans is {self.spans} with parts {self.parts} and tiles {self.tiles}; expected 1 of both",
-            ),
+            *must(self.tiles == 1, f"tiles is {self.tiles}; expected 1, with warps of several roles"),
+            *must(self.spans == 1 or self.parts == 1, f"spans is {self.spans} with parts {self.parts}; expected 1 of either"),
+            *must(self.ahead_blocks in (1, BLOCKS), f"ahead_blocks is {self.ahead_blocks}; expected 1 or {BLOCKS}"),
             *must(self.stages == 2, f"stages is {self.stages}; expected 2, with warps of several roles"),
             *must(self.min_blocks == 1, f"min_blocks is {self.min_blocks}; expected 1: a block has all registers of an SM"),
-            *self._why_apart(),
             *must(self.d_state <= MOST_COLUMNS, f"d_state is {self.d_state}; expected at most {MOST_COLUMNS}, with warps of several roles"),
             *must(self.tile <= MOST_TILE, f"a block has {self.tile} rows; expected at most {MOST_TILE}, with warps of several roles"),
             *must(self.shared_bytes <= most, f"a block uses {self.shared_bytes} bytes of shared memory; expected at most {most} on {arch}"),
-        ]
-
-    def _why_apart(self) -> list[str]:
-        """Reasons why two blocks cannot divide the making of rows."""
-        if not self.together:
-            return []
-        return [
-            *must(self.tiles == 2, f"together is yes and tiles is {self.tiles}; expected 2 blocks of a head"),
-            *must(self.rank in (1, 2, 4), f"together is yes and rank is {self.rank}; expected 1, 2 or 4: each block makes whole tokens"),
-            *must(self.d_state > 32, f"together is yes and d_state is {self.d_state}; expected more than 32, for whole rows"),
         ]

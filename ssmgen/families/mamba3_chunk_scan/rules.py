@@ -12,7 +12,12 @@ from .roles import Mamba3RolesSpec
 from .spec import Mamba3ScanSpec
 from .times import MOST_SPANS
 
-SIZE, MAX_SIZE = "heads of all sequences", 2**31 - 1  # spans, which change no bit, gain only where these leave SMs idle
+SIZE, MAX_SIZE = "heads of all sequences", 2**31 - 1
+SMS = 132  # of an H100 and an H200
+# Spans that calls may get, if one block for each of them fits on the card. In an H200's times (us), SISO, one sequence of 2048 tokens:
+# 64 heads whole 117, in 2 spans 91; 24 heads 114, in 2 spans 87, in 3 spans 79, in 4 spans 80. A prompt of one chunk has one span.
+SPANS = (3, 2)
+LONE = 256  # heads of all sequences, up to which one block for each four heads would leave most SMs idle in the kernel before
 
 
 def _spec(kind: type[Mamba3ScanSpec], problem: Mamba3PromptProblem, **how: Any) -> Mamba3ScanSpec:
@@ -33,14 +38,14 @@ def spanned(problem: Mamba3PromptProblem, spans: int) -> Mamba3RolesSpec:
     return Mamba3RolesSpec(**_fields(problem), spans=spans, pdl=Pdl.TRIGGER_LOADED)
 
 
+def parted(problem: Mamba3PromptProblem) -> Mamba3ScanSpec:
+    """The variant without roles for the parts that a call asks for."""
+    return _spec(Mamba3ScanSpec, problem, stages=2, parts=problem.segments, pdl=Pdl.TRIGGER_LOADED)
+
+
 def joined(problem: Mamba3PromptProblem) -> Mamba3RolesSpec:
     """The variant with roles for the parts that a call asks for."""
     return Mamba3RolesSpec(**_fields(problem), parts=problem.segments, pdl=Pdl.TRIGGER_LOADED)
-
-
-def together(problem: Mamba3PromptProblem) -> Mamba3ScanSpec:
-    """The variant with roles in which two blocks share a head, and each makes half of the rows of B and C."""
-    return _spec(Mamba3RolesSpec, problem, tiles=2, together=True, pdl=Pdl.TRIGGER_LOADED)
 
 
 def parts_of(problem: Mamba3PromptProblem, arch: Arch) -> int:
@@ -53,9 +58,8 @@ def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
     tried: list[Mamba3ScanSpec] = []
     parts = parts_of(problem, arch)
     for pdl in Pdl:
-        tried += [_spec(Mamba3RolesSpec, problem, tiles=tiles, parts=parts, pdl=pdl) for tiles in (1, 2, 4)]
-        tried += [_spec(Mamba3RolesSpec, problem, tiles=2, together=True, parts=parts, pdl=pdl)]
-        tried += [_spec(Mamba3RolesSpec, problem, spans=spans, parts=parts, pdl=pdl) for spans in range(2, MOST_SPANS + 1)]
+        tried += [_spec(Mamba3RolesSpec, problem, spans=spans, parts=parts, pdl=pdl) for spans in range(1, MOST_SPANS + 1)]
+        tried += [_spec(Mamba3RolesSpec, problem, ahead_blocks=1, parts=parts, pdl=pdl)] if problem.rotates else []
         tried += [
             _spec(Mamba3ScanSpec, problem, stages=stages, min_blocks=min_blocks, tiles=tiles, parts=parts, pdl=pdl)
             for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4))
@@ -66,12 +70,19 @@ def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
 def candidates(problem: Mamba3PromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba3ScanSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
+    ahead = {"ahead_blocks": 1} if problem.rotates and size > LONE else {}
     if (parts := parts_of(problem, arch)) > 1:
+        yield f"up to {parts} parts, warps with roles", _spec(Mamba3RolesSpec, problem, parts=parts, pdl=wait, **ahead), ""
         for stages in (2, 1):
             yield f"up to {parts} parts, {_said(stages)}", _spec(Mamba3ScanSpec, problem, stages=stages, parts=parts, pdl=wait), ""
     else:
         yield "parts", None, why_whole(problem, arch)
-    yield "warps with roles", _spec(Mamba3RolesSpec, problem, pdl=wait), ""
+        for spans in SPANS:
+            if spans * size <= SMS:
+                yield f"{spans} spans", _spec(Mamba3RolesSpec, problem, spans=spans, pdl=wait), ""
+            else:
+                yield f"{spans} spans", None, f"{spans} blocks for each of {size} heads are more than the {SMS} SMs of an H200"
+    yield "warps with roles", _spec(Mamba3RolesSpec, problem, pdl=wait, **ahead), ""
     for stages in (2, 1):
         yield _said(stages), _spec(Mamba3ScanSpec, problem, stages=stages, pdl=wait), ""
 

@@ -11,7 +11,8 @@ with s the running sum of A dt within the chunk. The next chunk begins with S + 
 states does the same, so a sequence cut at a multiple of the chunk keeps its bits.
 
 A block scans a head of one sequence: it norms, biases and rotates the chunk's rows of B and C in shared memory, and no other block reads
-its states. Angles are sums within a chunk, added to the angle at its start, from -pi to pi. Rotated rows never go to memory.
+its states. Angles are sums within a chunk, added to the angle at its start, from -pi to pi. Rotated rows never go to memory. Warps with
+roles (roles.py) have a kernel before them, which makes angles and norms.
 Bytes per token and head: 4 P of x and out, 2 P of z, and 4 N R / (heads of a group) of B and C.
 """
 
@@ -38,13 +39,14 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     word: ClassVar[str] = "mamba3_scan"  # in names of kernels
     by_roles: ClassVar[bool] = False  # whether a warp does one part of every chunk (roles.py)
     spans: ClassVar[int] = 1  # of a sequence (roles.py)
+    prepared: ClassVar[bool] = False  # whether a kernel before it makes angles and norms (roles.py)
+    prepares: ClassVar[bool] = False
     state_warps: ClassVar[int] = WARPS  # that hold the state
 
     stages: int = 2  # chunks in shared memory: with 2, one is loaded while another one is scanned
     min_blocks: int = 1  # blocks per SM that ptxas must leave registers for
     pdl: Pdl = Pdl.OFF
     tiles: int = field(default=1, metadata=LATER)  # blocks that share the rows of a head; each makes the rows of B and C ready
-    together: bool = field(default=False, metadata=LATER)  # whether the two blocks of a head divide the making of rows (roles.py)
     parts: int = field(default=1, metadata=LATER)  # of a sequence, at most, each by a block of a cluster: the problem's segments, or 1
 
     @property
@@ -75,7 +77,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def cluster_blocks(self) -> int:
         """The parts of a sequence; or blocks of a head, if one of them replaces states that the others read."""
-        return max(self.parts, self.tiles * self.spans if self.started or self.together else 1)
+        return max(self.parts, self.tiles * self.spans if self.started else 1)
 
     @property
     def row_warps(self) -> int:
@@ -91,8 +93,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     @property
     def stem(self) -> str:
         shape = f"p{self.headdim}n{self.d_state}r{self.rank}_{self.state.value}_{self.x.value}"
-        how = (f"t{self.tile}" if self.tiles > 1 else "") + "x" * self.together
-        how += f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
+        how = (f"t{self.tile}" if self.tiles > 1 else "") + f"s{self.stages}" + (f"b{self.min_blocks}" if self.min_blocks > 1 else "")
         how += (f"k{self.parts}" if self.parts > 1 else "") + (f"d{self.spans}" if self.spans > 1 else "")
         return f"{self.word}_{shape}_{how}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
@@ -148,7 +149,6 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
                 self.headdim % (16 * self.tiles) == 0,
                 f"tiles is {self.tiles} of headdim {self.headdim}; expected a divisor that leaves multiples of 16",
             ),
-            *must(not self.together or self.by_roles, "together is yes; expected no where all warps do the same"),
             *must(self.tiles == 1 or self.norm_weight is None, f"tiles is {self.tiles} with norm_weight; expected 1, to sum over a head"),
             *must(
                 arch >= SM90 or self.cluster_blocks == 1,
@@ -174,14 +174,15 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
 
     def parameters(self) -> list[Param]:
         """Pointers come first."""
-        strides = OPERANDS.stride_params(self)
+        names = self.operands()
+        strides = [(Param.i64 if width == "i64" else Param.u32)(f"{name}_{axis}") for name, axis, width in OPERANDS.strides(self, names)]
         wide = [Param.i64("slots"), Param.i64("pad_slot_id")] if self.index is not Index.NONE else []
         wide += [p for p in strides if p.code == "q"]
         narrow = [p for p in strides if p.code != "q"]
         numbers = ["eps"] if self.row_norm is not None or self.norm_weight is not None else []
         numbers += ["A_floor"] if self.rate.raw else []
-        counts = ("tokens", "heads", "group_heads")
-        return [*OPERANDS.pointers(self), *wide, *map(Param.u32, counts), *narrow, *map(Param.f32, numbers)]
+        counts = ("tokens", *(("all_tokens",) if self.prepared else ()), "heads", "group_heads")
+        return [*OPERANDS.pointers(self, names), *wide, *map(Param.u32, counts), *narrow, *map(Param.f32, numbers)]
 
     def constants(self) -> dict[str, Any]:
         starts = dict(zip(self.words, _sums(self.words.values()), strict=True))

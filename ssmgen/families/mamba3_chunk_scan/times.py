@@ -1,16 +1,15 @@
 """Estimated times of warps with roles, when several blocks share a sequence of a head: in spans or in parts (roles.py).
 
-No card has timed spans or parts with roles. A whole sequence takes CHUNK_US for a chunk, as measured on an H200 with 64 heads. A chunk
-without outputs needs neither q nor M. Its machine instructions are 0.57 of a chunk's on all warps, and 0.76 on the warps that make rows,
-which finish last. No rule uses these estimates; LEAD places the cuts of spans.
+CHUNK_US and LEAD come from an H200, JOIN_US is an estimate. A chunk without outputs needs neither q nor M. LEAD places the cuts of spans;
+the benchmark and tuning take the number of parts from `estimated`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-CHUNK_US = 4.1  # measured: 8192 tokens of SISO are 128 chunks in 508 to 545 us; of four ranks 512 chunks in 2006 us
-LEAD = 0.65  # estimated: the share of a chunk's time that its state takes, without outputs
+CHUNK_US = 3.6  # 2048 tokens of SISO are 32 chunks in 117.5 us, 8192 tokens 128 chunks in 450 us; 2048 tokens of four ranks 128 in 455 us
+LEAD = 0.70  # the share of a chunk's time that its state takes: two spans took 0.771 = 1 / (2 - LEAD) of the whole sequence's time
 JOIN_US = 3.0  # estimated: two barriers of a cluster, and loads of the other blocks' states
 MOST_SPANS = 4
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Generator, Tensor
 
 from ...calls.checks import TORCH_DTYPES
 from ...engine.chunks.trial import rows, tokens_of
-from ...engine.trial import Trial, boundaries, ordered, slot_indices, trial, wide
-from ...spec.kernel import DType, Index, Loads
+from ...engine.trial import Trial, boundaries, slot_indices, trial, wide
+from ...spec.kernel import DType, Index, KernelSpec, Loads
+from .operands import OPERANDS
 from .planning import CALLER
+from .prepare import words_of
 from .problem import Mamba3PromptProblem
 from .roles import Mamba3RolesSpec
 from .spec import Mamba3ScanSpec
@@ -24,7 +26,7 @@ SLACK = {DType.BF16: 5e-3, DType.F16: 8e-4}
 ANGLES = 1e-5  # of f32 sums of tens of tokens, in radians; angles are up to pi
 
 
-def operands(spec: Mamba3PromptProblem, batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
+def operands(spec: Mamba3PromptProblem, kernels: Sequence[KernelSpec], batch: int, seed: int, tokens: int = 0) -> dict[str, Tensor]:
     """Sequences longer than two chunks; packed ones also shorter, of one token and without tokens."""
     g = torch.Generator().manual_seed(seed)
     longest = spec.segments * spec.chunk + 5 if spec.segments > 1 else 0  # of all its parts
@@ -59,7 +61,9 @@ def operands(spec: Mamba3PromptProblem, batch: int, seed: int, tokens: int = 0) 
         made["state_indices"] = slot_indices(spec.index, batch, slots, g)
     for names, count in ((("initial_states", "initial_k", "initial_v", "initial_angles"), batch), (_POOLS, slots)):
         made |= dict(zip(names, _states(spec, count, g), strict=True))
-    return ordered(spec, made)
+    made["workspace"] = torch.full((words_of(n, R, spec.segments, lead[0] * lead[1], batch, H, G),), math.nan)
+    taken = {name for part in kernels for name in part.operands()}
+    return {name: t for name in OPERANDS.names if name in taken and (t := made[name]) is not None}
 
 
 _POOLS = ("state", "k_state", "v_state", "angle_state")
@@ -77,12 +81,13 @@ def _states(spec: Mamba3PromptProblem, count: int, g: Generator) -> tuple[Tensor
 
 
 def mamba3_chunk_scan(spec: Mamba3ScanSpec, batch: int, seed: int, tokens: int = 0) -> Trial:
-    named = operands(spec, batch, seed, tokens)
+    named = operands(spec, spec.kernels, batch, seed, tokens)
     if not spec.by_rank and spec.rank == 1 and not spec.mimo:
         named |= {name: named[name].squeeze(2) for name in ("B", "C")}
     options = Options(spec.rate.value, spec.rotary.value, spec.dt_softplus, spec.trap_sigmoid, final=spec.final, segments=spec.segments)
     slack = dict.fromkeys(CALLER.family.written, SLACK[spec.x]) | {"angle_state": ANGLES}
-    return trial(CALLER, named, options, slack=slack)
+    between = ("workspace",) if spec.prepared else ()
+    return trial(CALLER, named, options, slack=slack, between=between)
 
 
 TRIALS: dict[type[Mamba3ScanSpec], Callable[..., Trial]] = {Mamba3ScanSpec: mamba3_chunk_scan, Mamba3RolesSpec: mamba3_chunk_scan}

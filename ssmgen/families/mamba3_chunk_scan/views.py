@@ -13,6 +13,7 @@ from ...engine.recurrences.mamba3.problem import MOST_RANK, Rate, Rotary
 from ...spec.kernel import must
 from ...spec.operands import LEAD
 from .operands import INITIAL, OPERANDS, POOLS
+from .prepare import MOST_COLUMNS, MOST_TILE, words_of
 
 Views = Mapping[str, Tensor]
 
@@ -31,12 +32,18 @@ class Options(NamedTuple):
     segments: int | None = None  # most parts of a sequence; None: the rule decides
 
 
+def is_prepared(x: Tensor, B: Tensor, angle: Tensor | None, B_norm: Tensor | None) -> bool:
+    """Whether some variant of a call has a workspace: warps with roles have one for angles and norms."""
+    return x.shape[-1] <= MOST_TILE and B.shape[-1] <= MOST_COLUMNS and (isinstance(angle, Tensor) or isinstance(B_norm, Tensor))
+
+
 def views_of(given: Views, options: Options, problems: list[str]) -> dict[str, Tensor]:
     """The operands as kernels and the reference take them: [batch, T, …], with an axis of ranks; packed sequences are a batch of one. Adds
     every error to `problems`; the result is usable only if there are none."""
     if not checks.check_tensors(given, problems):
         return {}
     checks.check_types(OPERANDS, given, "x", problems, "the scan of a prompt")
+    workspace, given = given.get("workspace"), {name: t for name, t in given.items() if name != "workspace"}
     _check_company(given, problems)
     x, ragged = given["x"], "cu_seqlens" in given
     if x.dim() not in ((3, 4) if ragged else (4,)) or (ragged and x.dim() == 4 and x.shape[0] != 1):
@@ -70,6 +77,14 @@ def views_of(given: Views, options: Options, problems: list[str]) -> dict[str, T
     if len(lead) == 1:
         views |= {name: t.unsqueeze(0) for name, t in views.items() if OPERANDS[name].forms[0][0] == LEAD}
     prompts.check_strides(OPERANDS, views, "x", problems)
+    if workspace is not None:
+        numbers = words_of(
+            sizes["angle"], sizes["rank"], options.segments, views["x"].shape[0] * sizes["token"], sequences, sizes["head"], sizes["group"]
+        )
+        if workspace.dim() != 1 or not workspace.is_contiguous() or workspace.numel() < numbers:
+            wanted = f"[{numbers} or more], dense. Get the size from mamba3_chunk_scan_workspace"
+            problems.append(f"workspace is {list(workspace.shape)} with strides {list(workspace.stride())}; expected {wanted}")
+        views["workspace"] = workspace
     return views
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -188,7 +186,7 @@ def test_mistakes_of_parts_are_found(name):
     call |= {"has_initial_state": torch.tensor([True])}
     wanted = exact(call | pools)
     with found(words):
-        out = emulated(**call, **pools, segments=4, spec=by_roles(parts=4), change=edited(old, new))
+        out = emulated(**call, **pools, segments=4, spec=by_roles(parts=4), change=edited(old, new, "kHolders"))
         is_exact((out, *pools.values()), wanted)
 
 
@@ -215,7 +213,7 @@ def test_mistakes_of_spans_are_found(name):
     call |= {"has_initial_state": torch.tensor([True])}
     wanted = exact(call | pools)
     with found(words):
-        out = emulated(**call, **pools, spec=by_roles(spans=2), change=edited(old, new))
+        out = emulated(**call, **pools, spec=by_roles(spans=2), change=edited(old, new, "kHolders"))
         is_exact((out, *pools.values()), wanted)
 
 
@@ -227,13 +225,15 @@ def test_published_shapes_fit_in_registers(name, how):
     assert not resources.spills and not resources.stack
 
 
-def test_no_rule_chooses_shares():
-    """Calls keep the kernels that a card has timed; tuning may choose these."""
+def test_rules_choose_shares_by_heads():
+    """A span of each head has a block on a card of 132 SMs; a larger batch stays whole. Calls choose their parts."""
+    spans = {size: select(OPERATOR, CASES["siso"], size, SM90, True).spans for size in (1, 44, 45, 66, 67, 1024)}
+    assert spans == {1: 3, 44: 3, 45: 2, 66: 2, 67: 1, 1024: 1}
+    for size in (1, 1024):
+        parts = select(OPERATOR, replace(CASES["siso"], segments=5), size, SM90, True)
+        assert isinstance(parts, Mamba3RolesSpec) and (parts.spans, parts.parts) == (1, 5)
     for segments in (1, 5):
-        problem = replace(CASES["siso"], segments=segments)
-        spec = select(OPERATOR, problem, 64, SM90, True)
-        assert spec.spans == 1 and isinstance(spec, Mamba3RolesSpec) == (segments == 1)
-        tried = [spec for spec in space(problem, SM90) if isinstance(spec, Mamba3RolesSpec)]
+        tried = [spec for spec in space(replace(CASES["siso"], segments=segments), SM90) if isinstance(spec, Mamba3RolesSpec)]
         assert {spec.parts for spec in tried} == {segments}
         assert {spec.spans for spec in tried} == ({1, 2, 3, 4} if segments == 1 else {1})
     whole = chosen(CASES["siso"])
@@ -244,7 +244,7 @@ def test_spec_violations_in_words():
     problem = CASES["siso"]
     for spec, words in (
         (spanned(problem, 5), "spans is 5; expected 1 … 4"),
-        (replace(spanned(problem, 2), tiles=2), "spans is 2 with parts 1 and tiles 2; expected 1 of both"),
+        (replace(spanned(replace(problem, segments=2), 2), parts=2), "spans is 2 with parts 2; expected 1 of either"),
         (replace(joined(replace(problem, segments=3)), parts=2), "parts is 2; expected 1 or the problem's segments 3"),
     ):
         with pytest.raises(SpecError, match=words):
@@ -288,17 +288,8 @@ def test_estimates_prefer_a_full_card():
     assert times.spans_us(32, 1) == pytest.approx(32 * times.CHUNK_US) == times.parts_us(32, 1)
 
 
-def test_the_lab_page_has_these_estimates():
-    page = (Path(__file__).parents[3] / "docs/lab/mamba3_chunk_scan.md").read_text()
-    rows = re.findall(r"^\| .*, \d+ tokens, (\d+) heads \| (\d+) \| (.+) \|$", page, re.MULTILINE)
-    assert len(rows) >= 4
-    for heads, chunks, given in rows:
-        us = {way[:2]: way.us for way in times.estimated(int(heads), 1, int(chunks), 132, most_parts=8)}
-        assert given.split(" | ") == [f"{us[way]:.0f}" for way in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (1, 5))]
-
-
 def test_the_size_of_a_call_counts_all_sequences():
-    """Tuning may choose spans for one sequence, and not for a batch."""
+    """One sequence may have spans where a batch has none."""
     for batch in (1, 3):
         call = make(batch, 70, x=BF16)
         assert ssmgen.mamba3_chunk_scan.build(**call).problem()[1] == 2 * batch
