@@ -52,6 +52,7 @@ NOT_NEGATIVE = NUMBERS - {"-1", "-2.5"}
 TAKEN: dict[str, set[str]] = {
     "scale": NUMBERS | {"none"},
     "lower_bound": NUMBERS | {"none"},
+    "key_scale": NUMBERS,
     "pad_slot_id": INTEGERS,
     "state_layout": {"vk", "kv"},
     "dt_limit": {"none", "limits", "half limits"},
