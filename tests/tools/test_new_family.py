@@ -52,6 +52,7 @@ def run(checkout: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.matrix
 def test_its_tests_pass(checkout):
     """Those that need a GPU or g++ are skipped without one."""
     shown = run(checkout, "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests")

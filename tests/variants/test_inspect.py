@@ -127,6 +127,7 @@ def in_terminal(*args: str, **env: str) -> str:
     return written.decode()
 
 
+@pytest.mark.matrix
 def test_terminals_get_colours_and_pipes_do_not():
     args = ("diff", str(COPY), str(WIDE_COPY))
     assert "\x1b[32m" in in_terminal(*args)

@@ -254,6 +254,7 @@ def test_a_part_s_state_fits_in_the_place_of_its_chunks(headdim, rank):
             assert headdim * d_state + 4 + angles <= sum(words[name] for name in ("stages", "V", "M", "state"))
 
 
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("name", ["published-siso", "published-mimo"])
 def test_published_shapes_fit_in_registers(name):
     resources = compiled(variant(parts=5, pdl=Pdl.TRIGGER_LOADED)(replace(CASES[name], segments=5)), SM90).resources

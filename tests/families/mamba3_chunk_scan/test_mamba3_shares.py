@@ -217,6 +217,7 @@ def test_mistakes_of_spans_are_found(name):
         is_exact((out, *pools.values()), wanted)
 
 
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("name", ["published-siso", "published-mimo"])
 @pytest.mark.parametrize("how", [{"spans": 2}, {"spans": 4}, {"parts": 5}, {"parts": 8}])
 def test_published_shapes_fit_in_registers(name, how):

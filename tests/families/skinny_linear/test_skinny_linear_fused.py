@@ -267,6 +267,7 @@ def posed(types, rows, k, **form):
 SERVED = [(SM90, 8192, 16), (SM90, 4096, 16), (SM80, 4096, 8), (SM90, 8192, 8), (SM90, 4096, 8)]
 
 
+@pytest.mark.matrix  # `ssmgen generate --check` checks the default variants
 @pytest.mark.parametrize("form", few(SERVED, 2), ids=lambda form: f"{form[0]}-k{form[1]}-{form[2]}")
 def test_served_variants_do_not_spill(form):
     arch, k, rows = form
