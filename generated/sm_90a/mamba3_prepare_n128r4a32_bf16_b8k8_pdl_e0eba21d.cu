@@ -28,7 +28,7 @@ constexpr int kTurnWords = (kAngles + 3) / 4 * 4;  // of a token in the workspac
 constexpr u32 kHeads = 4;  // of a block
 constexpr u32 kBlocks = 8;  // that share a sequence
 constexpr u32 kTeam = 8, kTeams = 2;  // warps of a chunk, and chunks of a block at once
-constexpr u32 kAtOnce = kBlocks * kTeams;  // chunks of a sequence
+constexpr u32 kChunksAtOnce = kBlocks * kTeams;  // chunks of a sequence
 constexpr int kSpan = 2;  // tokens of a warp
 static_assert(kSpan <= 8 && kHeads * kAngles <= kThreads && kHeads * 8 == 32);
 constexpr u32 kParts = 8;  // of a sequence, at most
@@ -370,7 +370,7 @@ mamba3_prepare_n128r4a32_bf16_b8k8_pdl_e0eba21d(
   const auto raw_bias = load(dt_bias + u64(first_head + min(dt_head_of, here - 1)) * dt_bias_head);
 
   // The sums of each chunk's angles, in half turns: each warp's first, then of the warps before it.
-  for (u32 from = share * kTeams; from < chunks; from += kAtOnce) {
+  for (u32 from = share * kTeams; from < chunks; from += kChunksAtOnce) {
     const u32 n = from + team, at = n * kChunk + member * kSpan;
     const u32 left = n < chunks && at < length ? min(length - at, member * kSpan < kChunk ? min(u32(kSpan), kChunk - member * kSpan) : 0u) : 0;
     const u32 last = min(length, (n + 1) * kChunk);  // after the chunk's last token
@@ -439,13 +439,13 @@ mamba3_prepare_n128r4a32_bf16_b8k8_pdl_e0eba21d(
   // Parts of whole chunks, as in the scan. The state that a part leaves is made at angles from the part's start, except the first one's.
   const u32 wanted = max(min(kParts, chunks), 1u), part_chunks = max((chunks + wanted - 1) / wanted, 1u);
   float from_part = whole, begin_part = 0.f;
-  for (u32 from = 0; from < chunks; from += kAtOnce) {
+  for (u32 from = 0; from < chunks; from += kChunksAtOnce) {
     if (adds) {
-      float by[kAtOnce];
+      float by[kChunksAtOnce];
 #pragma unroll
-      for (u32 c = 0; c < kAtOnce; ++c) by[c] = from + c < chunks ? load(sums + (from + c) * each_chunk + own_head * kAngles + own_angle) : 0.f;
+      for (u32 c = 0; c < kChunksAtOnce; ++c) by[c] = from + c < chunks ? load(sums + (from + c) * each_chunk + own_head * kAngles + own_angle) : 0.f;
 #pragma unroll
-      for (u32 c = 0; c < kAtOnce; ++c) {
+      for (u32 c = 0; c < kChunksAtOnce; ++c) {
         if (from + c >= chunks) continue;
         if (from + c && (from + c) % part_chunks == 0) {
           begin_part = from + c == part_chunks ? from_part : turned(begin_part, from_part);
