@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .roles import plain
+from .roles import name_in, plain
 
 LAYERS = ("StaticLayer", "LinearAttentionAndStaticFullAttentionLayer")
 """Classes of layers of a cache that append keys and values at `cumulative_length`."""
@@ -151,9 +151,10 @@ class Positions:
 
         weight = self._model.get_input_embeddings().weight
         inputs = weight.new_empty((len(self.ids), 1, weight.shape[1]))
-        maker = getattr(self._model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+        maker: Any = getattr(self._model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+        given = {name_in("cache", inspect.signature(plain(maker)).parameters) or "cache": self._cache, "position_ids": self.ids}
         try:
-            made = maker(config=self._model.config, inputs_embeds=inputs, attention_mask=None, cache=self._cache, position_ids=self.ids)
+            made = maker(config=self._model.config, inputs_embeds=inputs, attention_mask=None, **given)
         except (TypeError, ValueError, AttributeError):  # another transformers has other parameters
             return None
         if not isinstance(made, dict):
