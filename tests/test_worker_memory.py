@@ -108,6 +108,12 @@ def test_this_suite_is_bounded(pytestconfig):
     assert pytestconfig.pluginmanager.has_plugin("worker_memory")
 
 
+@pytest.mark.parametrize(("cuda", "more"), [(None, 0), ("13.0", worker_memory.LIBRARIES)])
+def test_a_cuda_build_of_torch_may_hold_its_libraries(monkeypatch, pytestconfig, cuda, more):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert worker_memory.bound_of(pytestconfig) == 1024 + more
+
+
 def test_no_option_narrows_what_a_command_selects(pytestconfig):
     """`-m gpu` takes all tests that need a GPU, including tests of the matrix."""
     assert not pytestconfig.getini("addopts")
