@@ -85,7 +85,7 @@ def test_a_graph_whose_position_advances(name):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_same_bits_again_and_again(name):
-    """Calls behind each other, each of which writes its own output; the caches get the same row again."""
+    """One call after the other, each with an output of its own; the caches get the same row again."""
     call, how = on_card(name)
     ssmgen.decode_attention(**call, **how)
     want = {n: call[n].clone() for n in WRITTEN}

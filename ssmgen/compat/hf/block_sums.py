@@ -184,7 +184,7 @@ def rewritten(
     """A forward of the same source except its sums, with the same globals, so patched names are looked up as before.
 
     add: takes (block, number of the sum, residual, x); normed: takes (norm, sum), where the forward casts a sum to the norm's dtype
-    branch, multiplied: take what `branch_texts` gives them
+    branch, multiplied: called with the arguments that `branch_texts` writes
     """
     found = _tree(forward)
     assert found is not None, "of `classes`, and these have sums"

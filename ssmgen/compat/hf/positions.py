@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -155,7 +156,9 @@ class Positions:
         given = {name_in("cache", inspect.signature(plain(maker)).parameters) or "cache": self._cache, "position_ids": self.ids}
         try:
             made = maker(config=self._model.config, inputs_embeds=inputs, attention_mask=None, **given)
-        except (TypeError, ValueError, AttributeError):  # another transformers has other parameters
+        except (TypeError, ValueError, AttributeError) as e:  # another transformers has other parameters
+            own = f"{type(self._model).__name__} computes its own masks in every token"
+            warnings.warn(f"{own}: ssmgen's call of their maker raised {e!r}", RuntimeWarning, stacklevel=2)
             return None
         if not isinstance(made, dict):
             return None

@@ -14,7 +14,7 @@ from .times import MOST_SPANS
 
 SIZE, MAX_SIZE = "heads of all sequences", 2**31 - 1
 SMS = 132  # of an H100 and an H200
-# Spans that calls may get, if one block for each of them fits on the card. In an H200's times (us), SISO, one sequence of 2048 tokens:
+# Spans that calls may get, if one block for each of them fits on the card. Times of an H200 in us, one sequence of 2048 tokens, SISO:
 # 64 heads whole 117, in 2 spans 91; 24 heads 114, in 2 spans 87, in 3 spans 79, in 4 spans 80. A prompt of one chunk has one span.
 SPANS = (3, 2)
 LONE = 256  # heads of all sequences, up to which one block for each four heads would leave most SMs idle in the kernel before

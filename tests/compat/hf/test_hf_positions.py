@@ -195,3 +195,15 @@ def test_a_step_that_fails_leaves_the_counts():
         ours.update(x, x)
         1 / 0  # noqa: B018
     assert positions._now.positions is None and int(ours.cumulative_length) == 1 and made.ids.tolist() == [[0]]
+
+
+def test_masks_that_cannot_be_made_are_told(monkeypatch):
+    """As with a transformers whose maker has other parameters. The model's own masks give its own tokens."""
+    model = built("falcon_h1")
+    with ssmgen.accelerate(model) as fast:
+        fast._rotary[1].undo(), fast._rotary[2].undo()
+        want, *_ = steps_of(model, Plain, 3)
+        monkeypatch.setattr(type(model), "create_masks_for_generate", staticmethod(lambda config, mask: {}))
+        with pytest.warns(RuntimeWarning, match="FalconH1ForCausalLM computes its own masks in every token: .*unexpected keyword"):
+            got, _, steps = steps_of(model, hf_generate.Steps, 3)
+    assert steps.positions.masks is None and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

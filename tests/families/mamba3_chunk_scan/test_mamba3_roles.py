@@ -131,7 +131,7 @@ def test_many_sequences_have_one_block_each():
 
 
 def test_a_workspace_may_be_given():
-    """Its size is what the function returns; the emulator allows no access after it."""
+    """The function returns its size; the emulator allows no access after it."""
     call = make(2, 70, R=4, x=torch.bfloat16)
     numbers = ssmgen.mamba3_chunk_scan_workspace(140, 2, 2, 8, rank=4)
     assert numbers == 140 * 2 * 8 + 140 * 4 * 2 + 2 * 8 * (140 // 16 + 2)
