@@ -37,12 +37,13 @@ def launch(
     spec: Any, family: Any, views: Mapping[str, Tensor], options: Any, operands: Mapping[str, Tensor], hasty: Collection[Any] = ()
 ) -> Callable[[], None]:
     """One given variant, independent of the registry's choice, ready to run. hasty: its kernels that must not wait."""
-    device, names, launches, places = torch.cuda.current_device(), list(operands), [], []
+    device, launches, places = torch.cuda.current_device(), [], []
+    names = [n for n in operands if any(n in part.operands() for part in spec.kernels)]  # a variant may have no use for a workspace
     for part in spec.kernels:
         kernel = without_wait(part) if part in hasty else runtime.load(part, device, "test")
         launches.append(runtime.Launch(kernel, device, family.grid_of(part, views), family.values_of(part, views, options)))
         places.append([names.index(n) for n in part.operands()])
-    pointers = [t.data_ptr() for t in operands.values()]
+    pointers = [operands[n].data_ptr() for n in names]
     return launches[0].at(pointers) if len(launches) == 1 else runtime.Chain(launches, places).at(pointers)
 
 
