@@ -104,9 +104,10 @@ def mamba3_chunk_scan(
 
     Launch and segments:
     segments: most parts of a sequence that blocks of a cluster scan at once, from sm_90 on, 1 … 1024 (the kernel uses at most 8, each of
-        one chunk or more). None or 1 leave the sequence whole; 2 give the same bits, three or more do not
-    workspace: [numbers] float32, angles and norms from one kernel to the next, for a call with angle or B_norm and heads of up to 64 x 128:
-        mamba3_chunk_scan_workspace returns the numbers. It may be used again as soon as the call is in its stream; None for a new one
+        one chunk or more). None, 1 or 2 give the bits of a whole sequence, three or more do not
+    workspace: [numbers] float32, angles and norms from one kernel to the next, for a call with angle or B_norm, without mimo_x, and with
+        heads of 64 x 64 or 64 x 128: mamba3_chunk_scan_workspace returns the numbers. It may be used again as soon as the call is in its
+        stream; None for a new one
     pdl: whether a kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
     Types and precision:
@@ -131,8 +132,8 @@ def mamba3_chunk_scan(
             rank = (B.shape[-3],) if isinstance(mimo_x, Tensor) and mimo_o is None and B.dim() > x.dim() else ()
             rank = (1,) if isinstance(mimo_x, Tensor) and mimo_o is None and not rank else rank
             out = torch.empty((*x.shape[:-2], *rank, *x.shape[-2:]), dtype=x.dtype, device=x.device) if rank else x.new_empty(x.shape)
-        if workspace is None and is_prepared(x, B, angle, B_norm):
-            workspace = x.new_empty(_numbers(x, B, angle, cu_seqlens, segments), dtype=torch.float32)
+        if workspace is None and is_prepared(x, B, angle, B_norm, mimo_x):
+            workspace = x.new_empty(_numbers(x, B, angle, cu_seqlens), dtype=torch.float32)
         if final:
             state, k_state, v_state, angle_state = _made(x, B, angle, cu_seqlens, initial_states, initial_k, initial_v)
     tensors = OPERANDS.Tensors(
@@ -145,24 +146,21 @@ def mamba3_chunk_scan(
     return run(CALLER, tensors, options, pdl, returns=("out", *returns))
 
 
-def mamba3_chunk_scan_workspace(
-    tokens: int, sequences: int, heads: int, angles: int, rank: int = 1, groups: int = 1, segments: int | None = None
-) -> int:
+def mamba3_chunk_scan_workspace(tokens: int, sequences: int, heads: int, angles: int, groups: int = 1) -> int:
     """Float32 numbers of a workspace for calls of up to `tokens` tokens in all (batch times T), `sequences` sequences and `heads` heads.
 
-    angles: of a head; 0 for a call without them. rank, groups: of B. segments: as in the call.
+    angles: of a head; 0 for a call without them. groups: of B.
     """
-    return words_of(angles, rank, segments, tokens, sequences, heads, groups)
+    return words_of(angles, tokens, sequences, heads, groups)
 
 
-def _numbers(x: Tensor, B: Tensor, angle: Tensor | None, starts: Tensor | None, segments: object) -> int:
+def _numbers(x: Tensor, B: Tensor, angle: Tensor | None, starts: Tensor | None) -> int:
     """The numbers of a call's workspace."""
-    (*lead, heads, _), ranked = x.shape, B.dim() > x.dim()
+    *lead, heads, _ = x.shape
     sequences = max(starts.numel() - 1, 0) if isinstance(starts, Tensor) else lead[0]
     tokens = lead[-1] if len(lead) == 1 else lead[0] * lead[-1]
     angles = angle.shape[-1] if isinstance(angle, Tensor) and angle.dim() else 0
-    parts = segments if isinstance(segments, int) else None
-    return words_of(angles, B.shape[-3] if ranked else 1, parts, tokens, sequences, heads, B.shape[-2])
+    return words_of(angles, tokens, sequences, heads, B.shape[-2])
 
 
 class _Final(NamedTuple):

@@ -67,6 +67,6 @@ OPERANDS = table(
 )  # fmt: skip
 INITIAL = ("initial_states", "initial_k", "initial_v", "initial_angles")
 POOLS = ("state", "k_state", "v_state", "angle_state")
-# Operands of the kernel before warps with roles.
-OF_ANGLES = ("dt", "angle", "dt_bias", "cu_seqlens", "initial_angles", "angle_state", "state_indices", "has_initial_state")
+# Operands of the kernel before warpgroups.
+OF_ANGLES = ("dt", "angle", "dt_bias", "cu_seqlens")
 OF_NORMS = ("B", "C")

@@ -18,7 +18,7 @@ from ...spec.arguments import Value
 from ...spec.kernel import Index, Loads
 from .operands import OPERANDS
 from .prepare import Mamba3PrepareSpec
-from .problem import ROWS, Mamba3PromptProblem, asked
+from .problem import Mamba3PromptProblem, asked
 from .reference import reference
 from .spec import OPERATOR, Mamba3ScanSpec
 from .views import Options, views_of
@@ -53,7 +53,6 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     def index(name: str) -> Index:
         return INDEX[views[name].dtype if name in views else None]
 
-    longest = -(-x.shape[1] // (ROWS // views["B"].shape[2]))  # chunks of all tokens, if they are packed
     vector = all(checks.aligned(views[n], pointers[n], 2) for n in states)
     return Mamba3PromptProblem(
         headdim=x.shape[3],
@@ -75,7 +74,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         copy=prompts.together(views, pointers, OPERANDS.alike("x")),
         state_loads=Loads.VECTOR if vector else Loads.ELEMENT,
         **typed,
-        **asked(options.segments, longest),
+        **asked(options.segments),
     )
 
 
@@ -97,7 +96,7 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 def _grid(spec: Mamba3ScanSpec | Mamba3PrepareSpec, views: Mapping[str, Tensor]) -> int:
     sequences, (batch, length, heads, _), B = _sequences(views), views["x"].shape, views["B"]
     if isinstance(spec, Mamba3PrepareSpec):
-        return spec.grid(batch * length * B.shape[2] * B.shape[3], sequences, heads)
+        return spec.grid(batch * length * B.shape[3], sequences, heads)
     return sequences * heads * spec.tiles * spec.parts * spec.spans
 
 

@@ -16,17 +16,17 @@ ROWS = 64  # of a chunk's products: one for each token and rank
 MOST = 8  # parts: the blocks of a cluster
 
 
-def asked(segments: int | None, chunks: int) -> dict[str, Any]:
-    """The fields of a problem that say how sequences of at most `chunks` chunks are cut: as the call asks; whole if it gives None."""
+def asked(segments: int | None) -> dict[str, Any]:
+    """The fields of a problem that say how sequences are cut: as the call asks; whole if it gives None."""
     parts = min(segments or 1, MOST)
-    return {"segments": parts} if parts > 1 and chunks > 1 else {}
+    return {"segments": parts} if parts > 1 else {}
 
 
-def why_whole(problem: Mamba3PromptProblem, arch: Arch) -> str:
+def why_whole(arch: Arch) -> str:
     """Why a call's sequences are not cut."""
     if arch < SM90:
         return f"arch is {arch}; parts need sm_90, which has the first clusters"
-    return f"the call asks for one segment or for none, or no sequence has two chunks of {problem.chunk} tokens"
+    return "the call asks for one segment or for none, or for two where warpgroups serve it: two have a whole sequence's bits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

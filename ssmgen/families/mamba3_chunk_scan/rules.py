@@ -11,13 +11,13 @@ from .problem import Mamba3PromptProblem, why_whole
 from .roles import Mamba3RolesSpec
 from .spec import Mamba3ScanSpec
 from .times import MOST_SPANS
+from .warpgroups import Mamba3WarpgroupsSpec
 
 SIZE, MAX_SIZE = "heads of all sequences", 2**31 - 1
 SMS = 132  # of an H100 and an H200
-# Spans that calls may get, if one block for each of them fits on the card. Times of an H200 in us, one sequence of 2048 tokens, SISO:
-# 64 heads whole 117, in 2 spans 91; 24 heads 114, in 2 spans 87, in 3 spans 79, in 4 spans 80. A prompt of one chunk has one span.
+# Spans that calls may get, if one block for each of them fits on the card. Times of an H200 in us, one sequence of 2048 tokens, SISO by
+# warpgroups: 64 heads whole 91, in 2 spans 81; 24 heads in 2 spans 69, in 3 spans 65, in 4 spans 66. Four ranks: 64 heads 455 and 354.
 SPANS = (3, 2)
-LONE = 256  # heads of all sequences, up to which one block for each four heads would leave most SMs idle in the kernel before
 
 
 def _spec(kind: type[Mamba3ScanSpec], problem: Mamba3PromptProblem, **how: Any) -> Mamba3ScanSpec:
@@ -50,7 +50,9 @@ def joined(problem: Mamba3PromptProblem) -> Mamba3RolesSpec:
 
 def parts_of(problem: Mamba3PromptProblem, arch: Arch) -> int:
     """Parts of a sequence, at most, each by a block of a cluster."""
-    return problem.segments if arch >= SM90 else 1
+    parts = problem.segments if arch >= SM90 else 1
+    by_warpgroups = parts == 2 and not _spec(Mamba3WarpgroupsSpec, problem).violations(arch)
+    return 1 if by_warpgroups else parts  # two parts have the bits of a whole sequence, which only warpgroups have then
 
 
 def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
@@ -59,7 +61,7 @@ def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
     parts = parts_of(problem, arch)
     for pdl in Pdl:
         tried += [_spec(Mamba3RolesSpec, problem, spans=spans, parts=parts, pdl=pdl) for spans in range(1, MOST_SPANS + 1)]
-        tried += [_spec(Mamba3RolesSpec, problem, ahead_blocks=1, parts=parts, pdl=pdl)] if problem.rotates else []
+        tried += [_spec(Mamba3WarpgroupsSpec, problem, spans=spans, pdl=pdl) for spans in range(1, MOST_SPANS + 1) if parts == 1]
         tried += [
             _spec(Mamba3ScanSpec, problem, stages=stages, min_blocks=min_blocks, tiles=tiles, parts=parts, pdl=pdl)
             for stages, min_blocks, tiles in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 4))
@@ -70,19 +72,23 @@ def space(problem: Mamba3PromptProblem, arch: Arch) -> Iterator[Mamba3ScanSpec]:
 def candidates(problem: Mamba3PromptProblem, size: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, Mamba3ScanSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one needs the least shared memory."""
     wait = Pdl.TRIGGER_LOADED if pdl else Pdl.OFF
-    ahead = {"ahead_blocks": 1} if problem.rotates and size > LONE else {}
     if (parts := parts_of(problem, arch)) > 1:
-        yield f"up to {parts} parts, warps with roles", _spec(Mamba3RolesSpec, problem, parts=parts, pdl=wait, **ahead), ""
+        yield f"up to {parts} parts, warps with roles", _spec(Mamba3RolesSpec, problem, parts=parts, pdl=wait), ""
         for stages in (2, 1):
             yield f"up to {parts} parts, {_said(stages)}", _spec(Mamba3ScanSpec, problem, stages=stages, parts=parts, pdl=wait), ""
     else:
-        yield "parts", None, why_whole(problem, arch)
-        for spans in SPANS:
-            if spans * size <= SMS:
-                yield f"{spans} spans", _spec(Mamba3RolesSpec, problem, spans=spans, pdl=wait), ""
-            else:
-                yield f"{spans} spans", None, f"{spans} blocks for each of {size} heads are more than the {SMS} SMs of an H200"
-    yield "warps with roles", _spec(Mamba3RolesSpec, problem, pdl=wait, **ahead), ""
+        yield "parts", None, why_whole(arch)
+        for kind, name in ((Mamba3WarpgroupsSpec, "warpgroups"), (Mamba3RolesSpec, "warps with roles")):
+            if wrong := _spec(kind, problem).violations(arch):
+                yield name, None, wrong[0]
+                continue
+            for spans in SPANS:
+                if spans * size <= SMS:
+                    yield f"{name}, {spans} spans", _spec(kind, problem, spans=spans, pdl=wait), ""
+                else:
+                    why = f"{spans} blocks for each of {size} heads are more than the {SMS} SMs of an H200"
+                    yield f"{name}, {spans} spans", None, why
+            yield name, _spec(kind, problem, pdl=wait), ""
     for stages in (2, 1):
         yield _said(stages), _spec(Mamba3ScanSpec, problem, stages=stages, pdl=wait), ""
 

@@ -11,8 +11,8 @@ with s the running sum of A dt within the chunk. The next chunk begins with S + 
 states does the same, so a sequence cut at a multiple of the chunk keeps its bits.
 
 A block scans a head of one sequence: it norms, biases and rotates the chunk's rows of B and C in shared memory, and no other block reads
-its states. Angles are sums within a chunk, added to the angle at its start, from -pi to pi. Rotated rows never go to memory. Warps with
-roles (roles.py) have a kernel before them, which makes angles and norms.
+its states. Angles are sums within a chunk, added to the angle at its start, from -pi to pi. Rotated rows never go to memory. Warpgroups
+(warpgroups.py) have a kernel before them, which makes angles and norms.
 Bytes per token and head: 4 P of x and out, 2 P of z, and 4 N R / (heads of a group) of B and C.
 """
 
@@ -38,8 +38,9 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
     template: ClassVar[str] = "mamba3_chunk_scan/mamba3_chunk_scan.cu.j2"
     word: ClassVar[str] = "mamba3_scan"  # in names of kernels
     by_roles: ClassVar[bool] = False  # whether a warp does one part of every chunk (roles.py)
+    by_warpgroups: ClassVar[bool] = False  # whether warpgroups multiply (warpgroups.py)
     spans: ClassVar[int] = 1  # of a sequence (roles.py)
-    prepared: ClassVar[bool] = False  # whether a kernel before it makes angles and norms (roles.py)
+    prepared: ClassVar[bool] = False  # whether a kernel before it makes angles and norms (warpgroups.py)
     prepares: ClassVar[bool] = False
     state_warps: ClassVar[int] = WARPS  # that hold the state
 
@@ -144,7 +145,7 @@ class Mamba3ScanSpec(KernelSpec, Mamba3PromptProblem):
             return problems
         most = LIMITS[arch.number].shared - SHARED_RESERVED if arch.number in LIMITS else 48 << 10
         return [
-            *must(self.stages in (1, 2), f"stages is {self.stages}; expected 1 or 2"),
+            *must(self.stages in (1, 2) or self.by_warpgroups, f"stages is {self.stages}; expected 1 or 2"),
             *must(
                 self.headdim % (16 * self.tiles) == 0,
                 f"tiles is {self.tiles} of headdim {self.headdim}; expected a divisor that leaves multiples of 16",

@@ -19,6 +19,7 @@ from .problem import Mamba3PromptProblem
 from .roles import Mamba3RolesSpec
 from .spec import Mamba3ScanSpec
 from .views import Options
+from .warpgroups import Mamba3WarpgroupsSpec
 
 HEADS, GROUPS = 2, 1
 # More than one rounding's norm error: rows, states, M and additions to states are each rounded before a product.
@@ -61,7 +62,7 @@ def operands(spec: Mamba3PromptProblem, kernels: Sequence[KernelSpec], batch: in
         made["state_indices"] = slot_indices(spec.index, batch, slots, g)
     for names, count in ((("initial_states", "initial_k", "initial_v", "initial_angles"), batch), (_POOLS, slots)):
         made |= dict(zip(names, _states(spec, count, g), strict=True))
-    made["workspace"] = torch.full((words_of(n, R, spec.segments, lead[0] * lead[1], batch, H, G),), math.nan)
+    made["workspace"] = torch.full((words_of(n, lead[0] * lead[1], batch, H, G),), math.nan)
     taken = {name for part in kernels for name in part.operands()}
     return {name: t for name in OPERANDS.names if name in taken and (t := made[name]) is not None}
 
@@ -90,4 +91,5 @@ def mamba3_chunk_scan(spec: Mamba3ScanSpec, batch: int, seed: int, tokens: int =
     return trial(CALLER, named, options, slack=slack, between=between)
 
 
-TRIALS: dict[type[Mamba3ScanSpec], Callable[..., Trial]] = {Mamba3ScanSpec: mamba3_chunk_scan, Mamba3RolesSpec: mamba3_chunk_scan}
+KINDS = (Mamba3ScanSpec, Mamba3RolesSpec, Mamba3WarpgroupsSpec)
+TRIALS: dict[type[Mamba3ScanSpec], Callable[..., Trial]] = dict.fromkeys(KINDS, mamba3_chunk_scan)

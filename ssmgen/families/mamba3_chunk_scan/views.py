@@ -13,7 +13,8 @@ from ...engine.recurrences.mamba3.problem import MOST_RANK, Rate, Rotary
 from ...spec.kernel import must
 from ...spec.operands import LEAD
 from .operands import INITIAL, OPERANDS, POOLS
-from .prepare import MOST_COLUMNS, MOST_TILE, words_of
+from .prepare import words_of
+from .warpgroups import COLUMNS, TILE
 
 Views = Mapping[str, Tensor]
 
@@ -32,9 +33,9 @@ class Options(NamedTuple):
     segments: int | None = None  # most parts of a sequence; None: the rule decides
 
 
-def is_prepared(x: Tensor, B: Tensor, angle: Tensor | None, B_norm: Tensor | None) -> bool:
-    """Whether some variant of a call has a workspace: warps with roles have one for angles and norms."""
-    return x.shape[-1] <= MOST_TILE and B.shape[-1] <= MOST_COLUMNS and (isinstance(angle, Tensor) or isinstance(B_norm, Tensor))
+def is_prepared(x: Tensor, B: Tensor, angle: Tensor | None, B_norm: Tensor | None, mimo_x: Tensor | None) -> bool:
+    """Whether some variant of a call has a workspace: warpgroups have one for angles and norms."""
+    return x.shape[-1] == TILE and B.shape[-1] in COLUMNS and mimo_x is None and (isinstance(angle, Tensor) or isinstance(B_norm, Tensor))
 
 
 def views_of(given: Views, options: Options, problems: list[str]) -> dict[str, Tensor]:
@@ -78,9 +79,7 @@ def views_of(given: Views, options: Options, problems: list[str]) -> dict[str, T
         views |= {name: t.unsqueeze(0) for name, t in views.items() if OPERANDS[name].forms[0][0] == LEAD}
     prompts.check_strides(OPERANDS, views, "x", problems)
     if workspace is not None:
-        numbers = words_of(
-            sizes["angle"], sizes["rank"], options.segments, views["x"].shape[0] * sizes["token"], sequences, sizes["head"], sizes["group"]
-        )
+        numbers = words_of(sizes["angle"], views["x"].shape[0] * sizes["token"], sequences, sizes["head"], sizes["group"])
         if workspace.dim() != 1 or not workspace.is_contiguous() or workspace.numel() < numbers:
             wanted = f"[{numbers} or more], dense. Get the size from mamba3_chunk_scan_workspace"
             problems.append(f"workspace is {list(workspace.shape)} with strides {list(workspace.stride())}; expected {wanted}")

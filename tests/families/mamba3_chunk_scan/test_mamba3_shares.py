@@ -186,7 +186,7 @@ def test_mistakes_of_parts_are_found(name):
     call |= {"has_initial_state": torch.tensor([True])}
     wanted = exact(call | pools)
     with found(words):
-        out = emulated(**call, **pools, segments=4, spec=by_roles(parts=4), change=edited(old, new, "kHolders"))
+        out = emulated(**call, **pools, segments=4, spec=by_roles(parts=4), change=edited(old, new))
         is_exact((out, *pools.values()), wanted)
 
 
@@ -213,7 +213,7 @@ def test_mistakes_of_spans_are_found(name):
     call |= {"has_initial_state": torch.tensor([True])}
     wanted = exact(call | pools)
     with found(words):
-        out = emulated(**call, **pools, spec=by_roles(spans=2), change=edited(old, new, "kHolders"))
+        out = emulated(**call, **pools, spec=by_roles(spans=2), change=edited(old, new))
         is_exact((out, *pools.values()), wanted)
 
 
