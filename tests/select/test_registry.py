@@ -13,7 +13,7 @@ from ssmgen.bench.axes import users
 from ssmgen.engine.norm_kernel import NormProblem
 from ssmgen.engine.recurrences.attention.problem import Layout, Ring
 from ssmgen.errors import UnsupportedError
-from ssmgen.families.selective_state_update.spec import OPERATOR, SsuProblem
+from ssmgen.families.selective_state_update.spec import OPERATOR, SsuProblem, SsuSpec
 from ssmgen.select import registry
 from ssmgen.select.catalog import OPERATOR_OF
 from ssmgen.select.model_variants import default_problems, specs_for
@@ -106,6 +106,18 @@ def test_explanation_says_which_rule_and_why_not_the_others():
         and reasons["generic"] == "bandwidth comes first"
     )
     assert "-> bandwidth" in str(found)
+
+
+def test_choosing_stops_at_the_first_legal_variant(monkeypatch):
+    """An explanation checks all variants. A choice is made for each new form of call, and for dozens of sizes in a build."""
+    checked = []
+    violations = SsuSpec.violations
+    monkeypatch.setattr(SsuSpec, "violations", lambda spec, arch: checked.append(spec) or violations(spec, arch))
+    registry.forget()
+    chosen = registry.select(OPERATOR, MAMBA2, 1, SM90, True)
+    assert checked == [chosen]
+    explained = registry.explain(OPERATOR, MAMBA2, 1, SM90, True)
+    assert explained.chosen.spec == chosen and len(checked) > 2
 
 
 def test_unsupported_gives_every_reason():
