@@ -92,8 +92,3 @@ def _options(model: Model, wanted: Wanted, tp: int, arch: Arch, pdl: bool) -> st
     parts += [f"--io {wanted.io.value}" * (wanted.io is not DType.BF16), f"--arch {arch}", "--no-pdl" * (not pdl and arch >= SM90)]
     parts.append(f"--caller {wanted.caller.value}" if wanted.caller else "")
     return " ".join(filter(None, parts))
-
-
-def default_problems() -> list[tuple[str, Problem]]:
-    """(model, problem) for each distinct problem, with the first model that has it."""
-    return [(names[0], problem) for problem, names in problems_by_models().items()]
