@@ -12,6 +12,7 @@ SPECS: dict[str, type[KernelSpec]] = {}
 OPERATORS: dict[str, ModuleType] = {}  # modules with `space` and `candidates`, which the registry calls
 OPERATOR_OF: dict[type[Problem], str] = {}
 SERVED_BY: dict[str, str] = {}  # {name of a spec class: the operator whose calls its variants serve}; without parts and tools
+LAUNCHED_BY: dict[type[KernelSpec], dict[type[Problem], str]] = {}  # {spec class: {problem whose calls launch it: its part, or empty}}
 OLD_NAMES: dict[str, tuple[str, str]] = {}  # of specs and operators: {old name: (name, fields that its texts left out)}
 
 for _family in records():
@@ -25,6 +26,13 @@ for _family in records():
             OPERATORS[_spec.family] = _module
             OPERATOR_OF[_problem] = _spec.family
             SERVED_BY |= dict.fromkeys(_family.variants_of(_problem), _spec.family)
+
+for _family in records():
+    _parts = {_family.part(_kernels.spec): "" for _kernels in _family.kernels}
+    _parts |= {SPECS[kind]: part for kind, part in _family.launches.items()}
+    for _problem in (_family.part(_kernels.problem) for _kernels in _family.kernels if _kernels.problem):
+        for _spec, _part in _parts.items():
+            LAUNCHED_BY.setdefault(_spec, {})[_problem] = _part
 
 
 def name_of(name: str) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import ModelError
-from ..spec.kernel import SM90, Arch, DType, KernelSpec, Narrow, Pdl, Problem, flat
-from . import registry
-from .catalog import OPERATOR_OF, OPERATORS
+from ..errors import ModelError, UnsupportedError
+from ..spec.kernel import SM90, Arch, DType, KernelSpec, Narrow, Pdl, Problem, entries, flat
+from . import registry, tuned
+from .catalog import LAUNCHED_BY, OPERATOR_OF, OPERATORS
 from .models import Client, Model, Wanted, models
 
 
@@ -50,18 +50,41 @@ def problems_by_models(states: tuple[DType, ...] = ()) -> dict[Problem, list[str
 @functools.lru_cache(maxsize=256)  # engines without a kernel ask at every call
 def options_for(spec: KernelSpec, arch: Arch) -> str:
     """Options of `ssmgen build` that build a variant among all variants of a known model's calls; empty if no known model calls it."""
-    said = flat(spec)
-    own: dict[str, Any] = {"states": (said["state"],)} if isinstance(said.get("state"), (DType, Narrow)) else {}
-    own |= {"io": said["x"]} if isinstance(said.get("x"), DType) else {}
+    said, pdl, parts = flat(spec), spec.pdl is not Pdl.OFF, LAUNCHED_BY.get(type(spec), {})  # tools are in no call
+    states = (said["state"],) if isinstance(said.get("state"), (DType, Narrow)) else ()
+    io = said["x"] if isinstance(said.get("x"), DType) else DType.BF16
+    for problem, (rank, tp, wanted) in _posed(states, io).items():
+        if type(problem) in parts and _agrees(said, problem, parts[type(problem)]) and _launches(problem, spec, arch, pdl):
+            return _options(rank, wanted, tp, arch, pdl)
+    return ""
+
+
+@functools.lru_cache(maxsize=8)
+def _posed(states: tuple[Any, ...], io: DType) -> dict[Problem, tuple[Model, int, Wanted]]:
+    """Every problem that a known model's calls pose, with its first poser: a rank's share of the model, the number of ranks, the calls."""
+    found: dict[Problem, tuple[Model, int, Wanted]] = {}
+    own = Wanted(states=states, io=io)
     for tp in (1, 2, 4, 8):
         for model in models().values():
             with contextlib.suppress(ModelError):
                 rank = model.divided(tp)
-                for wanted in (Wanted(**own), *(Wanted(**own).of(caller) for caller in Client)):
-                    alike = (p for p in rank.asked(wanted) if all(said.get(name, value) == value for name, value in flat(p).items()))
-                    if any(spec in specs_for([p], arch, (said["pdl"] is not Pdl.OFF,)) for p in alike):
-                        return _options(rank, wanted, tp, arch, said["pdl"] is not Pdl.OFF)
-    return ""
+                for wanted in (own, *map(own.of, Client)):
+                    for problem in rank.asked(wanted):
+                        found.setdefault(problem, (rank, tp, wanted))
+    return found
+
+
+def _agrees(said: Mapping[str, Any], problem: Problem, part: str) -> bool:
+    """Whether a spec's fields have the values of a problem, and of the part of it that the spec computes, where both have a field."""
+    own = ((entry.field.name if part and entry.part == part else name, entry) for name, entry in entries(type(problem)).items())
+    return all(name not in said or said[name] == entry.of(problem) for name, entry in own)
+
+
+def _launches(problem: Problem, spec: KernelSpec, arch: Arch, pdl: bool) -> bool:
+    """Whether calls with a problem may launch a variant, by a rule or as a measured one. Listing all variants takes milliseconds."""
+    with contextlib.suppress(UnsupportedError):
+        return spec in specs_for([problem], arch, (pdl,), gpus=(None, *tuned.gpus(arch)))
+    return False
 
 
 def _options(model: Model, wanted: Wanted, tp: int, arch: Arch, pdl: bool) -> str:
@@ -69,8 +92,3 @@ def _options(model: Model, wanted: Wanted, tp: int, arch: Arch, pdl: bool) -> st
     parts += [f"--io {wanted.io.value}" * (wanted.io is not DType.BF16), f"--arch {arch}", "--no-pdl" * (not pdl and arch >= SM90)]
     parts.append(f"--caller {wanted.caller.value}" if wanted.caller else "")
     return " ".join(filter(None, parts))
-
-
-def default_problems() -> list[tuple[str, Problem]]:
-    """(model, problem) for each distinct problem, with the first model that has it."""
-    return [(names[0], problem) for problem, names in problems_by_models().items()]

@@ -296,10 +296,6 @@ class Model:
         """The problems of its short convolution, over prompts and in decoding."""
         return self.asked(Wanted(indices=indices, io=io, tokens=tokens), Role.PROMPTS, Role.CONVOLUTION)
 
-    def replays(self, states: tuple[DType, ...] = (), *, tokens: int = 6, window: int | None = None) -> list[Problem]:
-        """The problems of speculative decoding by replay in steps of `tokens` tokens; empty without replay. window: of a ring."""
-        return self.asked(Wanted(states=states, replay=tokens, window=window), Role.REPLAY)
-
     def norms(self, io: DType = DType.BF16) -> list[Problem]:
         """The problems of the gated norm after its state."""
         return self.asked(Wanted(io=io), Role.NORM)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import UnsupportedError
@@ -21,6 +22,11 @@ class Verdict:
     rule: str
     spec: KernelSpec | None
     reason: str  # why it was not chosen; empty for the chosen one
+
+    @property
+    def legal(self) -> bool:
+        """Whether it has a variant, without a reason against it."""
+        return self.spec is not None and not self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Explanation:
 
     @property
     def chosen(self) -> Chosen | None:
-        return next((Chosen(v.rule, v.spec) for v in self.verdicts if v.spec is not None and not v.reason), None)
+        return next((Chosen(v.rule, v.spec) for v in self.verdicts if v.spec is not None and v.legal), None)
 
     @property
     def reasons(self) -> list[str]:
@@ -95,6 +101,16 @@ def launched(operator: str, spec: KernelSpec, size: int) -> KernelSpec:
     return spec.with_early_triggers() if size <= getattr(OPERATORS[operator], "EARLY", 0) else spec
 
 
+def _considered(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None) -> Iterator[Verdict]:
+    """Each rule's variant in order of preference, with its violations. `select` stops at the first legal one: violations take time."""
+    rows = () if gpu is None else _tuned(operator, problem, size, arch, pdl, gpu)
+    for rule, spec, reason in itertools.chain(rows, OPERATORS[operator].candidates(problem, size, arch, pdl)):
+        if spec is not None:
+            spec = launched(operator, spec, size)
+            reason = "; ".join(spec.violations(arch))
+        yield Verdict(rule, spec, reason)
+
+
 @functools.lru_cache(maxsize=4096)
 def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None = None) -> Explanation:
     """Everything that was considered, in this order: a row measured at this size, rows of sizes near it, the rules, the generic variant.
@@ -104,16 +120,11 @@ def explain(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: 
     faults = tuple(problem.faults())
     verdicts: list[Verdict] = []
     chosen = None
-    if not faults:
-        rows = () if gpu is None else _tuned(operator, problem, size, arch, pdl, gpu)
-        for rule, spec, reason in (*rows, *OPERATORS[operator].candidates(problem, size, arch, pdl)):
-            if spec is not None:
-                spec = launched(operator, spec, size)
-                reason = "; ".join(spec.violations(arch))
-                if not reason and chosen:
-                    reason = f"{chosen} comes first"
-                chosen = chosen or (None if reason else rule)
-            verdicts.append(Verdict(rule, spec, reason))
+    for verdict in () if faults else _considered(operator, problem, size, arch, pdl, gpu):
+        if verdict.legal and chosen:
+            verdict = replace(verdict, reason=f"{chosen} comes first")
+        chosen = chosen or (verdict.rule if verdict.legal else None)
+        verdicts.append(verdict)
     return Explanation(operator, problem, size, arch, gpu, tuple(verdicts), faults)
 
 
@@ -122,17 +133,19 @@ def select(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: s
     return _chosen(operator, problem, size, arch, pdl, gpu).spec
 
 
+@functools.lru_cache(maxsize=4096)
 def _chosen(operator: str, problem: Any, size: int, arch: Arch, pdl: bool, gpu: str | None) -> Chosen:
-    found = explain(operator, problem, size, arch, pdl, gpu)
-    if found.chosen is None:
-        raise UnsupportedError(f"{operator} ({describe(problem)}) on {arch}", found.reasons)
-    return found.chosen
+    verdicts = () if problem.faults() else _considered(operator, problem, size, arch, pdl, gpu)
+    if found := next((Chosen(v.rule, v.spec) for v in verdicts if v.spec is not None and v.legal), None):
+        return found
+    raise UnsupportedError(f"{operator} ({describe(problem)}) on {arch}", explain(operator, problem, size, arch, pdl, gpu).reasons)
 
 
 def forget() -> None:
     """Reads the tuned tables again. Plans that the process has made stay."""
     tuned.forget()
     explain.cache_clear()
+    _chosen.cache_clear()
     ranges.cache_clear()
 
 

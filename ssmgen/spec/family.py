@@ -42,6 +42,7 @@ class Family:
 
     name: str
     kernels: tuple[Kernels, ...]
+    launches: Mapping[str, str] = field(default_factory=dict)  # kernel of ssmgen.engine that its calls launch too -> its part of a problem
     functions: Mapping[str, str] = field(default_factory=dict)  # public name -> place
     types: Mapping[str, str] = field(default_factory=dict)  # argument types: public name -> place
     helpers: Mapping[str, str] = field(default_factory=dict)  # functions that compute required arguments: public name -> place

@@ -120,9 +120,7 @@ def _fresh(sources: Sequence[_Source], old: Lock, shown: Collection[str]) -> Loc
     for source, resources in zip(sources, compiled, strict=True):
         known = old.variants.get(source.path)
         others = known.resources if known and known.source_sha256 == source.digest else {}
-        variants[source.path] = Locked(
-            str(source.spec), str(source.arch), source.digest, {**others, major: resources}, source.path in shown
-        )
+        variants[source.path] = Locked(str(source.spec), source.digest, {**others, major: resources}, source.path in shown)
     return Lock({**old.compilers, major: build}, variants)
 
 
@@ -152,8 +150,8 @@ def _foreign(root: Path, texts: Mapping[str, bytes], old: Lock) -> list[str]:
             continue
         elif locked is None:
             found.append(f"{plain(name)} is not in {LOCK}")
-        elif not path.read_bytes().startswith(locked.header.encode()):
-            found.append(f"{name} does not begin with {locked.header!r}")
+        elif not path.read_bytes().startswith(locked.header(name).encode()):
+            found.append(f"{name} does not begin with {locked.header(name)!r}")
     return found
 
 
@@ -245,7 +243,7 @@ def _changed_rows(old: Lock, new: Lock) -> list[str]:
         locked = old.variants.get(name)
         if locked is None:
             problems.append(f"{name} is missing from {LOCK}")
-        elif (locked.spec, locked.arch, locked.source_sha256) != (row.spec, row.arch, row.source_sha256):
+        elif (locked.spec, locked.source_sha256) != (row.spec, row.source_sha256):
             problems.append(f"{name}: {LOCK} records another source")
         else:
             pairs = ((locked.resources.get(major), row.resources.get(major)) for major in same)

@@ -2,6 +2,8 @@
 
 NVRTC 12 and 13 give different register counts, and a machine has one of them, so the lock has a build per major version. `ssmgen generate`
 fills in the resources for the installed compiler. Resources for other compilers stay until the source changes.
+
+A variant has two lines: its path with everything that a compiler or a template can change, then its spec. Its architecture is in the path.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from ..errors import SsmgenError, bullets
 LOCK = "ssmgen.lock"
 BUILD = re.compile(r"CL-\d+ V(\d+)\.\d+\.\d+")
 PATH = re.compile(r"sm_\d+[af]?/\w+\.cu", re.ASCII)
-RESOURCES = re.compile(r'"resources": \{[^{}]*(\{[^{}]*\}[^{}]*)*\}')  # of a variant: one line of a review
+FOLDED = re.compile(r'\n {4,}|\n {3}(?!"spec")|\n {2}(?=\})')  # the breaks of indented JSON that a lock leaves out
+RECORDED = ("registers", "shared", "stack")  # of Resources: a variant that spills is refused
 SHOWN = 8  # faults in a message
 
 
@@ -41,15 +44,18 @@ class Locked:
     """One variant. resources: by the compiler's major version. shown: whether its text is committed."""
 
     spec: str
-    arch: str
     source_sha256: str
     resources: Mapping[str, Resources]
     shown: bool = False
 
-    @property
-    def header(self) -> str:
+    def header(self, path: str) -> str:
         """The first line of its file."""
-        return f"// {self.spec.partition(':')[0]} for {self.arch}"
+        return f"// {self.spec.partition(':')[0]} for {path.partition('/')[0]}"
+
+    def row(self) -> dict[str, Any]:
+        """Its JSON value. "shown" is there only if it is true."""
+        resources = {major: {name: getattr(found, name) for name in RECORDED} for major, found in self.resources.items()}
+        return {"spec": self.spec, "source_sha256": self.source_sha256, "resources": resources} | ({"shown": True} if self.shown else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,7 @@ class Lock:
         return cls(value["compilers"], {name: _locked(row) for name, row in value["variants"].items()})
 
     def __str__(self) -> str:
-        variants = {name: asdict(row) for name, row in self.variants.items()}
-        return text_of({"compilers": self.compilers, "variants": variants})
+        return text_of({"compilers": self.compilers, "variants": {name: locked.row() for name, locked in self.variants.items()}})
 
     def unasked(self) -> dict[str, list[str]]:
         """{compiler: the variants without resources under it}, for compilers without resources for some variants."""
@@ -87,8 +92,8 @@ class Lock:
 
 def text_of(lock: Mapping[str, Any]) -> str:
     """The file of a lock, given as JSON values."""
-    text = json.dumps(lock, indent=1, sort_keys=True)
-    return RESOURCES.sub(lambda found: re.sub(r"(?<=\{) | (?=\})", "", " ".join(found[0].split())), text) + "\n"
+    text = json.dumps(lock, indent=1, sort_keys=True) + "\n"
+    return FOLDED.sub(lambda found: " " * (text[found.start() - 1] == ","), text)
 
 
 def major_of(build: str) -> str:
@@ -99,8 +104,8 @@ def major_of(build: str) -> str:
 
 
 def _locked(row: Mapping[str, Any]) -> Locked:
-    resources = {major: Resources(**found) for major, found in row["resources"].items()}
-    return Locked(row["spec"], row["arch"], row["source_sha256"], resources, row["shown"])
+    resources = {major: Resources(spill_stores=0, spill_loads=0, **found) for major, found in row["resources"].items()}
+    return Locked(row["spec"], row["source_sha256"], resources, row.get("shown", False))
 
 
 def _faults(value: Any) -> list[str]:
@@ -119,23 +124,24 @@ def _faults(value: Any) -> list[str]:
 def _faults_of_variant(name: str, row: Any, compilers: Mapping[str, Any]) -> list[str]:
     if not PATH.fullmatch(name):
         return [f"variants: {name!r} is not a path; expected one such as 'sm_90a/name.cu'"]
-    if wrong := _unlike(row, {"spec": str, "arch": str, "source_sha256": str, "resources": dict, "shown": bool}, name):
+    if wrong := _unlike(row, {"spec": str, "source_sha256": str, "resources": dict}, name, {"shown": bool}):
         return wrong
     for major, found in row["resources"].items():
         where = f"{name}: resources: {major!r}"
         wrong += [] if major in compilers else [f"{where} is of a compiler that the lock does not name"]
-        if unlike := _unlike(found, {f.name: int for f in fields(Resources)}, where):
+        if unlike := _unlike(found, dict.fromkeys(RECORDED, int), where):
             wrong += unlike
-        elif min(found.values()) < 0 or Resources(**found).spills:
-            wrong.append(f"{where} has negative numbers or spills; expected neither")
+        elif min(found.values()) < 0:
+            wrong.append(f"{where} has negative numbers")
     return wrong
 
 
-def _unlike(value: Any, shape: Mapping[str, type], where: str) -> list[str]:
-    """How a value is not an object with exactly these names, and values of these types: in words."""
+def _unlike(value: Any, shape: Mapping[str, type], where: str, more: Mapping[str, type] | None = None) -> list[str]:
+    """How a value is not an object with these names, and values of these types: in words. more: names that it may have or lack."""
     if not isinstance(value, dict):
         return [f"{where} is not an object with {', '.join(shape)}"]
+    kinds = {**shape, **(more or {})}
     wrong = [f"{where}: {name} is missing" for name in shape if name not in value]
-    wrong += [f"{where}: {name!r} is unknown; expected one of {', '.join(shape)}" for name in value if name not in shape]
-    found = ((name, kind, value[name]) for name, kind in shape.items() if name in value)
+    wrong += [f"{where}: {name!r} is unknown; expected one of {', '.join(kinds)}" for name in value if name not in kinds]
+    found = ((name, kind, value[name]) for name, kind in kinds.items() if name in value)
     return wrong + [f"{where}: {name} has a wrong type; expected {kind.__name__}" for name, kind, given in found if type(given) is not kind]

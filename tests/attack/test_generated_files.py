@@ -189,7 +189,7 @@ def unnoticed(root: Path) -> tuple[int, list[str]]:
 def test_every_value_of_the_lock_is_compared(root):
     """The exceptions are values that only the other compiler can produce: its build, and registers, shared memory and stack under it."""
     count, passed = unnoticed(root)
-    assert count > 700
+    assert count > 600
     others = {f"{name}: {how}" for name in ("registers", "shared", "stack") for how in ("another", "wide")}
     assert {line.rpartition("99/")[2] for line in passed} == others | {"compilers/99: another"}
     assert all("/resources/99/" in line or line.startswith("compilers/99") for line in passed)

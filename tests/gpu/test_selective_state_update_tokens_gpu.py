@@ -23,7 +23,6 @@ pytestmark = pytest.mark.gpu
 
 I32, I64 = torch.int32, torch.int64
 SMALL = {"heads": 4, "groups": 2, "headdim": 64, "d_state": 128, "index": None, "batch": 3, "out": F32}
-TOKENWISE = ("x", "dt", "B", "C", "z", "out")
 
 
 def written(call) -> list[Tensor]:

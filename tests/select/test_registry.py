@@ -13,10 +13,10 @@ from ssmgen.bench.axes import users
 from ssmgen.engine.norm_kernel import NormProblem
 from ssmgen.engine.recurrences.attention.problem import Layout, Ring
 from ssmgen.errors import UnsupportedError
-from ssmgen.families.selective_state_update.spec import OPERATOR, SsuProblem
+from ssmgen.families.selective_state_update.spec import OPERATOR, SsuProblem, SsuSpec
 from ssmgen.select import registry
 from ssmgen.select.catalog import OPERATOR_OF
-from ssmgen.select.model_variants import default_problems, specs_for
+from ssmgen.select.model_variants import problems_by_models, specs_for
 from ssmgen.select.models import find_model, models
 from ssmgen.spec.kernel import Arch, DType, Index, Loads, Pdl, PoolMode
 
@@ -32,7 +32,8 @@ WITHOUT_A_RING = ("lightning_attn", "rwkv7")
 def test_every_model_has_a_variant_at_every_batch(arch):
     several = {"tokens": 4, "intermediates": True}
     mamba2 = [m for m in models().values() if m.kind == "mamba2"]
-    problems = default_problems() + [(m.name, m.problem(m.state, Index.I32, PoolMode.SINGLE, **several)) for m in mamba2]
+    problems = [(names[0], problem) for problem, names in problems_by_models().items()]
+    problems += [(m.name, m.problem(m.state, Index.I32, PoolMode.SINGLE, **several)) for m in mamba2]
     verified = several | {"update_state": False}
     layered = [*mamba2, find_model("qwen3.5-397b-a17b"), find_model("kimi-linear-48b-a3b")]
     problems += [(m.name, p) for m in layered for how in (verified, {"tokens": 8}) for p in m.layers((), (Index.I32,), **how)]
@@ -106,6 +107,18 @@ def test_explanation_says_which_rule_and_why_not_the_others():
         and reasons["generic"] == "bandwidth comes first"
     )
     assert "-> bandwidth" in str(found)
+
+
+def test_choosing_stops_at_the_first_legal_variant(monkeypatch):
+    """An explanation checks all variants. A choice is made for each new form of call, and for dozens of sizes in a build."""
+    checked = []
+    violations = SsuSpec.violations
+    monkeypatch.setattr(SsuSpec, "violations", lambda spec, arch: checked.append(spec) or violations(spec, arch))
+    registry.forget()
+    chosen = registry.select(OPERATOR, MAMBA2, 1, SM90, True)
+    assert checked == [chosen]
+    explained = registry.explain(OPERATOR, MAMBA2, 1, SM90, True)
+    assert explained.chosen.spec == chosen and len(checked) > 2
 
 
 def test_unsupported_gives_every_reason():

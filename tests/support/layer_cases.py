@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ssu_cases import BF16, F16, F32
+from varying import vary
 
 I32, I64 = torch.int32, torch.int64
 
@@ -102,10 +103,6 @@ class Mamba(Case):
     D: str = "head"  # or row; none
     softplus: bool = True
     limit: tuple[float, float] | None = None
-
-
-def vary(base: Any, **cases: dict[str, Any]) -> list[Any]:
-    return [replace(base, **({"id": f"{base.id}-{name}".replace("_", "-")} | changes)) for name, changes in cases.items()]
 
 
 def named(cases: Iterable[Case]) -> pytest.MarkDecorator:

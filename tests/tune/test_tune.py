@@ -20,7 +20,7 @@ from ssmgen.launch import runtime
 from ssmgen.select import registry
 from ssmgen.select import tuned as table
 from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
-from ssmgen.select.model_variants import default_problems, specs_for
+from ssmgen.select.model_variants import problems_by_models, specs_for
 from ssmgen.select.models import find_model
 from ssmgen.spec.kernel import SM90, Arch, DType, Index, Loads, Pdl, PoolMode
 from ssmgen.tune import cases, model, search
@@ -385,7 +385,7 @@ def test_without_a_gpu(monkeypatch):
 def test_models_pose_problems_that_some_row_could_serve():
     """A bucket must keep every field that a variant's legality depends on: a variant legal for one of its problems is legal for all."""
     buckets: dict[str, list] = {}
-    for _, problem in default_problems():
+    for problem in problems_by_models():
         buckets.setdefault(f"{type(problem).__name__} {table.bucket(problem)}", []).append(problem)
     several = [group for group in buckets.values() if len(group) > 1]
     assert several

@@ -14,7 +14,7 @@ from ssmgen.cli import main
 from ssmgen.select import registry
 from ssmgen.select import tuned as table
 from ssmgen.select.catalog import OPERATOR_OF, OPERATORS
-from ssmgen.select.model_variants import default_problems
+from ssmgen.select.model_variants import problems_by_models
 from ssmgen.spec.kernel import Arch
 from ssmgen.tune import search
 from ssmgen.tune.losses import loss
@@ -26,7 +26,7 @@ __all__ = ["home"]  # a fixture of all tests here
 def test_rows_of_an_operators_other_spec_classes_are_believed(operator):
     """Some operators have further classes, for kernels by warpgroups or by roles, in addition to the class with the operator's name."""
     arch = Arch(90, "a")
-    problem = next(p for _, p in default_problems() if OPERATOR_OF[type(p)] == operator)
+    problem = next(p for p in problems_by_models() if OPERATOR_OF[type(p)] == operator)
     rule = registry.select(operator, problem, 4096, arch, True)
     alike = [s for s in OPERATORS[operator].space(problem, arch) if s != rule and s.pdl is rule.pdl and s.order == rule.order]
     other = next(s for s in alike if s.family != operator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 import ssmgen
 from ssmgen.spec.kernel import Arch
 from ssmgen.variants import generate
-from ssmgen.variants.lock import LOCK
+from ssmgen.variants.lock import LOCK, Lock
 from ssmgen.variants.paths import cover, lines_of
 
 GENERATED = Path(ssmgen.__file__).parents[1] / "generated"
@@ -18,7 +17,7 @@ MOST = 90  # texts that a reviewer may be asked to look at
 
 
 def shown() -> set[str]:
-    return {name for name, row in json.loads((GENERATED / LOCK).read_text())["variants"].items() if row["shown"]}
+    return {name for name, row in Lock.read(GENERATED / LOCK).variants.items() if row.shown}
 
 
 def test_every_template_line_of_a_default_variant_is_in_a_committed_text():

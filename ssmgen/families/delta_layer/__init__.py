@@ -11,6 +11,7 @@ FAMILY = Family(
             old_names=dict.fromkeys(("gdn_layer", "gdn_layer_tokens", "kda_layer", "kda_layer_tokens"), ""),
         ),
     ),
+    launches={"layer_gated_norm": "norm"},
     functions={"gdn_layer": "call:gdn_layer", "kda_layer": "call:kda_layer"},
     bench={"gdn_layer": "bench:BENCHES", "kda_layer": "bench:BENCHES"},
     asks="models:ASKS",

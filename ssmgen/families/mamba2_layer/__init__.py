@@ -5,6 +5,7 @@ from ...spec.family import Family, Kernels
 FAMILY = Family(
     name="mamba2_layer",
     kernels=(Kernels("spec:Mamba2LayerSpec", "spec:Mamba2LayerProblem", old_names={"mamba2_layer_tokens": "several=yes"}),),
+    launches={"layer_gated_norm": "norm"},
     functions={"mamba2_layer": "call:mamba2_layer"},
     bench={"mamba2_layer": "bench:BENCH"},
     asks="models:ASKS",

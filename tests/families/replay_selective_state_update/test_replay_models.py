@@ -12,7 +12,7 @@ import ssmgen
 from ssmgen.cli import main
 from ssmgen.families.replay_selective_state_update.defaults import DEFAULTS
 from ssmgen.families.replay_selective_state_update.spec import OPERATOR, History, Part
-from ssmgen.select.models import find_model, models
+from ssmgen.select.models import Role, Wanted, find_model, models
 from ssmgen.spec.kernel import DType, Index, Narrow
 from ssmgen.variants import generate
 
@@ -42,12 +42,13 @@ def test_what_is_built_is_what_a_call_asks_for(name, tokens, window, behind):
     else:
         function, call["ring_start"] = ssmgen.checkpoint_selective_state_update, torch.zeros(b).int()
     wanted = [ssmgen.explain(function, **call, **more, arch="sm_90a").problem for more in ({}, {"state_indices": torch.zeros(b).int()})]
-    assert [p for p in model.replays(tokens=tokens, window=window) if p.after_conv is behind] == wanted
+    assert [p for p in model.asked(Wanted(replay=tokens, window=window), Role.REPLAY) if p.after_conv is behind] == wanted
 
 
 def test_replays_are_of_mamba2():
     for model in models().values():
-        assert bool(model.replays()) == (model.kind == "mamba2") and not any(problem.faults() for problem in model.replays())
+        posed = model.asked(Wanted(replay=6), Role.REPLAY)
+        assert bool(posed) == (model.kind == "mamba2") and not any(problem.faults() for problem in posed)
 
 
 def ran(*args: str, code: int = 0) -> str:
