@@ -56,6 +56,10 @@ SIGNATURES = {
         "x, weight, bias, conv_states, query_start_loc, cache_indices=None, has_initial_state=None, activation='silu', pad_slot_id=-1, "
         "null_block_id=0, metadata=None, validate_data=False"
     ),
+    ("vllm.models.qwen4_exp.common.ops.ple", "ple_conv"): (
+        "inputs, residual, conv_state, conv_weights, state_indices, outer_residual, *, mode, dilation, query_start_loc=None, "
+        "num_accepted_tokens=None, has_initial_states=None, spec_query_len=1, token_indices=None"
+    ),
     (f"{_OPS}.causal_conv1d", "causal_conv1d_update"): (
         "x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, num_accepted_tokens=None, query_start_loc=None, "
         "max_query_len=-1, null_block_id=0, validate_data=False, out=None"
@@ -220,6 +224,9 @@ SIGNATURES = {
     ),
     **{(f"sglang.srt.models.{module}", f"{owner}.forward"): "self, hidden_states, forward_batch" for module, owner in _FORWARD.items()},
     ("sglang.srt.models.qwen4_exp", "Qwen4ExpPLELayer._short_conv"): "self, x, forward_batch, batch",
+    (f"{_MAMBA}.qwen4_short_conv", "fused_qwen4_verify_conv"): (
+        "x, residual, weight, state, state_indices, valid, width, dilation, intermediate"
+    ),
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
         "scale, onorm_eps, lower_bound=None"
@@ -342,6 +349,8 @@ IMPORTS = {
     "vllm.models.glm5next.common.kda": (
         f"{_CONV}\n{_ALIGNMENT}\n{_WORKSPACES}\n{_CONTEXT}\nfrom {_GLM} import chunk_kda_with_fused_gate, fused_recurrent_kda"
     ),
+    "vllm.models.qwen4_exp.nvidia.ple_layer": "from ..common.ops.ple import ple_conv",
+    "vllm.models.qwen4_exp.amd.ple_layer": "from ..common.ops.ple import ple_conv",
     "vllm.v1.attention.backends.flash_attn": _MERGE,
     "vllm.v1.attention.backends.rocm_aiter_fa": _MERGE,
     "vllm.v1.attention.backends.flashinfer": _MERGE,

@@ -49,6 +49,7 @@ from .linears import compute_lm_head as compute_lm_head
 from .linears import linear_apply as linear_apply
 from .mamba import mamba1_prompts as mamba1_prompts
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
+from .ple import fused_qwen4_verify_conv as fused_qwen4_verify_conv
 from .ple import ple_short_conv as ple_short_conv
 from .rings import commit_kda_replayssm_spec_all_layers as commit_kda_replayssm_spec_all_layers
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
