@@ -48,6 +48,7 @@ NAMES = (
     "fused_qwen4_verify_conv", "ple_conv",
     "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update",
     "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_sigmoid_gating_delta_rule_update",
+    "fused_recurrent_linear_replayssm_decode",
     "kda_fused_decode", "kda_prefill_checkpoint_alignment", "layer_norm_fwd", "lightning_attention", "linear_decode_forward_triton",
     "mamba_chunk_scan_combined", "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2", "rms_norm_gated",
     "commit_kda_replayssm_spec_all_layers", "seg_la_fwd", "selective_scan_fn", "selective_state_update",

@@ -64,7 +64,7 @@ class LinearAttention(AttentionModel):
             nheads=self.nheads,
             key_heads=self.key_heads,
             layout=layout,
-            tokens=Tokens.MANY if tokens > 1 or intermediates or ring is not Ring.NONE else Tokens.ONE,
+            tokens=Tokens.MANY if tokens > 1 or intermediates or ring not in (Ring.NONE, Ring.REPLAY) else Tokens.ONE,
             state=state,
             index=index,
             accepted=Index.I32 if commit else Index.NONE,
