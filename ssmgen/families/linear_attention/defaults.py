@@ -59,10 +59,8 @@ DEFAULTS = {
         ),
         1,
     ),
-    "gated delta rule, a state read through a ring": Default(
-        QWEN.problem(DType.F32, *SLOTS, position=Index.I32, flush=Index.I32, kept=DType.F32, **REPLAY), 64
-    ),
-    "KDA, a bf16 state read through a ring": Default(KIMI.problem(DType.BF16, *SLOTS, position=Index.I32, **REPLAY), 64),
+    "gated delta rule, a state read through a ring": Default(QWEN.problem(DType.F32, *SLOTS, flush=Index.I32, **REPLAY), 64),
+    "KDA, a bf16 state read through a ring": Default(KIMI.problem(DType.BF16, *SLOTS, **REPLAY), 64),
     "Lightning attention": Default(find_model("minimax-text-01").problem(DType.F32, *SLOTS), 1),
     "RWKV-7": Default(find_model("rwkv7-1.5b").problem(DType.F32, *SLOTS), 1),
 }

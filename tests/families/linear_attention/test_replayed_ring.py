@@ -17,7 +17,8 @@ import ssmgen
 from ssmgen import Ring
 from ssmgen.errors import ArgumentError
 from ssmgen.families.linear_attention.spec import space
-from ssmgen.spec.kernel import Index, Layout, PoolMode, Update
+from ssmgen.select.models import Client, Role, Wanted, find_model
+from ssmgen.spec.kernel import DType, Index, Layout, PoolMode, Update
 from ssmgen.spec.kernel import Ring as Kind
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -239,3 +240,18 @@ def test_what_no_kernel_serves():
     assert any(
         "flush and kept with it alone" in fault for fault in replace(problem, ring=Kind.NONE, position=Index.NONE, flush=Index.I32).faults()
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "state", "kept"), [("qwen3.5-397b-a17b", DType.F32, DType.F32), ("kimi-linear-48b-a3b", DType.BF16, None)]
+)
+def test_a_model_s_ring_is_of_its_states_dtype(model, state, kept):
+    (problem,) = find_model(model).problems((state,), ring=Kind.REPLAY)
+    assert not problem.faults() and (problem.kept, problem.position, problem.index) == (kept, Index.I32, Index.I32)
+
+
+def test_the_engines_kernels_for_a_ring():
+    """No packed sequences, which the engines also have without a ring."""
+    wanted = Wanted(caller=Client.ENGINES, states=(DType.F32,), indices=(Index.I32,), ring=Kind.REPLAY)
+    (problem,) = find_model("qwen3.5-397b-a17b").asked(wanted, Role.STATE)
+    assert problem.ring is Kind.REPLAY and not problem.faults()
