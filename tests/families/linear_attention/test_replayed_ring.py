@@ -255,3 +255,29 @@ def test_the_engines_kernels_for_a_ring():
     wanted = Wanted(caller=Client.ENGINES, states=(DType.F32,), indices=(Index.I32,), ring=Kind.REPLAY)
     (problem,) = find_model("qwen3.5-397b-a17b").asked(wanted, Role.STATE)
     assert problem.ring is Kind.REPLAY and not problem.faults()
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gated_delta_rule", {"A_log": None, "dt_bias": None}), ("kda", {"A_log": None, "dt_bias": None}), ("kda", {"lower_bound": -5.0}),
+        ("gated_delta_rule", {"dt_bias": None}), ("kda", {"use_qk_l2norm": False, "beta_sigmoid": False}),
+        ("gated_delta_rule", {"allow_neg_eigval": True, "scale": 0.5}),
+    ],
+)  # fmt: skip
+def test_other_gates_and_step_sizes(name, change):
+    """The kernel and the reference, of log decays, a bounded gate, no norm, plain and doubled step sizes."""
+    found = []
+    for run in (reference, emulated):
+        s = Steps(name, F32, F32)
+        s.fill([6, 2, LENGTH - 1, 3])
+        x = s.token()
+        if change.get("A_log", 0) is None:
+            x["g"] = -x["g"].abs()
+        if not change.get("use_qk_l2norm", True):
+            x["k"], x["beta"] = x["k"] / 8, x["beta"].sigmoid()
+        given = s.weights | s.how | change
+        out = run(s.function, s.state, **x, **given, ring=s.ring, ring_position=torch.tensor([6, 2, LENGTH - 1, 3]))
+        found.append([out, s.state, *(t[SLOT[SLOT >= 0].long(), :4].nan_to_num() for t in s.ring if t is not None)])
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
