@@ -117,7 +117,8 @@ model_options = [
     click.option(
         "--ring",
         type=_names(Ring),
-        help="Ring of draft tokens: store keeps inputs, ready computes gates first, commit replays them; not for Mamba. Default: none.",
+        help="Ring of tokens: store keeps a draft's inputs, ready computes gates first, commit replays them; replay reads states through "
+        "the tokens that they lack. Not for Mamba. Default: none.",
     ),
     click.option("--layers", is_flag=True, help="Commit several layers at once; not for Mamba."),
     click.option(

@@ -10,14 +10,14 @@ from torch import Tensor
 from ..calls import checks
 from ..calls.scalars import integer, one_of
 from ..spec.operands import Table
-from .window import MAX_REACH, reach_of
+from .window import BESIDE, MAX_REACH, reach_of
 
 ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
 DILATION = integer(f"1 … {MAX_REACH - 1}", 1, MAX_REACH - 1)
 ACTIVATION = one_of("None, 'silu' or 'swish'", *ACTIVATIONS)
 
 _LIKE_X = (
-    "initial_states", "final_states", "conv_states", "conv_state", "intermediate_conv_window", "input_gate", "output_gate", "out",
+    "initial_states", "final_states", "conv_states", "conv_state", "intermediate_conv_window", *BESIDE, "out",
 )  # fmt: skip
 
 
@@ -41,6 +41,8 @@ def check_convolution(table: Table, named: Mapping[str, Any], problems: list[str
     for name in _LIKE_X:
         if name in named and named[name].dtype != named["x"].dtype:
             problems.append(f"{name} is {named[name].dtype}; expected {named['x'].dtype}, the dtype of x".replace("torch.", ""))
+    if "outer_residual" in named and "residual" not in named:
+        problems.append("outer_residual is given without residual; expected both, or residual alone. Pass it as residual.")
     return True
 
 

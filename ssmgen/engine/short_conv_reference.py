@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,16 @@ def over_windows(windows: Tensor, weight: Tensor, bias: Tensor | None, silu: boo
     for j in range(weight.shape[1]):
         total = total + weight[:, j, None].to(dtype) * windows[:, :, j].to(dtype)
     return total * torch.sigmoid(total) if silu else total
+
+
+def finished(y: Tensor, rounded: torch.dtype, gate: Tensor | None, residuals: Iterable[Tensor | None]) -> Tensor:
+    """y times a gate, then the residuals added one by one, as separate operations on tensors of dtype `rounded` give it."""
+    if gate is not None:
+        y = y.to(rounded).to(y.dtype) * gate.to(y.dtype)
+    for residual in residuals:
+        if residual is not None:
+            y = y.to(rounded).to(y.dtype) + residual.to(y.dtype)
+    return y
 
 
 def valid_slot(slot: int, slots: int, pad_slot_id: int) -> bool:
@@ -75,13 +87,17 @@ def step(
     intermediate_state_indices: Tensor | None = None,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    outer_residual: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     pad_slot_id: int = -1,
     dilation: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """x, out, input_gate, output_gate: [batch, dim, tokens], with query_start_loc [1, dim, tokens]; conv_state [slots, dim, state_len];
+    """x, out, gates, residuals: [batch, dim, tokens], with query_start_loc [1, dim, tokens]; conv_state [slots, dim, state_len];
     weight [dim, width]; parents, first_children, next_siblings, parents_out [batch, tokens]; intermediate_conv_window
-    [·, tokens, dim, width - 1]. Computes in `dtype`; writes out, rounded once, copies of inputs, and a tree's parents.
+    [·, tokens, dim, width - 1]; has_initial_state [batch], where False conv_state counts as zeros. Computes in `dtype`; writes out, rounded
+    once (and once more by its gate and each residual), copies of inputs, and a tree's parents.
     """
     reach, (slots, _, state_len) = reach_of(weight.shape[1], dilation), conv_state.shape
     history = reach - 1
@@ -107,10 +123,13 @@ def step(
             seen = int(cache_seqlens[s])
             entries = (seen - history + torch.arange(history)) % state_len
         state = conv_state[slot]
+        if has_initial_state is not None and not bool(has_initial_state[s]):
+            state.zero_()
         inputs = torch.cat([state[:, entries], tokens], 1)
         windows = inputs[:, paths(count, reach, [] if parents is None else parents[s].tolist())]
         y = over_windows(windows[..., ::dilation], weight, bias, silu, dtype)
-        result.copy_(y if output_gate is None else y.to(x.dtype).to(dtype) * output_gate[row, :, span].to(dtype))
+        gate, *added = (None if t is None else t[row, :, span] for t in (output_gate, residual, outer_residual))
+        result.copy_(finished(y, x.dtype, gate, added))
         if intermediate_conv_window is not None:
             target = s if intermediate_state_indices is None else int(intermediate_state_indices[s])
             if 0 <= target < intermediate_conv_window.shape[0]:

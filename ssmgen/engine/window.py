@@ -9,6 +9,8 @@ from ..spec.kernel import Loads, must
 MAX_WIDTH = 8  # taps
 MAX_REACH = 17  # inputs that a window spans, of taps that are apart
 GATES = ("input_gate", "output_gate")
+RESIDUALS = ("residual", "outer_residual")  # added to the output, in this order
+BESIDE = GATES + RESIDUALS
 
 
 def reach_of(width: int, dilation: int) -> int:
@@ -39,13 +41,15 @@ class Saved(Enum):
 
 
 class Convolution:
-    """Part of the problem of a convolution, over prompts or in decoding: taps that may be apart, and gates."""
+    """Part of the problem of a convolution, over prompts or in decoding: taps that may be apart, gates, and residuals."""
 
     __slots__ = ()
     width: int
     taps: Loads
     input_gate: bool
     output_gate: bool
+    residual: bool
+    outer_residual: bool
     dilation: int
 
     @property
@@ -59,15 +63,28 @@ class Convolution:
         return tuple([name for name in GATES if getattr(self, name)])
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """The gates and residuals that are given."""
+        return self.gates + self.residuals
+
+    @property
+    def residuals(self) -> tuple[str, ...]:
+        """The residuals that are given."""
+        return tuple([name for name in RESIDUALS if getattr(self, name)])
+
+    @property
     def loose_taps(self) -> bool:
         return self.taps is Loads.ELEMENT
 
     def reach_faults(self) -> list[str]:
-        """Constraints on the window that no variant can meet."""
-        return must(
-            self.dilation >= 1 and self.reach <= MAX_REACH,
-            f"dilation is {self.dilation} with width {self.width}; expected 1 or more, and a window of at most {MAX_REACH} inputs",
-        )
+        """Constraints on the window and the residuals that no variant can meet."""
+        return [
+            *must(
+                self.dilation >= 1 and self.reach <= MAX_REACH,
+                f"dilation is {self.dilation} with width {self.width}; expected 1 or more, and a window of at most {MAX_REACH} inputs",
+            ),
+            *must(self.residual or not self.outer_residual, "outer_residual is yes without residual; expected both, or residual alone"),
+        ]
 
 
 class Windowed:

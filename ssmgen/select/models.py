@@ -281,7 +281,7 @@ class Model:
         **call: Any,
     ) -> list[Problem]:
         """The problems of decoding the model; empty if needed slot indices are missing. call: further keywords of `problem`."""
-        by_slot = call.get("ring") in (Ring.STORE, Ring.READY)
+        by_slot = call.get("ring") in (Ring.STORE, Ring.READY, Ring.REPLAY)
         kinds = [(i, pool) for i in indices for pool in pools if i is not Index.NONE or not (by_slot or pool is PoolMode.SPLIT)]
         return [self.problem(state, index, pool, **call) for state in states or (self.state,) for index, pool in kinds]
 

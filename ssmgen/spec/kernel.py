@@ -56,12 +56,13 @@ class Layout(Enum):
 
 class Ring(Enum):
     """A buffer, by slot, of the raw k, v, g and beta of a call's tokens: absent, written, or replayed by a commit. READY: written, with log
-    decays and step sizes in f32."""
+    decays and step sizes in f32. REPLAY: of keys, errors and log decays, through which a step of one token reads its state."""
 
     NONE = "none"
     STORE = "store"
     READY = "ready"
     COMMIT = "commit"
+    REPLAY = "replay"
 
 
 class Update(Enum):
@@ -77,7 +78,6 @@ class Pdl(Enum):
 
     TRIGGER_FIRST is for kernels whose successor reads only constants before its own wait. Every kernel waits before it ends: its end proves
     that all kernels before it have ended.
-
     OFF also lets dependents start once the first loads are issued (from sm_90 on): it costs nothing, and it keeps ptxas from moving
     those loads down.
     """

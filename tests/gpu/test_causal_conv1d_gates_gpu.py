@@ -1,4 +1,4 @@
-"""causal_conv1d and causal_conv1d_update with gates on a card: the bits of the kernel without gates and of two multiplications."""
+"""Both convolutions with gates and residuals on a card: the bits of the plain kernel and of separate multiplications and additions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from test_causal_conv1d_gates import FORMS, GATES, gates_are_multiplications, ma
 from test_causal_conv1d_prompt_gates import BOTH, kept, multiplied, results
 from test_causal_conv1d_prompt_gates import FORMS as PROMPTS
 from test_causal_conv1d_prompt_gates import make as prompts_of
+from test_causal_conv1d_residuals import ALL, ONE, SHIFTING, TWO, alike, outcome, separately
 
 import ssmgen
 
@@ -32,6 +33,38 @@ def test_gates_of_prompts(gates, form, dtype, last, dim):
     call["out"] = torch.zeros_like(call["x"])
     got = results(ssmgen.causal_conv1d(**call), call)
     assert len(got) == len(want) and all(equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+on_a_card = pytest.mark.parametrize(
+    ("dtype", "last", "dim"), [(torch.bfloat16, True, 1024), (torch.float16, False, 24), (torch.float32, True, 17)]
+)
+
+
+@pytest.mark.parametrize("names", [ONE, TWO, ALL], ids="-".join)
+@pytest.mark.parametrize("form", FORMS)
+@on_a_card
+def test_residuals_of_steps(names, form, dtype, last, dim):
+    call = make(FORMS[form], Draw("cuda", dtype, last, dim, width=3), names)
+    assert alike(outcome(ssmgen.causal_conv1d_update, call), separately(ssmgen.causal_conv1d_update, call))
+
+
+@pytest.mark.parametrize("names", [ONE, TWO, ALL], ids="-".join)
+@pytest.mark.parametrize("form", PROMPTS)
+@on_a_card
+def test_residuals_of_prompts(names, form, dtype, last, dim):
+    call = prompts_of(form, Draw("cuda", dtype, last, dim, width=3), names)
+    assert alike(outcome(ssmgen.causal_conv1d, call), separately(ssmgen.causal_conv1d, call))
+
+
+@pytest.mark.parametrize("form", SHIFTING)
+@on_a_card
+def test_a_sequence_that_begins_reads_no_entry(form, dtype, last, dim):
+    draw = Draw("cuda", dtype, last, dim, width=3)
+    call = make(FORMS[form], draw, ()) | {"conv_state_indices": draw.ints([3, 1, 0])}
+    cleared = kept(call)
+    call["conv_state"][1], cleared["conv_state"][1] = torch.nan, 0
+    call["has_initial_state"] = draw.ints([1, 0, 1], torch.bool)
+    assert alike(outcome(ssmgen.causal_conv1d_update, call), outcome(ssmgen.causal_conv1d_update, cleared))
 
 
 def test_a_graph_with_gates_of_prompts():

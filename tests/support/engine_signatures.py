@@ -16,6 +16,7 @@ VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 _OPS, _GDN = "vllm.model_executor.layers.mamba.ops", "vllm.model_executor.layers.mamba.gdn"
 _FLA = "vllm.third_party.flash_linear_attention.ops"
 _MAMBA, _ATTENTION, _LAYERS = "sglang.kernels.ops.mamba", "sglang.kernels.ops.attention", "sglang.srt.layers.attention"
+_RING = f"{_ATTENTION}.linear.fused_recurrent_linear_replayssm"
 _KIMI, _GLM = "vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.glm5next.nvidia.ops.third_party.kda"
 _LIGHTNING = "q, k, v, ed, block_size=256, kv_history=None"
 _LIGHTNING_STEP = "q, k, v, kv_caches, slope_rate, slot_idx, BLOCK_SIZE=32"
@@ -209,9 +210,6 @@ SIGNATURES = {
     ),
     (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_decode"): "b, c, x, weight, state, cache_indices",
     ("sglang.srt.layers.quantization.unquant", "UnquantizedLinearMethod.apply"): _APPLY,
-    ("sglang.srt.layers.logits_processor", "LogitsProcessor._compute_lm_head"): (
-        "self, hidden_states, lm_head, embedding_bias=None, *, out=None"
-    ),
     (f"{_MAMBA}.lfm_short_conv", "fused_lfm_short_conv_prefill"): (
         "b, c, x, weight, state, query_start_loc, cache_indices, has_initial_state, max_seq_len"
     ),
@@ -219,7 +217,6 @@ SIGNATURES = {
         "mixed_qkv, num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v"
     ),
     **{(f"sglang.srt.models.{module}", f"{owner}.forward"): "self, hidden_states, forward_batch" for module, owner in _FORWARD.items()},
-    ("sglang.srt.models.qwen4_exp", "Qwen4ExpPLELayer._short_conv"): "self, x, forward_batch, batch",
     (f"{_ATTENTION}.kda_fused_decode", "kda_fused_decode"): (
         "mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g, onorm_weight, ssm_states, cache_indices, "
         "scale, onorm_eps, lower_bound=None"
@@ -342,6 +339,8 @@ IMPORTS = {
     "vllm.models.glm5next.common.kda": (
         f"{_CONV}\n{_ALIGNMENT}\n{_WORKSPACES}\n{_CONTEXT}\nfrom {_GLM} import chunk_kda_with_fused_gate, fused_recurrent_kda"
     ),
+    "vllm.models.qwen4_exp.nvidia.ple_layer": "from ..common.ops.ple import ple_conv",
+    "vllm.models.qwen4_exp.amd.ple_layer": "from ..common.ops.ple import ple_conv",
     "vllm.v1.attention.backends.flash_attn": _MERGE,
     "vllm.v1.attention.backends.rocm_aiter_fa": _MERGE,
     "vllm.v1.attention.backends.flashinfer": _MERGE,
@@ -369,14 +368,15 @@ IMPORTS = {
     ),
     f"{_LAYERS}.mamba.mamba": f"from {_MAMBA}.triton_ops import mamba_chunk_scan_combined\n{_TRITON}\n{_WRAPPED}",
     f"{_LAYERS}.mamba.mamba1": (f"from {_LAYERS}.mamba.mamba import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_update_triton"),
+    _RING: "fused_recurrent_gdn_replayssm_decode = fused_recurrent_linear_replayssm_decode",
     f"{_LAYERS}.linear.kernels.gdn_triton": (
-        f"from {_ATTENTION}.fla.chunk import chunk_gated_delta_rule\n"
+        f"from {_RING} import fused_recurrent_gdn_replayssm_decode\nfrom {_ATTENTION}.fla.chunk import chunk_gated_delta_rule\n"
         f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_gated_delta_rule_packed_decode\n"
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
     ),
     f"{_LAYERS}.linear.kernels.kda_triton": (
+        f"from {_RING} import fused_recurrent_linear_replayssm_decode\nfrom {_ATTENTION}.fla.kda import chunk_kda\n"
         f"from {_ATTENTION}.fla.fused_recurrent import fused_recurrent_kda_packed_decode\n"
-        f"from {_ATTENTION}.fla.kda import chunk_kda\n"
         f"from {_ATTENTION}.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update"
     ),
     # This module's own function has the same name but differs.

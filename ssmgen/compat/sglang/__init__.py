@@ -49,8 +49,10 @@ from .linears import compute_lm_head as compute_lm_head
 from .linears import linear_apply as linear_apply
 from .mamba import mamba1_prompts as mamba1_prompts
 from .mamba import mamba_chunk_scan_combined as mamba_chunk_scan_combined
+from .ple import fused_qwen4_verify_conv as fused_qwen4_verify_conv
 from .ple import ple_short_conv as ple_short_conv
 from .rings import commit_kda_replayssm_spec_all_layers as commit_kda_replayssm_spec_all_layers
+from .rings import fused_recurrent_linear_replayssm_decode as fused_recurrent_linear_replayssm_decode
 from .steps import causal_conv1d_fn_triton as causal_conv1d_fn_triton
 from .steps import fused_recurrent_kda_packed_decode as fused_recurrent_kda_packed_decode
 from .steps import merge_state as merge_state
@@ -61,12 +63,9 @@ from .updates import fused_recurrent_gated_delta_rule_update as fused_recurrent_
 
 
 @_takes(
-    "disable_state_update enable_stochastic_rounding",
-    x="[batch, dim] or [batch, H, P] or [batch, T, H, P]",
-    state_batch_indices="[batch]",
-    intermediate_state_indices="[batch]",
-    retrieve_parent_token="[batch, T]",
-)
+    "disable_state_update enable_stochastic_rounding", x="[batch, dim] or [batch, H, P] or [batch, T, H, P]",
+    state_batch_indices="[batch]", intermediate_state_indices="[batch]", retrieve_parent_token="[batch, T]",
+)  # fmt: skip
 def selective_state_update(
     state: Tensor,
     x: Tensor,

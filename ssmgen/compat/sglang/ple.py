@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import ArgumentError
 from ...families.causal_conv1d.call import causal_conv1d
 from ...families.causal_conv1d_update.call import causal_conv1d_update
 from ..shared.operands import takes as _takes
@@ -22,7 +23,7 @@ def ple_short_conv(self: Any, x: Tensor, forward_batch: Any, batch: Any) -> Tens
 
     x: [tokens, channels], packed. One kernel reads and advances the windows of the batch's slots; slot 0 is padding. SGLang gathers the
     windows, joins them with padded tokens, calls PyTorch's convolution, and scatters the windows. Verified drafts are SGLang's own method,
-    without a warning.
+    without a warning: with its fusion, the default, SGLang calls fused_qwen4_verify_conv for them.
 
     Returns a new tensor [tokens, channels]; SiLU comes before the output is rounded.
     """
@@ -60,4 +61,44 @@ def _windows_at(x: Tensor, windows: Tensor, starts: Tensor, counts: Tensor) -> T
     return torch.where(at[:, None] >= 0, new, old)
 
 
-REPLACEMENTS = [Replacement(_MODULE, "Qwen4ExpPLELayer._short_conv", ple_short_conv)]
+@_takes(
+    x="[tokens, channels]", residual="[tokens, channels]", weight="[channels, 1, width]", state="[slots, channels, entries]",
+    state_indices="[N]", valid="[tokens]", intermediate="[N, tokens, channels, entries]",
+)  # fmt: skip
+def fused_qwen4_verify_conv(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    state_indices: Tensor,
+    valid: Tensor,
+    width: int,
+    dilation: int,
+    intermediate: Tensor | None,
+) -> Tensor:
+    """Verified drafts of a convolution whose taps are apart: residual + silu(conv(x)), for `width` tokens of each sequence.
+
+    x, residual: [N width, channels]          weight: [channels, 1, taps]          valid: [N width] bool; the output of other tokens is 0
+    state: [slots, channels, (taps - 1) dilation], which is only read          state_indices: [N], slot of each sequence
+    intermediate: [N or more, width or more, channels, (taps - 1) dilation] of x's dtype, or None; receives the window after each token.
+        Those after tokens that are not valid are undefined; SGLang writes zeros there
+
+    Returns a new tensor like x, with the bits of decode steps: SiLU comes before the convolution is rounded, unlike in SGLang.
+    Raises ArgumentError (a ValueError) for operands that do not fit, before anything is written.
+    """
+    count, channels = state_indices.shape[0], x.shape[1]
+    if x.shape[0] != count * width:
+        problem = f"x has {x.shape[0]} tokens; expected {count} width = {count * width}, width tokens of each sequence"
+        raise ArgumentError("sglang's fused_qwen4_verify_conv", [problem])
+    windows = state.index_select(0, state_indices).to(x.dtype)  # a step advances them; the pool waits for the tokens that are accepted
+    tokens, added = (t.view(count, width, channels).transpose(1, 2) for t in (x, residual))
+    out = causal_conv1d_update(
+        tokens, windows, weight.squeeze(1), None, "silu", intermediate_conv_window=intermediate, dilation=dilation, residual=added
+    )  # fmt: skip
+    return torch.where(valid[:, None], out.transpose(1, 2).reshape(x.shape), 0.0)
+
+
+REPLACEMENTS = [
+    Replacement(_MODULE, "Qwen4ExpPLELayer._short_conv", ple_short_conv),
+    Replacement("sglang.kernels.ops.mamba.qwen4_short_conv", "fused_qwen4_verify_conv", fused_qwen4_verify_conv),
+]

@@ -1,4 +1,5 @@
-"""SGLang's ring of KDA's drafts (--enable-linear-replayssm-spec), and the commit of the accepted ones, as in SGLang 0.5.23."""
+"""SGLang's rings of delta rules, as in SGLang 0.5.23: of decode steps (--enable-linear-replayssm), and of KDA's drafts
+(--enable-linear-replayssm-spec), with the commit of the accepted ones."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from ...calls.operator import call_of
 from ...errors import ArgumentError, UnsupportedError
-from ...families.linear_attention.call import Ring, kda_commit
+from ...families.linear_attention.call import Ring, gated_delta_rule, kda, kda_commit
+from ..shared import gated_delta
 from ..shared.gated_delta import first as _first
 from ..shared.gated_delta import of_one_type as _of_one_type
 from ..shared.operands import takes as _takes
@@ -91,7 +93,71 @@ def commit_kda_replayssm_spec_all_layers(
         launch()
 
 
+@_takes(
+    "use_qk_l2norm_in_kernel is_kda", mixed_qkv="[B, channels]", b="[B, HV]", initial_state="[slots, HV, V, K]",
+    d_cache="[slots, HV, L, V]", k_cache="[slots, H, L, K]", out="[B, 1, HV, V]", ssm_state_indices="[B]", write_pos="[B]",
+    force_flush="[B]",
+)  # fmt: skip
+def fused_recurrent_linear_replayssm_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    d_cache: Tensor,
+    k_cache: Tensor,
+    g_cache: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    write_pos: Tensor,
+    force_flush: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    is_kda: bool = False,
+    block_v: int | None = None,
+    num_warps: int = 1,
+    num_stages: int = 3,
+    nk: int = 2,
+) -> tuple[Tensor, Tensor]:
+    """A decode step of Gated DeltaNet or KDA whose state is read through a ring of the tokens that it lacks, and written once in L steps.
+
+    S <- S D + beta (v - S D k) k^T;  out = scale S q, with D = e^g, for KDA diag(e^g)
+    g = -e^A_log softplus(a + dt_bias), and beta = sigmoid(b)
+
+    mixed_qkv: [B, 2 H K + HV V], q, k and v consecutive          a, dt_bias: [B, HV] and [HV], for KDA [B, HV, K] and [HV, K]
+    b: [B, HV]          A_log: [HV]          out: [B, 1, HV, V], is written
+    initial_state: [slots, HV, V, K], read; written if write_pos is L - 1, or force_flush [B] is not 0
+    d_cache, k_cache: [slots, HV, L, V] and [slots, H, L, K], of one dtype: errors beta (v - S D k), and keys after the norm
+    g_cache: [slots, HV, L], for KDA [slots, HV, L, K], f32 log decays
+    write_pos: [B]: how many tokens of the ring the state lacks; the step's token goes to the next place, if it does not write the state
+    ssm_state_indices: [B], slots          use_qk_l2norm_in_kernel: q and k are first divided by sqrt(|x|^2 + 1e-6)
+
+    Returns (out, initial_state). Padding also includes numbers of write_pos out of range. The sigmoid of b is not rounded to its dtype,
+    and products with the ring are f32; SGLang's are of out's dtype.
+    Raises ArgumentError (a ValueError) listing every violated requirement, before anything is launched.
+
+    Ignored arguments:
+    block_v, num_warps, num_stages, nk: they choose SGLang's kernel
+    """
+    name = "fused_recurrent_linear_replayssm_decode"
+    q, k, v = gated_delta.unpacked(name, mixed_qkv, initial_state)
+    count = v.shape[0]
+    function = kda if is_kda else gated_delta_rule
+    ring = Ring(k_cache.transpose(1, 2), d_cache.transpose(1, 2), g_cache.transpose(1, 2))
+    function(
+        initial_state, q, k, v, a, b, A_log, dt_bias, use_qk_l2norm=use_qk_l2norm_in_kernel, beta_sigmoid=True, scale=scale,
+        state_indices=_first(ssm_state_indices, count), ring=ring, ring_position=_first(write_pos, count),
+        ring_flush=_first(force_flush, count), out=gated_delta.of_one_token(name, out),
+    )  # fmt: skip
+    return out, initial_state
+
+
 REPLACEMENTS = [
+    Replacement(
+        "sglang.kernels.ops.attention.linear.fused_recurrent_linear_replayssm", "fused_recurrent_linear_replayssm_decode",
+        fused_recurrent_linear_replayssm_decode,
+    ),
     Replacement(
         "sglang.kernels.ops.attention.linear.kda_replayssm_spec_decode", "commit_kda_replayssm_spec_all_layers",
         commit_kda_replayssm_spec_all_layers,

@@ -35,6 +35,7 @@ from . import linears as _linears
 from . import noise as _noise
 from . import norms as _norms
 from . import olmo as _olmo
+from . import ple as _ple
 from . import replay as _replay
 from . import steps as _steps
 from .bailing import clear_linear_attention_cache_for_new_sequences as clear_linear_attention_cache_for_new_sequences
@@ -70,6 +71,7 @@ from .norms import native_mixer2_norm as native_mixer2_norm
 from .norms import native_rms_norm as native_rms_norm
 from .norms import rms_norm_gated as rms_norm_gated
 from .olmo import olmo_forward_core as olmo_forward_core
+from .ple import ple_conv as ple_conv
 from .replay import selective_state_update_replayssm_flashinfer as selective_state_update_replayssm_flashinfer
 from .replay import selective_state_update_replayssm_output_only as selective_state_update_replayssm_output_only
 from .steps import bailing_linear_attention_decode_spec as bailing_linear_attention_decode_spec
@@ -274,6 +276,7 @@ _ENGINE: replacing.Engine = replacing.Engine(
         *_gdn.REPLACEMENTS,
         *_kda_prompts.REPLACEMENTS,
         *_olmo.REPLACEMENTS,
+        *_ple.REPLACEMENTS,
         *_layers.REPLACEMENTS,
         *_linears.replacements(lambda: _ENGINE),
         *_steps.REPLACEMENTS,

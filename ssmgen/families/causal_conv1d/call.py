@@ -24,7 +24,7 @@ from ...engine.convolution_calls import (
     taps_are_runs,
 )
 from ...engine.new_tensors import new_like
-from ...engine.window import GATES, MAX_WIDTH, history_in_words, reach_of
+from ...engine.window import BESIDE, MAX_WIDTH, history_in_words, reach_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Loads
 from .operands import OPERANDS
@@ -49,6 +49,8 @@ def causal_conv1d(
     has_initial_state: Tensor | None = None,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    outer_residual: Tensor | None = None,
     dilation: int = 1,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
@@ -63,12 +65,14 @@ def causal_conv1d(
         sequence, zeros before them), in final_states_out if that is given
     dilation: distance between the inputs of neighbouring taps, up to 16, with a window of at most 17 inputs. Wherever this text has
         width - 1, it is (width - 1) dilation. Fastest if channels are contiguous
-    out: of x's dtype, any strides, not x itself; None for a new one laid out like x
+    out: of x's dtype, any strides, not x itself, but a residual for in place; None for a new one laid out like x
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
-    Gates:
+    Gates and residuals, fastest if channels are contiguous in all tensors:
     input_gate, output_gate: like x, of its dtype: the inputs, also of the states, are x input_gate, rounded to x's dtype, and out is the
-        rounded output times output_gate (LFM2). Either or both. Fastest if channels are contiguous, in x, out and gates
+        rounded output times output_gate (LFM2). Either or both
+    residual, outer_residual: like x, of its dtype: are added to the output, after its activation and gate, in this order; each sum is
+        rounded to x's dtype, as by a separate addition (Qwen4-Exp). Either none, residual, or both
 
     Packed sequences:
     query_start_loc: [sequences + 1] int32 or int64, start of each packed sequence; tokens after the last sequence get no output. States are
@@ -104,7 +108,7 @@ def causal_conv1d(
                 final = new_like(x, shape) if x.dim() == 3 or query_start_loc is not None else None
     tensors = OPERANDS.Tensors(
         x, weight, bias, seq_idx, query_start_loc, initial_states, final, conv_states, conv_state_indices, has_initial_state,
-        input_gate, output_gate, out,
+        input_gate, output_gate, residual, outer_residual, out,
     )  # fmt: skip
     returns = ("out", "final_states") if return_final_states and final is not None else ("out",)
     return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id, dilation), pdl, returns=returns)
@@ -115,7 +119,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     if not check_convolution(OPERANDS, named, problems):
         return {}
     views, x, weight, ragged = dict(named), named["x"], named["weight"], "query_start_loc" in named
-    like_x = ["x", "out", *(n for n in GATES if n in named)]
+    like_x = ["x", "out", *(n for n in BESIDE if n in named)]
     if x.dim() not in ((2, 3) if ragged else (3,)) or (ragged and x.dim() == 3 and x.shape[0] != 1):
         wanted = "[dim, tokens] or [1, dim, tokens], as query_start_loc is given" if ragged else "[batch, dim, length]"
         problems.append(f"x is {list(x.shape)}; expected {wanted}")
@@ -145,7 +149,7 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
     reach = reach_of(width, options.dilation)
     sizes = {"batch": batch, "dim": dim, "token": length, "width": width, "tap": reach - 1}
     sizes |= {"sequences": sequences, "starts": sequences + 1}
-    fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n not in ("x", "conv_states", *GATES)}, sizes, problems)]
+    fits = [checks.check_shapes(OPERANDS, {n: t for n, t in views.items() if n not in ("x", "conv_states", *BESIDE)}, sizes, problems)]
     if "conv_states" in named:
         fits.append(_check_pool(named, sequences, dim, reach, history_in_words(options.dilation), problems))
     else:
@@ -191,16 +195,16 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     along, across = (x.stride(2) == 1 or length == 1), (x.stride(1) == 1 or dim == 1)
     nearer = length > 1 if along and across else x.stride(2) < x.stride(1)  # if both axes, or neither, are contiguous
     first = nearer if along == across else along
-    gates = [name for name in GATES if name in views]
-    first = first and not gates and options.dilation == 1
+    beside = [name for name in BESIDE if name in views]
+    first = first and not beside and options.dilation == 1
     lane = 8 // size  # channels per lane, channel-last
     if first:
         vector = along and (out.stride(2) == 1 or length == 1)
     else:
-        vector = dim % lane == 0 and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out", *gates))
+        vector = dim % lane == 0 and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out", *beside))
     ragged = "query_start_loc" in views
     shifted = first and vector and (ragged or not all(checks.aligned(views[n], pointers[n], 16 // size, 2) for n in ("x", "out")))
-    unit = not first and not vector and not gates and options.dilation == 1 and across and (out.stride(1) == 1 or dim == 1)
+    unit = not first and not vector and not beside and options.dilation == 1 and across and (out.stride(1) == 1 or dim == 1)
     two = unit and size == 2 and dim % 2 == 0
     run = 1 if first else lane if vector else 2 if two else 0  # channels whose taps a lane loads at once
     return ConvProblem(
@@ -224,6 +228,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         input_gate="input_gate" in views,
         output_gate="output_gate" in views,
         dilation=options.dilation,
+        residual="residual" in views,
+        outer_residual="outer_residual" in views,
     )
 
 

@@ -20,5 +20,8 @@ DEFAULTS = {
     },
     "gates of packed sequences, as LFM2 has them": Default(ConvProblem(width=3, **GATED, **PACKED), 1),
     "taps apart, packed sequences": Default(ConvProblem(layout=ConvLayout.LAST, width=4, dilation=3, **PACKED), 1),
+    "taps apart, residuals, packed sequences, as Qwen4-Exp has them": Default(
+        ConvProblem(layout=ConvLayout.LAST, width=4, dilation=3, residual=True, outer_residual=True, **PACKED), 1
+    ),
     "gates, as LFM2 has them": Default(ConvProblem(width=3, **GATED), 1),
 }

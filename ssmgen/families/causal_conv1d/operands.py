@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...calls.sharding import Rule
+from ...engine.window import BESIDE, RESIDUALS
 from ...spec.operands import Operand, Types, table
 
 _STATES = "sequences dim tap"
@@ -27,9 +28,8 @@ OPERANDS = table(
     _states("conv_states", "pool", "slot dim tap"),
     Operand("conv_state_indices", "sequences", Types.INDEX, optional=True, field="index", view="sequence", strides="sequence"),
     Operand("has_initial_state", "sequences", Types.BOOL, optional=True, there="started", view="sequence", strides="sequence"),
-    Operand("input_gate", "like x", optional=True, field="x", there="input_gate"),
-    Operand("output_gate", "like x", optional=True, field="x", there="output_gate"),
-    Operand("out", "like x", written=True, field="x"),
+    *[Operand(name, "like x", optional=True, field="x", there=name) for name in BESIDE],
+    Operand("out", "like x", written=True, field="x", may_be=RESIDUALS),
     tap="width - 1", token="length", starts="sequences + 1",
 )  # fmt: skip
 

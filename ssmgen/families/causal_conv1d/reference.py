@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engine.short_conv_reference import convolve, valid_slot
+from ...engine.short_conv_reference import convolve, finished, valid_slot
 from ...engine.window import reach_of
 
 
@@ -25,13 +25,15 @@ def causal_conv1d(
     has_initial_state: Tensor | None = None,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    outer_residual: Tensor | None = None,
     pad_slot_id: int = -1,
     dilation: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """x, out, input_gate, output_gate: [batch, dim, length], with query_start_loc [1, dim, tokens]; weight [dim, width]; bias [dim];
-    states [·, dim, width - 1]. Computes in `dtype`; writes out, rounded once (and once more by its gate), and the states, which are copies
-    of inputs, of products with the gate.
+    """x, out, gates, residuals: [batch, dim, length], with query_start_loc [1, dim, tokens]; weight [dim, width]; bias [dim];
+    states [·, dim, width - 1]. Computes in `dtype`; writes out, rounded once (and once more by its gate and each residual), and the states,
+    which are copies of inputs, of products with the gate.
     """
     reach = reach_of(weight.shape[1], dilation)
     x = x if input_gate is None else x * input_gate
@@ -48,7 +50,7 @@ def causal_conv1d(
         if conv_states is not None and conv_state_indices is not None and not valid_slot(slot, conv_states.shape[0], pad_slot_id):
             result.zero_()
             continue
-        factor = None if output_gate is None else output_gate[row, :, span]
+        gate, *added = (None if t is None else t[row, :, span] for t in (output_gate, residual, outer_residual))
         past = x.new_zeros(x.shape[1], reach - 1)
         if initial_states is not None:
             past = initial_states[s]
@@ -56,13 +58,14 @@ def causal_conv1d(
             past = conv_states[slot]
         inputs = torch.cat([past, tokens], 1)
         if seq_idx is None:
-            result.copy_(_gated(convolve(inputs, weight, bias, silu, dtype, dilation), factor, x.dtype))
+            result.copy_(finished(convolve(inputs, weight, bias, silu, dtype, dilation), x.dtype, gate, added))
         else:  # inputs before the row belong to the sequence of its first token
             ids = torch.cat([seq_idx[s, :1].expand(reach - 1), seq_idx[s]])
             for t in range(count):
                 same = ids[t : t + reach] == ids[t + reach - 1]
                 window = torch.where(same, inputs[:, t : t + reach], 0)
-                y = _gated(convolve(window, weight, bias, silu, dtype, dilation), None if factor is None else factor[:, t : t + 1], x.dtype)
+                factor, *terms = (None if r is None else r[:, t : t + 1] for r in (gate, *added))
+                y = finished(convolve(window, weight, bias, silu, dtype, dilation), x.dtype, factor, terms)
                 result[:, t] = y[:, 0] if ids[t + reach - 1] >= 0 else 0
             inputs = torch.where(ids == ids[-1], inputs, 0)
         kept = inputs[:, inputs.shape[1] - (reach - 1) :].clone()
@@ -70,8 +73,3 @@ def causal_conv1d(
             final_states[s] = kept
         if conv_states is not None:
             conv_states[slot] = kept
-
-
-def _gated(y: Tensor, gate: Tensor | None, rounded: torch.dtype) -> Tensor:
-    """y times a gate, as a separate multiplication gives it."""
-    return y if gate is None else y.to(rounded).to(y.dtype) * gate.to(y.dtype)

@@ -3,7 +3,7 @@
 Every token is read once and written once; the speed limit is an elementwise copy. Channel-first: a warp takes a piece of one channel's row,
 in 16-byte vectors along the length, and passes the halo on by shuffles. Packed sequences are one row, and the first tokens of each are
 convolved separately. Channel-last: a warp takes some tokens of 32 neighbouring vectors of channels, and reads the halo again, mostly from
-L1. Gates multiply inputs before the convolution and outputs after it, channel-last.
+L1. Gates multiply inputs before the convolution and outputs after it, and residuals are added to outputs, channel-last.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class ConvProblem(Problem, Convolution):
     input_gate: bool = field(default=False, metadata=LATER)  # x is multiplied by a gate before the convolution
     output_gate: bool = field(default=False, metadata=LATER)  # the output is multiplied by a gate
     dilation: int = field(default=1, metadata=LATER)  # distance between the inputs of neighbouring taps
+    residual: bool = field(default=False, metadata=LATER)  # added to the output
+    outer_residual: bool = field(default=False, metadata=LATER)  # added after residual
 
     @property
     def ragged(self) -> bool:
@@ -110,8 +112,8 @@ class ConvProblem(Problem, Convolution):
                 "expected channel_last and no",
             ),
             *must(
-                not self.gates or (self.layout is ConvLayout.LAST and not self.unit),
-                f"{' and '.join(self.gates)} is yes with layout={self.layout.value}, unit={'yes' if self.unit else 'no'}; "
+                not self.beside or (self.layout is ConvLayout.LAST and not self.unit),
+                f"{' and '.join(self.beside)} is yes with layout={self.layout.value}, unit={'yes' if self.unit else 'no'}; "
                 "expected channel_last and no",
             ),
         ]
@@ -210,6 +212,8 @@ class ConvSpec(KernelSpec, ConvProblem):
             "past": "conv_states" if self.started else "initial_states" if self.initial else "",  # holds the tokens before the first
             "kept": "conv_states" if self.pool else "final_states" if self.final else "",  # receives the last tokens
             "gates": self.gates,
+            "residuals": self.residuals,
+            "beside": self.beside,
         }
 
 
@@ -231,7 +235,7 @@ def _tokens(problem: ConvProblem) -> int:
     plain = problem.loads is Loads.VECTOR and problem.x.size == 2 and not (problem.seq_idx or problem.initial or problem.started)
     if problem.dilation > 1:  # the history of a piece is one other piece
         return max(8, problem.reach // 2 * 2)
-    plain = plain and not problem.gates
+    plain = plain and not problem.beside
     return 16 if problem.width > 6 and plain else 8
 
 
@@ -242,7 +246,7 @@ def _resident(problem: ConvProblem, arch: Arch) -> int:
     if problem.width > 6:
         return 6 if _tokens(problem) == 16 else 1
     extra = problem.seq_idx + (problem.initial or problem.started) + max(0, problem.width - 4)
-    if problem.gates:  # a lane holds gates, too
+    if problem.beside:  # a lane holds gates or residuals, too
         return 4 if extra < (2 if problem.loads is Loads.VECTOR else 1) else 1
     if problem.loads is Loads.ELEMENT:
         return 1 if extra else 7 if problem.words else 5

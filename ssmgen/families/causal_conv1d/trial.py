@@ -34,7 +34,7 @@ def operands(spec: ConvSpec, batch: int, seed: int) -> dict[str, Tensor]:
     made = taps(spec, dim, g)
     made["x"] = along(torch.randn(rows, dim, length, generator=g))
     made["out"] = along(torch.full((rows, dim, length), float("nan")))
-    made |= {name: along(torch.randn(rows, dim, length, generator=g)) for name in spec.gates}
+    made |= {name: along(torch.randn(rows, dim, length, generator=g)) for name in spec.beside}
     if spec.seq_idx:  # the last sequence ends with padding
         ids = torch.arange(length) // (spec.piece // 2 + 1)
         ids[-2:] = -1

@@ -24,7 +24,7 @@ from ...engine.convolution_calls import (
 )
 from ...engine.new_tensors import new_like
 from ...engine.short_conv_reference import step as reference
-from ...engine.window import GATES, MAX_WIDTH, history_in_words, reach_of
+from ...engine.window import BESIDE, MAX_WIDTH, history_in_words, reach_of
 from ...spec.arguments import divisor
 from ...spec.kernel import Index, Loads
 from .operands import CHILDREN, OPERANDS
@@ -51,6 +51,9 @@ def causal_conv1d_update(
     intermediate_state_indices: Tensor | None = None,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    outer_residual: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     dilation: int = 1,
     pad_slot_id: int = -1,
     out: Tensor | None = None,
@@ -68,14 +71,18 @@ def causal_conv1d_update(
     activation: None, "silu" or its other name "swish"
     conv_state_indices: [batch] int32 or int64, slot of each sequence; None for slot = sequence. Slots must be distinct, else rows race
     pad_slot_id: a sequence whose slot is negative, equals this or is not in the pool gets a zero output and touches no state
+    has_initial_state: [batch] bool: a sequence with False begins here, and the old entries of its slot count as zeros. Not with
+        cache_seqlens or num_accepted_tokens
     dilation: distance between the inputs of neighbouring taps, up to 16, with a window of at most 17 inputs. Wherever this text has
         width - 1, it is (width - 1) dilation. Not with a draft tree
-    out: x itself for in place, but not with a draft tree; None for a new one laid out like x
+    out: x itself or a residual for in place, but not with a draft tree; None for a new one laid out like x
     pdl: whether the kernel may start while the previous one in the stream ends; None = if the device can (sm_90 and later)
 
-    Gates:
+    Gates and residuals, not with a draft tree:
     input_gate, output_gate: like x, of its dtype: the inputs are x input_gate, rounded to x's dtype, and out is the rounded output times
-        output_gate (LFM2). Either or both, but not with a draft tree
+        output_gate (LFM2). Either or both
+    residual, outer_residual: like x, of its dtype: are added to the output, after its activation and gate, in this order; each sum is
+        rounded to x's dtype, as by a separate addition (Qwen4-Exp). Either none, residual, or both
 
     Packed sequences and rings:
     query_start_loc: [batch + 1] int32 or int64, start of each packed sequence; a sequence without tokens is unchanged, and tokens after the
@@ -104,7 +111,8 @@ def causal_conv1d_update(
         out = x.new_empty(x.shape) if x.dim() == 2 else new_like(x)
     tensors = OPERANDS.Tensors(
         x, conv_state, weight, bias, cache_seqlens, conv_state_indices, num_accepted_tokens, query_start_loc, parents, first_children,
-        next_siblings, parents_out, intermediate_conv_window, intermediate_state_indices, input_gate, output_gate, out,
+        next_siblings, parents_out, intermediate_conv_window, intermediate_state_indices, has_initial_state,
+        input_gate, output_gate, residual, outer_residual, out,
     )  # fmt: skip
     return run(CALLER, tensors, Options(ACTIVATIONS[activation], pad_slot_id, dilation), pdl)
 
@@ -120,12 +128,12 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
             f"x is {list(x.shape)}; expected " + ("[tokens, dim], as query_start_loc is given" if ragged else "[batch, dim(, T)]")
         )
         return {}
-    like_x = ["x", "out", *(n for n in GATES if n in named)]
+    like_x = ["x", "out", *(n for n in BESIDE if n in named)]
     if others := [f"{n} is {list(named[n].shape)}; expected {list(x.shape)}, the shape of x" for n in like_x if named[n].shape != x.shape]:
         problems += others
         return {}
     if len(like_x) > 2 and ("parents" in named or CHILDREN[0] in named):
-        problems.append(f"{' and '.join(like_x[2:])} is given with a draft tree; expected None. Multiply before and after the call.")
+        problems.append(f"{' and '.join(like_x[2:])} is given with a draft tree; expected None. Multiply and add around the call.")
     if options.dilation > 1 and ("parents" in named or CHILDREN[0] in named):
         problems.append(f"dilation is {options.dilation} with a draft tree; expected 1")
     if x.dim() == 2:
@@ -151,7 +159,10 @@ def views_of(named: Mapping[str, Any], options: Options, problems: list[str]) ->
         fits += [_check_windows(named, batch, dim, reach, words, None if ragged else T, problems)]
     elif "intermediate_state_indices" in named:
         problems.append("intermediate_state_indices is given without intermediate_conv_window; expected both. Pass both, or neither.")
-    if "cache_seqlens" in named and "num_accepted_tokens" in named:
+    moving = [n for n in ("cache_seqlens", "num_accepted_tokens") if n in named]
+    if "has_initial_state" in named and moving:
+        problems.append(f"has_initial_state is given with {moving[0]}; expected one of them. Clear the slots of new sequences before.")
+    if len(moving) > 1:
         problems.append(
             "cache_seqlens and num_accepted_tokens are both given; expected one: each says where the history is. Leave out one."
         )
@@ -250,7 +261,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     saved = Saved.NO
     if "intermediate_conv_window" in views:
         saved = Saved.RUNS if whole and runs("intermediate_conv_window", reach - 1) else Saved.ANY
-    vector = whole and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out", *GATES) if n in views)
+    vector = whole and all(checks.aligned(views[n], pointers[n], lane, 1) for n in ("x", "out", *BESIDE) if n in views)
     return UpdateProblem(
         width=width,
         x=DTYPES[x.dtype],
@@ -274,6 +285,9 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         input_gate="input_gate" in views,
         output_gate="output_gate" in views,
         dilation=options.dilation,
+        residual="residual" in views,
+        outer_residual="outer_residual" in views,
+        started="has_initial_state" in views,
     )
 
 

@@ -13,6 +13,7 @@ PACKED: dict[str, Any] = {"count": Tokens.RAGGED, "query_start_loc": Index.I32, 
 ANYWHERE: dict[str, Any] = {"layout": StateLayout.ANY, "loads": Loads.ELEMENT, "taps": Loads.ELEMENT}
 SAVED: dict[str, Any] = {"saved": Saved.RUNS, "saved_index": Index.I32}
 
+RESIDUALS: dict[str, Any] = {"residual": True, "outer_residual": True}
 VERIFIED: dict[str, Any] = {"index": Index.I32, "count": Tokens.COUNTED, "tokens": 4, **SAVED}
 
 DEFAULTS = {
@@ -31,6 +32,12 @@ DEFAULTS = {
     "taps apart": Default(UpdateProblem(width=4, state_len=9, bias=None, index=Index.I32, dilation=3), 1),
     "taps apart, packed drafts": Default(
         UpdateProblem(width=4, layout=StateLayout.CHANNELS, dilation=3, **ROLL, **(PACKED | {"tokens": 2})), 1
+    ),
+    "taps apart, residuals, new sequences, as Qwen4-Exp has them": Default(
+        UpdateProblem(width=4, state_len=9, bias=None, index=Index.I32, dilation=3, started=True, **RESIDUALS), 1
+    ),
+    "taps apart, residuals of packed drafts": Default(
+        UpdateProblem(width=4, bias=None, layout=StateLayout.CHANNELS, dilation=3, **RESIDUALS, **ROLL, **(PACKED | {"tokens": 2})), 1
     ),
     "a ring, not aligned": Default(UpdateProblem(width=4, advance=Advance.RING, position=Index.I32, **ANYWHERE), 1),
 }

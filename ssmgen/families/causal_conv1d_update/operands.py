@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...calls.sharding import Rule
+from ...engine.window import BESIDE, RESIDUALS
 from ...spec.operands import Operand, Types, table
 
 CHILDREN = ("first_children", "next_siblings", "parents_out")  # a draft tree by children instead of parents
@@ -19,7 +20,7 @@ def _tree(name: str, field: str) -> Operand:
     )  # fmt: skip
 
 
-def _gate(name: str) -> Operand:
+def _beside(name: str) -> Operand:
     return Operand(name, "like x", optional=True, field="x", there=name)
 
 
@@ -39,10 +40,10 @@ OPERANDS = table(
         view="slot token dim tap", strides="slot:64 token dim?saves_any tap?saves_any",
     ),
     _by_sequence("intermediate_state_indices", "saved_index"),
-    _gate("input_gate"),
-    _gate("output_gate"),
+    Operand("has_initial_state", "batch", Types.BOOL, optional=True, there="started", view="sequence", strides="sequence"),
+    *[_beside(name) for name in BESIDE],
     # A tree reads inputs again after outputs are written.
-    Operand("out", "like x", written=True, field="x", may_be=("x",), unless=("parents", "first_children")),
+    Operand("out", "like x", written=True, field="x", may_be=("x", *RESIDUALS), unless=("parents", "first_children")),
     tap="state_len", token="T", kept="rows", starts="batch + 1",
 )  # fmt: skip
 

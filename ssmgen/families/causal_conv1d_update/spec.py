@@ -70,6 +70,9 @@ class UpdateProblem(Problem, Windowed, Convolution):
     input_gate: bool = field(default=False, metadata=LATER)  # x is multiplied by a gate before the convolution
     output_gate: bool = field(default=False, metadata=LATER)  # the output is multiplied by a gate
     dilation: int = field(default=1, metadata=LATER)  # distance between the inputs of neighbouring taps
+    residual: bool = field(default=False, metadata=LATER)  # added to the output
+    outer_residual: bool = field(default=False, metadata=LATER)  # added after residual
+    started: bool = field(default=False, metadata=LATER)  # has_initial_state is given
 
     @property
     def several(self) -> bool:
@@ -149,6 +152,11 @@ class UpdateProblem(Problem, Windowed, Convolution):
             ),
             *must(self.several or self.tree is Index.NONE, "tokens is 1 with a draft tree; expected several"),
             *must(not self.gates or self.tree is Index.NONE, "input_gate or output_gate is yes with a draft tree; expected no"),
+            *must(not self.residuals or self.tree is Index.NONE, "residual is yes with a draft tree; expected no"),
+            *must(
+                not self.started or self.advance is Advance.SHIFT,
+                f"started is yes with advance={self.advance.value}; expected shift, which writes all entries",
+            ),
             *must(Index.NONE in (self.parents, self.children), "parents and children are both set; expected one of them"),
             *must(
                 self.children is Index.NONE or self.count is not Tokens.RAGGED,
@@ -172,7 +180,7 @@ class UpdateSpec(KernelSpec, UpdateProblem):
 
     @property
     def needs(self) -> Needs:
-        return Needs(math=self.silu)
+        return Needs(math=self.silu, bytes=self.started)
 
     @property
     def threads_per_block(self) -> int:
@@ -228,6 +236,8 @@ class UpdateSpec(KernelSpec, UpdateProblem):
             "advance": self.advance.value,
             "saves": self.saves,
             "gates": self.gates,
+            "residuals": self.residuals,
+            "beside": self.beside,
         }
 
 

@@ -37,7 +37,7 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
     made = taps(spec, dim, g)
     made["x"] = tokens(torch.randn(*lead, dim, generator=g))
     made["out"] = tokens(torch.full((*lead, dim), float("nan")))
-    made |= {name: tokens(torch.randn(*lead, dim, generator=g)) for name in spec.gates}
+    made |= {name: tokens(torch.randn(*lead, dim, generator=g)) for name in spec.beside}
     state = torch.randn(slots, dim, entries, generator=g)
     made["conv_state"] = {
         StateLayout.RUNS: lambda: runs(state, spec.x),
@@ -52,6 +52,8 @@ def operands(spec: UpdateSpec, batch: int, seed: int) -> dict[str, Tensor]:
         made["num_accepted_tokens"] = accepted.to(INTEGERS[spec.position])
     if spec.index is not Index.NONE:
         made["conv_state_indices"] = slot_indices(spec.index, batch, slots, g)
+    if spec.started:
+        made["has_initial_state"] = torch.arange(batch) % 2 == 0
     if ragged:
         made["query_start_loc"] = boundaries(counts, spec.query_start_loc)
     if spec.parents is not Index.NONE:

@@ -37,7 +37,7 @@ def gated_delta_rule(
     state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
-    ring_ready: bool = False,
+    ring_ready: bool = False, ring_position: Tensor | None = None, ring_flush: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid): S <- a S + beta (v - a S k) k^T, with a = e^g;  out = scale S q.
 
@@ -63,7 +63,7 @@ def gated_delta_rule(
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
-        rand_seed, philox_rounds, ring_ready,
+        rand_seed, philox_rounds, ring_ready, ring_position, ring_flush,
     )  # fmt: skip
     return decode("gated_delta_rule", form, pool, state, q, k, v, g, None, None, beta, A_log, dt_bias, objections=objections)
 
@@ -78,7 +78,7 @@ def kda(
     state_scale: Tensor | None = None, rand_seed: Tensor | None = None, philox_rounds: int = 10,
     intermediate_states: Tensor | None = None, update_state: bool = True, ring: Ring | None = None, out: Tensor | None = None,
     pdl: bool | None = None, parents: Tensor | None = None, intermediate_state_indices: Tensor | None = None,
-    ring_ready: bool = False,
+    ring_ready: bool = False, ring_position: Tensor | None = None, ring_flush: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Kimi delta attention (Kimi-Linear): S <- S D + beta (v - S D k) k^T, with D = diag(e^g);  out = scale S q.
 
@@ -92,7 +92,7 @@ def kda(
     pool = PoolOptions(
         scale, state_layout, state_indices, dst_state_indices, num_accepted_tokens, pad_slot_id, cu_seqlens, intermediate_states,
         update_state, out, pdl, ring, state_scale, parents, intermediate_state_indices, zero_padding,
-        rand_seed, philox_rounds, ring_ready,
+        rand_seed, philox_rounds, ring_ready, ring_position, ring_flush,
     )  # fmt: skip
     return decode(
         "kda", form, pool, state, q, k, v, None, g, None, beta, A_log, dt_bias, lower_bound=lower_bound, objections=objections

@@ -11,6 +11,7 @@ from ...variants.defaults import Default
 QWEN, KIMI = find_model("qwen3.5-397b-a17b"), find_model("kimi-linear-48b-a3b")
 SLOTS = (Index.I32, PoolMode.SINGLE)
 
+REPLAY: dict[str, Any] = {"ring": Ring.REPLAY}
 BY_ROW: dict[str, Any] = {"parents": Index.I32, "kept_index": Index.I32}
 
 
@@ -58,6 +59,8 @@ DEFAULTS = {
         ),
         1,
     ),
+    "gated delta rule, a state read through a ring": Default(QWEN.problem(DType.F32, *SLOTS, flush=Index.I32, **REPLAY), 64),
+    "KDA, a bf16 state read through a ring": Default(KIMI.problem(DType.BF16, *SLOTS, **REPLAY), 64),
     "Lightning attention": Default(find_model("minimax-text-01").problem(DType.F32, *SLOTS), 1),
     "RWKV-7": Default(find_model("rwkv7-1.5b").problem(DType.F32, *SLOTS), 1),
 }

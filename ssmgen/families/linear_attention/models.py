@@ -57,6 +57,8 @@ class LinearAttention(AttentionModel):
         """intermediates, update_state, layout, ring: as in PoolOptions; or a commit of a ring, of one layer or of several. more: other
         fields of the problem."""
         commit = ring is Ring.COMMIT
+        if ring is Ring.REPLAY:  # as SGLang has it: keys and errors of the state's dtype
+            more = {"position": Index.I32, "kept": None if state is io else state} | more
         operands: dict[str, Any] = dict.fromkeys(("k", "v") if commit else ("q", "k", "v", "out"), io)
         found = LinearAttentionProblem(
             dim_k=self.dim_k,
@@ -64,7 +66,7 @@ class LinearAttention(AttentionModel):
             nheads=self.nheads,
             key_heads=self.key_heads,
             layout=layout,
-            tokens=Tokens.MANY if tokens > 1 or intermediates or ring is not Ring.NONE else Tokens.ONE,
+            tokens=Tokens.MANY if tokens > 1 or intermediates or ring not in (Ring.NONE, Ring.REPLAY) else Tokens.ONE,
             state=state,
             index=index,
             accepted=Index.I32 if commit else Index.NONE,
@@ -107,7 +109,7 @@ class LinearAttentionAsk(StateAsk):
             wanted = replace(wanted, layout=Layout.KV)
         found: list[Any] = super().problems(model, wanted)
         if model.kind in ("gated_delta_rule", "kda") and wanted.caller is Client.ENGINES:  # decode steps packed with prompts
-            found += [replace(p, tokens=Tokens.RAGGED, cu_seqlens=Index.I32) for p in found if p.tokens is Tokens.ONE]
+            found += [replace(p, tokens=Tokens.RAGGED, cu_seqlens=Index.I32) for p in found if p.tokens is Tokens.ONE and not p.replays]
         if wanted.caller is not Client.TRANSFORMERS:
             return found
         if model.kind == "gated_delta_rule":  # its layers before version 5.23 repeat the heads of q and k

@@ -48,6 +48,14 @@ class PoolOptions(NamedTuple):
     ring_ready: the ring's g and beta are f32, and receive log decays and step sizes for raw gates and logits. A commit of such a ring has
         neither A_log nor beta_sigmoid
 
+    States that lack tokens, for gated_delta_rule and kda, with one token per sequence:
+    ring_position: [batch] int32 or int64: the number of tokens in the ring that the state of the sequence's slot lacks. The state is read
+        through them, and the step adds its own token to the ring instead of writing the state. If that would be the last place of the ring,
+        L - 1, the step writes the state with this token instead; the caller continues at 0 then, otherwise at the next number. A number
+        out of range makes the sequence padding. The ring has other contents here: keys after use_qk_l2norm in k [slots, L, HK, K];
+        errors beta (v - a S k) in v [slots, L, HV, V], of the same dtype; f32 log decays in g; beta is None
+    ring_flush: [batch] int32 or int64: a number other than 0 makes this step write the state. None for no
+
     States in fewer bits:
     state_scale: [slots, HV, V] f32, for a state of int16, int8 or float8_e4m3fn in layout "vk": the state is its elements times the scale
         of their row, which is the K elements of a value channel. Written with the state, see selective_state_update. Not with
@@ -79,6 +87,8 @@ class PoolOptions(NamedTuple):
     rand_seed: Tensor | None = None
     philox_rounds: int = 10
     ring_ready: bool = False
+    ring_position: Tensor | None = None
+    ring_flush: Tensor | None = None
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -103,7 +113,7 @@ def decode(
     tensors = OPERANDS.Tensors(
         state, q, k, v, g, gk, gv, beta, A_log, dt_bias, read, erase, w, write, alpha, bonus, out, pool.state_indices,
         pool.dst_state_indices, pool.num_accepted_tokens, pool.cu_seqlens, pool.intermediate_states, ring_k, ring_v, ring_g, ring_gk,
-        ring_beta, pool.state_scale, pool.parents, pool.intermediate_state_indices, rand_seed,
+        ring_beta, pool.state_scale, pool.parents, pool.intermediate_state_indices, rand_seed, pool.ring_position, pool.ring_flush,
     )  # fmt: skip
     written = (pool.state_layout, pool.pad_slot_id, pool.update_state)
     how = Options(

@@ -20,7 +20,7 @@ from ...engine.recurrences.attention.switches import Form
 from ...engine.recurrences.slots import check_slots, check_tokens, slot_shapes
 from ...engine.rows import loaded
 from ...spec.kernel import Layout, Loads, PoolMode, Ring, Update
-from . import commit
+from . import commit, replaying
 from .operands import FUNCTIONS
 from .spec import OPERATOR, LinearAttentionSpec
 
@@ -99,7 +99,9 @@ def token_views(named: Mapping[str, Tensor], options: Options, problems: list[st
     sizes |= {"batch": batch, "starts": batch + 1, "token": T}
     words = {(1, False): "batch", (2, False): "batch, tokens", (1, True): "tokens", (2, True): "1, tokens"}[len(lead), ragged]
     own = _own_shapes(views, sizes, ragged)
-    if any(n in views for n in RINGS):
+    if "ring_position" in views or "ring_flush" in views:
+        own |= replaying.shapes(views, lead, options, problems)
+    elif any(n in views for n in RINGS):
         own |= _ring_shapes(views, lead, ragged, options.ring_ready, problems)
     elif options.ring_ready:
         problems.append("ring_ready is True without a ring; expected both. Pass ring.")
@@ -211,7 +213,8 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
     ragged = "cu_seqlens" in views
     kept, target = views.get("intermediate_states"), views.get("dst_state_indices")
     each = target is not None and target.dim() == 2
-    ring = "ring_k" in views
+    replays = "ring_position" in views
+    ring = "ring_k" in views and not replays
     several = commits or ragged or each or ring or kept is not None or views["q"].shape[1] != 1
     lane = min(16 // state.element_size(), K & -K)  # elements of a lane's vector
 
@@ -239,7 +242,7 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         cu_seqlens=index_of(views, "cu_seqlens"),
         update=Update.NONE if not options.update_state else Update.EACH if each else Update.FINAL,
         pool=PoolMode.SPLIT if target is not None else PoolMode.SINGLE,
-        ring=Ring.COMMIT if commits else Ring.NONE if not ring else Ring.READY if options.ring_ready else Ring.STORE,
+        ring=_kind_of(commits, replays, ring, options.ring_ready),
         layers=commits and state.shape[0] > 1,
         intermediates=kept is not None,
         parents=index_of(views, "parents"),
@@ -248,10 +251,19 @@ def problem_of(views: Mapping[str, Tensor], pointers: Mapping[str, int], options
         heads_apart=not commits and HV > 1 and state.stride(1) != V * K,
         zero_padding=options.zero_padding,
         philox_rounds=options.philox_rounds,
+        position=index_of(views, "ring_position"),
+        flush=index_of(views, "ring_flush"),
+        kept=replaying.kept_type(views) if replays else None,
         operand_loads=Loads.VECTOR if all(checks.aligned(views[n], pointers[n], lane) for n in vectors) else Loads.ELEMENT,
     )
     found = loaded(problem)
     return found if commits else found.for_tokens(views["q"].shape[1])
+
+
+def _kind_of(commits: bool, replays: bool, ring: bool, ready: bool) -> Ring:
+    if commits or replays:
+        return Ring.COMMIT if commits else Ring.REPLAY
+    return Ring.NONE if not ring else Ring.READY if ready else Ring.STORE
 
 
 _COLUMNS = {

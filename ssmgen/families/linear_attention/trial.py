@@ -50,13 +50,28 @@ def operands(spec: LinearAttentionSpec, batch: int, seed: int) -> dict[str, Tens
         made["intermediate_state_indices"] = slot_indices(spec.kept_index, batch, 2 * batch, g)
     if spec.parents is not Index.NONE:
         made["parents"] = torch.randint(-1, max(counts), (batch, max(counts)), generator=g).to(INTEGERS[spec.parents])
-    for name in spec.ringed():
+    if spec.replays:
+        made |= _replayed(spec, batch, slots, g)
+    for name in [] if spec.replays else spec.ringed():
         tokens = max(counts) + (-1 if spec.tokens is Tokens.RAGGED else 1)  # one too few, if a ring may be shorter than a sequence
         kept = torch.full(_shape(spec, name, (slots, tokens), layers), 7.0)
         made[f"ring_{name}"] = _placed(spec, name, kept, dense=True, dtype=spec.ring_type(name))
     for name in [n for n in spec.operands() if n not in made]:
         made[name] = _placed(spec, name, _values(spec, name, _shape(spec, name, lead, layers), g))
     return ordered(spec, made)
+
+
+def _replayed(spec: LinearAttentionSpec, batch: int, slots: int, g: Generator) -> dict[str, Tensor]:
+    """Rings of more tokens than are loaded at a time. The third sequence fills its ring, and the fourth one's number is out of range."""
+    length = 7
+    made = {"ring_position": torch.tensor(cycled((5, 0, length - 1, length, 1), batch)).to(INTEGERS[spec.position])}
+    if spec.flush is not Index.NONE:
+        made["ring_flush"] = torch.tensor(cycled((0, 0, 0, 0, 1), batch)).to(INTEGERS[spec.flush])
+    for name in spec.ringed():
+        shape = _shape(spec, name, (slots, length), ())
+        values = -torch.rand(shape, generator=g) if name in ("g", "gk") else _values(spec, name, shape, g)
+        made[f"ring_{name}"] = _placed(spec, name, values, dense=True, dtype=spec.ring_type(name))
+    return made
 
 
 def _slots(spec: LinearAttentionSpec, counts: list[int], g: Generator) -> tuple[int, dict[str, Tensor]]:

@@ -88,7 +88,9 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
 
     @property
     def stem(self) -> str:
-        tokens_kept = {Ring.NONE: [], Ring.STORE: ["ring"], Ring.READY: ["ready"], Ring.COMMIT: ["commit"]}[self.ring]
+        tokens_kept = {Ring.NONE: [], Ring.STORE: ["ring"], Ring.READY: ["ready"], Ring.COMMIT: ["commit"], Ring.REPLAY: ["replay"]}[
+            self.ring
+        ]
         kind = "bonus" if self.bonus else "la"
         kind = {Delta.NONE: kind, Delta.DECAYED: "delta", Delta.OLD: "lowrank" if self.low_rank else "olddelta"}[self.delta]
         decay = "".join(name for name in ("g", "gk", "gv") if getattr(self, name))
@@ -164,7 +166,7 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
 
     def ringed(self) -> list[str]:
         """Operands that a call stores in the ring."""
-        return self._given(RINGED) if self.stores else []
+        return [name for name in self._given(RINGED) if self.stores or (self.replays and name != "beta")]
 
     def parameters(self) -> list[Param]:
         slots = [] if self.index is Index.NONE and not self.commit else [Param.i64("slots"), Param.i64("pad_slot_id")]
@@ -176,7 +178,7 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
             *([Param.u32("columns")] if self.picks else []),
             *([Param.u32("dst_columns")] if self.update is Update.EACH and self.tokens is Tokens.RAGGED else []),
             *([Param.u32("rows_kept")] if self.intermediates and self.tokens is Tokens.RAGGED else []),
-            *([Param.u32("ring_rows")] if self.stores and self.tokens is Tokens.RAGGED else []),
+            *([Param.u32("ring_rows")] if self.replays or (self.stores and self.tokens is Tokens.RAGGED) else []),
             *([Param.u32("parent_columns")] if self.parents is not Index.NONE and self.tokens is Tokens.RAGGED else []),
         ]
         factors = [*([] if self.commit else [Param.f32("scale")]), *([Param.f32("lower_bound")] if self.gate is Gate.BOUNDED else [])]
@@ -200,6 +202,7 @@ class AttentionKernel(RowSpec, LinearAttentionProblem):
             "scalars": self.token_scalars(),
             "rounded": self.rounded,
             "ready": self.ring is Ring.READY,
+            "replays": self.replays,
             "narrow_noise": bool(self.rounded) and self.scaled,
             "tail": self.dim_v % self.tile != 0,
             "vector_state": self.state_loads is Loads.VECTOR,

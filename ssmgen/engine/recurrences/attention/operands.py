@@ -27,10 +27,9 @@ def _rows(name: str, optional: bool = True, note: str = "") -> Operand:
 
 def _ring(name: str, axes: str) -> Operand:
     """The ring of an operand."""
-    there, view = f"stores&{name}", "slot token head"
-    field = name if name in ("k", "v") else f"kept_{name}"
+    there, view = f"{'stores' if name == 'beta' else 'keeps'}&{name}", "slot token head"
     return Operand(
-        f"ring_{name}", axes, optional=True, written=True, field=field, there=there, view=view, strides="slot:64 token head"
+        f"ring_{name}", axes, optional=True, written=True, field=f"kept_{name}", there=there, view=view, strides="slot:64 token head"
     )  # fmt: skip
 
 
@@ -82,6 +81,8 @@ OPERANDS = table(
     Operand("parents", "batch token", Types.INDEX, optional=True, strides="batch token"),
     Operand("intermediate_state_indices", "batch", Types.INDEX, optional=True, field="kept_index", strides="batch"),
     Operand("rand_seed", "slot | 1", Types.I64, optional=True, there="philox_rounds", strides="slot:64"),
+    Operand("ring_position", "batch", Types.INDEX, optional=True, field="position", strides="batch"),
+    Operand("ring_flush", "batch", Types.INDEX, optional=True, field="flush", strides="batch"),
     head="heads", group="key heads", key="K", value="V", kept="batch", column="columns", starts="batch + 1", **{"head*key": "heads * K"},
 )  # fmt: skip
 ROLES = OPERANDS.names[1 : OPERANDS.names.index("out")]  # operands of a recurrence, without the state

@@ -93,6 +93,9 @@ class LinearAttentionProblem(StepProblem):
     parents: Index = field(default=Index.NONE, metadata=LATER)  # a draft tree
     kept_index: Index = field(default=Index.NONE, metadata=LATER)  # type of the rows' numbers in the buffer of intermediate states
     philox_rounds: int = field(default=0, metadata=LATER)  # of the noise for rounding states, except f32; 0 = round to nearest
+    position: Index = field(default=Index.NONE, metadata=LATER)  # type of ring_position: the tokens that a state lacks
+    flush: Index = field(default=Index.NONE, metadata=LATER)  # type of ring_flush
+    kept: DType | None = field(default=None, metadata=LATER)  # type of keys and errors in such a ring, if not of k and v
 
     @property
     def rows(self) -> int:
@@ -128,6 +131,26 @@ class LinearAttentionProblem(StepProblem):
         return self.ring in (Ring.STORE, Ring.READY)
 
     @property
+    def replays(self) -> bool:
+        """Whether a state is read through a ring of the tokens that it lacks."""
+        return self.ring is Ring.REPLAY
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a ring receives something of each token."""
+        return self.stores or self.replays
+
+    @property
+    def kept_k(self) -> DType:
+        """The type of keys in a ring."""
+        return self.kept or self.k
+
+    @property
+    def kept_v(self) -> DType:
+        """The type of values or errors in a ring."""
+        return self.kept or self.v
+
+    @property
     def kept_g(self) -> DType | None:
         """The type of log decays or raw gates per head in a ring."""
         return self._kept(self.g)
@@ -144,11 +167,11 @@ class LinearAttentionProblem(StepProblem):
 
     def ring_type(self, name: str) -> DType:
         """The type of an operand's ring."""
-        kept: DType = getattr(self, name if name in ("k", "v") else f"kept_{name}")
+        kept: DType = getattr(self, f"kept_{name}")
         return kept
 
     def _kept(self, operand: DType | None) -> DType | None:
-        return DType.F32 if operand and self.ring is Ring.READY else operand
+        return DType.F32 if operand and self.ring in (Ring.READY, Ring.REPLAY) else operand
 
     @property
     def picks(self) -> bool:
@@ -247,7 +270,25 @@ class LinearAttentionProblem(StepProblem):
                 f"ring is {self.ring.value} with operands that it does not keep; expected a delta rule of k, v, beta and one of g and gk",
             ),
             *must(
-                not self.stores or self.index is not Index.NONE,
+                self.replays == (self.position is not Index.NONE) and (self.replays or (self.flush is Index.NONE and not self.kept)),
+                f"ring is {self.ring.value}, position is {self.position.value} and flush is {self.flush.value}; "
+                "expected a type of position if and only if ring is replay, and flush and kept with it alone",
+            ),
+            *must(
+                not self.replays
+                or (
+                    self.tokens is Tokens.ONE
+                    and self.update is Update.FINAL
+                    and not (self.split or self.scaled or self.philox_rounds)
+                    and self.layout is Layout.VK
+                    and (self.g is None) != (self.gk is None)
+                    and not self.beta_rows
+                ),
+                "ring is replay; expected tokens=one, update=final, pool=single, layout=vk, a state without scales or noise, one of g and "
+                "gk, and beta_rows=no with it",
+            ),
+            *must(
+                not self.keeps or self.index is not Index.NONE,
                 f"ring is {self.ring.value} and index is none; expected a type of state_indices for index",
             ),
             *must(

@@ -78,6 +78,46 @@ def _ready(name: str, value: Tensor, form: Any, weights: Mapping[str, Tensor], l
     return log_decay(value, form, A_log if A_log is None or name == "g" else A_log[:, None], bias, lower_bound)
 
 
+def replay(
+    views: Mapping[str, Tensor], form: Any, scale: float, lower_bound: float, pad_slot_id: int, zero_padding: bool, dtype: torch.dtype
+) -> None:
+    """One token per sequence, of states that lack the ring_position oldest tokens of their ring: ring_k [slots, L, HK, K], keys divided by
+    their norm; ring_v [slots, L, HV, V], errors; ring_g [slots, L, HV] or ring_gk [slots, L, HV, K], log decays."""
+    state, ring_k, ring_v, out = views["state"], views["ring_k"], views["ring_v"], views["out"]
+    name = "gk" if "gk" in views else "g"
+    ring_g, heads, length = views[f"ring_{name}"], state.shape[1], ring_k.shape[1]
+    weights = {n: views[n].to(dtype) for n in WEIGHTS if n in views}
+
+    def of_heads(keys: Tensor) -> Tensor:
+        return keys.to(dtype).repeat_interleave(heads // keys.shape[0], 0)
+
+    def decay(log: Tensor) -> Tensor:
+        return torch.exp(log.to(dtype))[:, None, :] if name == "gk" else torch.exp(log.to(dtype))[:, None, None]
+
+    for b, position in enumerate(views["ring_position"].tolist()):
+        slot = int(views["state_indices"][b])
+        if not 0 <= slot < state.shape[0] or slot == pad_slot_id or not 0 <= position < length:
+            if zero_padding:
+                out[b] = 0
+            continue
+        S = state[slot].to(dtype)
+        for i in range(position):
+            S = decay(ring_g[slot, i]) * S + ring_v[slot, i].to(dtype)[:, :, None] * of_heads(ring_k[slot, i])[:, None, :]
+        q, k, v = (views[n][b, 0].to(dtype) for n in ("q", "k", "v"))
+        q, k = (normalised(q), normalised(k)) if form.l2norm else (q, k)
+        log = _ready(name, views[name][b, 0].to(dtype), form, weights, lower_bound)
+        S = decay(log) * S
+        error = v - torch.einsum("hvk,hk->hv", S, of_heads(k))
+        if "beta" in views:
+            error = error * step_size(views["beta"][b, 0].to(dtype), form)[:, None]
+        S = S + error[:, :, None] * of_heads(k)[:, None, :]
+        out[b, 0] = torch.einsum("hvk,hk->hv", S, of_heads(q)) * scale
+        if position == length - 1 or ("ring_flush" in views and int(views["ring_flush"][b])):
+            state[slot] = S.to(state.dtype)
+        else:
+            ring_k[slot, position], ring_v[slot, position], ring_g[slot, position] = k, error, log
+
+
 def reference(
     views: Mapping[str, Tensor],
     form: Any,
@@ -96,10 +136,13 @@ def reference(
     [B, T, HV, V]; g [B, T, HV]; beta [B, T, HV] or [B, T, HV, V]; A_log [HV]; dt_bias [HV] or [HV, K]; intermediate_states
     [rows, T, HV, V, K]; parents [batch, T]; rand_seed [slots]; ring_k and others [slots, T, …], which receive k and others. With
     cu_seqlens, B is 1 and T counts the tokens of all sequences. keys_first: as in `stepped`. ring_ready: rings receive log decays and step
-    sizes.
+    sizes. With ring_position: as in `replay`.
 
     Computes in `dtype`, and rounds as in `stepped`.
     """
+    if "ring_position" in views:
+        replay(views, form, scale, lower_bound, pad_slot_id, zero_padding, dtype)
+        return
     weights = {n: views[n].to(dtype) for n in WEIGHTS if n in views}
     tokenwise, heads = [n for n in ROLES if n in views and n not in WEIGHTS], views["out"].shape[2]
 
