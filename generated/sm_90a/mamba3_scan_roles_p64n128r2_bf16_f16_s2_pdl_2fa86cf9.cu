@@ -29,7 +29,7 @@ constexpr int kHeadDim = 64;
 constexpr int kTile = kHeadDim;  // rows of a block
 constexpr int kState = 128;  // columns of a state
 constexpr int kRank = 2;
-constexpr int kAngles = 32, kTurnWords = (kAngles + 3) / 4 * 4;  // and words of a token's angles in the workspace
+constexpr int kAngles = 32, kTurnWords = (kAngles + 3) / 4 * 4;  // and words of a token's sines
 constexpr int kChunkRows = 64;                // of a chunk: row t kRank + r belongs to token t and rank r
 constexpr int kChunk = kChunkRows / kRank;    // tokens
 constexpr int kStages = 2;               // chunks in shared memory
@@ -52,7 +52,8 @@ constexpr int kAtZ = kAtX + 32 * kXWords;
 constexpr int kAtV = kAtZ + 32 * kXWords;
 constexpr int kStageWords = 13312;
 constexpr int kAtState = 26624, kAtY = 35328;
-constexpr int kAtBias = 39936;
+constexpr int kAtSine = 39936, kAtCosine = kAtSine + kChunk * kTurnWords + 4;  // four of the angle 0 after each
+constexpr int kAtBias = 41992;
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -503,6 +504,19 @@ DEVICE float sum_over_lanes(float v) {
   for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
+
+// tanh(v) within 2^-23. The error of tanh.approx is 2^-11 of the result, and errors of angles add up.
+DEVICE float tanh_precise(float v) { return fmaf(-2.f, rcp_approx(1.f + exp2_approx(2.f * kLog2E * v)), 1.f); }
+
+// angle + by, from -pi to pi. 2 pi has two parts, for angles of many turns. Its small part goes to `by`, whose last places are finer: added
+// to an angle, it would be rounded the same way in every turn, and that error would add up.
+DEVICE float turned(float angle, float by) {
+  const float turns = rintf((angle + by) * 0.15915494309189535f);
+  return fmaf(-turns, 6.2831855f, angle) + fmaf(turns, 1.7484555e-7f, by);
+}
+
+// Half turns, from -1 to 1. The result is exact.
+DEVICE float wrapped(float half_turns) { return fmaf(-2.f, rintf(0.5f * half_turns), half_turns); }
 // Chunks of tokens in shared memory: 32 rows of 16-bit numbers, one per token, in the layout of the tensor cores' operands.
 
 // Two floats that are loaded and stored together.
@@ -570,6 +584,67 @@ DEVICE float kept_as(float v) {
     return found[0];
   }
 }
+
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
+
+template <int N>
+DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
+  constexpr int kChain = N < 4 ? N : 4;
+  float part[N / kChain];
+#pragma unroll
+  for (int i = 0; i < N / kChain; ++i) {
+    part[i] = a[i * kChain] * b[i * kChain];
+#pragma unroll
+    for (int j = 1; j < kChain; ++j) part[i] = fmaf(a[i * kChain + j], b[i * kChain + j], part[i]);
+  }
+  if constexpr (N == 8) part[0] = part[0] + part[1];
+  return part[0];
+}
+
+template <int N>
+DEVICE float sum_passes(float (&v)[N]) {
+  if constexpr (N % 2 == 0) {
+    float half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) half[i] = v[2 * i] + v[2 * i + 1];
+    return sum_passes(half);
+  } else {
+#pragma unroll
+    for (int i = 1; i < N; ++i) v[0] = v[0] + v[i];
+    return v[0];
+  }
+}
+
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+template <int Lanes, int Rows, int Passes>
+DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
+  int rows = Rows;
+#pragma unroll
+  for (int mask = 1; mask < Lanes; mask *= 2) {
+    if (rows > 1) {
+      rows /= 2;
+      const bool odd = lane & mask;
+#pragma unroll
+      for (int i = 0; i < Rows / 2; ++i) {
+        if (i >= rows) continue;
+#pragma unroll
+        for (int p = 0; p < Passes; ++p) {
+          const float keep = odd ? v[2 * i + 1][p] : v[2 * i][p];
+          const float give = odd ? v[2 * i][p] : v[2 * i + 1][p];
+          v[i][p] = keep + __shfl_xor_sync(0xffffffffu, give, mask);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int p = 0; p < Passes; ++p) v[0][p] = v[0][p] + __shfl_xor_sync(0xffffffffu, v[0][p], mask);
+    }
+  }
+  return sum_passes(v[0]);
+}
+
 // A warp arrives at a barrier after all its lanes are done.
 template <class Barriers>
 DEVICE void arrive_together(Barriers& barriers, u32 i, u32 lane) {
@@ -617,19 +692,21 @@ DEVICE void load_weights(Array& from, u32 i, u32 place, u32 (&weight)[8]) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
-    const f16* x, const f16* B, const f16* C, const bf16* dt, const bf16* A, const bf16* trap, const f32* D,
-    const f16* z, const f32* dt_bias, const bf16* B_norm, const bf16* C_norm, const f32* B_bias, const f32* C_bias,
-    const f32* mimo_x, const f32* mimo_z, const f32* norm_weight, const bf16* initial_states, const f32* initial_k,
-    const f32* initial_v, bf16* state, f32* k_state, f32* v_state, const f32* workspace, f16* out, i64 x_batch,
-    i64 B_batch, i64 C_batch, i64 dt_batch, i64 A_batch, i64 trap_batch, i64 z_batch, i64 initial_states_sequences,
-    i64 initial_k_sequences, i64 initial_v_sequences, i64 state_slot, i64 k_state_slot, i64 v_state_slot, i64 out_batch,
-    u32 tokens, u32 all_tokens, u32 heads, u32 group_heads, u32 x_token, u32 x_head, u32 B_token, u32 B_rank,
+    const f16* x, const f16* B, const f16* C, const bf16* dt, const bf16* A, const bf16* trap, const bf16* angle,
+    const f32* D, const f16* z, const f32* dt_bias, const bf16* B_norm, const bf16* C_norm, const f32* B_bias,
+    const f32* C_bias, const f32* mimo_x, const f32* mimo_z, const f32* norm_weight, const bf16* initial_states,
+    const f32* initial_k, const f32* initial_v, const f32* initial_angles, bf16* state, f32* k_state, f32* v_state,
+    f32* angle_state, f16* out, i64 x_batch, i64 B_batch, i64 C_batch, i64 dt_batch, i64 A_batch, i64 trap_batch,
+    i64 angle_batch, i64 z_batch, i64 initial_states_sequences, i64 initial_k_sequences, i64 initial_v_sequences,
+    i64 initial_angles_sequences, i64 state_slot, i64 k_state_slot, i64 v_state_slot, i64 angle_state_slot,
+    i64 out_batch, u32 tokens, u32 heads, u32 group_heads, u32 x_token, u32 x_head, u32 B_token, u32 B_rank,
     u32 B_group, u32 C_token, u32 C_rank, u32 C_group, u32 dt_token, u32 dt_head, u32 A_token, u32 A_head,
-    u32 trap_token, u32 trap_head, u32 D_head, u32 z_token, u32 z_head, u32 dt_bias_head, u32 B_norm_n, u32 C_norm_n,
-    u32 B_bias_head, u32 B_bias_rank, u32 C_bias_head, u32 C_bias_rank, u32 mimo_x_head, u32 mimo_x_rank,
-    u32 mimo_z_head, u32 mimo_z_rank, u32 norm_weight_head, u32 initial_states_head, u32 initial_k_rank,
-    u32 initial_k_head, u32 initial_v_head, u32 state_head, u32 k_state_rank, u32 k_state_head, u32 v_state_head,
-    u32 out_token, u32 out_rank, u32 out_head, float eps, float A_floor) {
+    u32 trap_token, u32 trap_head, u32 angle_token, u32 angle_head, u32 angle_angle, u32 D_head, u32 z_token,
+    u32 z_head, u32 dt_bias_head, u32 B_norm_n, u32 C_norm_n, u32 B_bias_head, u32 B_bias_rank, u32 C_bias_head,
+    u32 C_bias_rank, u32 mimo_x_head, u32 mimo_x_rank, u32 mimo_z_head, u32 mimo_z_rank, u32 norm_weight_head,
+    u32 initial_states_head, u32 initial_k_rank, u32 initial_k_head, u32 initial_v_head, u32 initial_angles_head,
+    u32 state_head, u32 k_state_rank, u32 k_state_head, u32 v_state_head, u32 angle_state_head, u32 out_token,
+    u32 out_rank, u32 out_head, float eps, float A_floor) {
   // Blocks iterate over the heads, which share B and C, then the sequences.
   const u32 sequence = blockIdx.x / heads, head = blockIdx.x % heads, group = head / group_heads;
   const u32 lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
@@ -645,13 +722,12 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
   dt += i64(sequence) * dt_batch + u64(head) * dt_head;
   A += i64(sequence) * A_batch + u64(head) * A_head;
   trap += i64(sequence) * trap_batch + u64(head) * trap_head;
+  angle += i64(sequence) * angle_batch + u64(head) * angle_head;
   z += i64(sequence) * z_batch + u64(head) * z_head;
   out += i64(sequence) * out_batch + u64(head) * out_head;
   const u32 chunks = (length + kChunk - 1) / kChunk;
-  // The first of this block's tokens in the workspace: its angles, and the norms of its rows of C and B.
-  const u64 own_token = u64(sequence) * tokens;
 
-  DYNAMIC_SHARED(u32, tiles);  // C, B, x, z, V of two chunks; the rounded state of two chunks; y; biases
+  DYNAMIC_SHARED(u32, tiles);  // C, B, x, z, V of two chunks; the rounded state of two chunks; y; sines and cosines; biases
   // Numbers of the rows of kNumbers chunks: s and the weights of M; 2^s and the weights of M's diagonal; 2^(s_last - s) weight.
   SHARED(Pair, steps, kNumbers * kChunkRows);
   SHARED(Pair, diagonals, kNumbers * kChunkRows);
@@ -659,6 +735,8 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
   SHARED(float, pending, kNumbers);            // delta of a chunk's first token
   ALIGNED_SHARED(float, last_k, kKept * kRank * kState);  // of the last token before chunk n, in place n % kKept
   SHARED(float, last_v, 2 * kTile);            // before the first chunk, and after the last one
+  SHARED(float, starts, 2 * kAngles);  // angles before two chunks
+  SHARED(float, totals, 2 * kMakers * kAngles);
   ALIGNED_SHARED(float, norms, 2 * kState);  // weights of C, then of B
   SHARED(float, of_mimo_x, kRank * kTile);
   SHARED(float, of_mimo_z, kRank * kTile);
@@ -697,10 +775,14 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
     last_k[i] = to_float(load(initial_k + i64(sequence) * initial_k_sequences + u64(i / kState) * initial_k_rank + u64(head) * initial_k_head + i % kState));
   for (u32 i = threadIdx.x; i < kTile; i += kThreads)
     last_v[i] = to_float(load(initial_v + i64(sequence) * initial_v_sequences + u64(head) * initial_v_head + i));
+  for (u32 i = threadIdx.x; i < kAngles; i += kThreads)
+    starts[i] = load(initial_angles + i64(sequence) * initial_angles_sequences + u64(head) * initial_angles_head + i);
+
+  if (threadIdx.x < 4) tiles[kAtSine + kChunk * kTurnWords + threadIdx.x] = 0, tiles[kAtCosine + kChunk * kTurnWords + threadIdx.x] = __float_as_uint(1.f);
 
   __syncthreads();  // weights are there, and the token before
   if (warp < kHolders) {
-    give_registers<112>();
+    give_registers<128>();
     constexpr u32 kSumming = 0;  // this warp sums: warps that hold the state have the least to do
     struct Steps {
       bf16 dt[2] = {};
@@ -882,7 +964,7 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
       }
     }
   } else if (warp < kHolders + kWriters) {
-    give_registers<112>();
+    give_registers<88>();
     const u32 writer = warp - kHolders;
     constexpr int kOwnPairs = (kTile / 2 + 31) / 32;
     // Tokens of a warp, and tokens whose outputs a lane computes together.
@@ -1049,9 +1131,76 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
     take_registers<144>();
     const u32 maker = warp - (kHolders + kWriters), thread = threadIdx.x - 32 * (kHolders + kWriters);
     const u32 place = lane % kRowLanes, which = lane / kRowLanes;  // of 8 elements in a row, and of the row
+
+    constexpr int kSpan = (kChunk + kMakers - 1) / kMakers, kOwnAngles = (kAngles + 31) / 32;
+    bf16 logits[kSpan][kOwnAngles] = {};
+    bf16 raw_dt = {};  // of token `lane` of this warp
+    float half_turns[kSpan][kOwnAngles];
+    // wrapped(v), up to 2^23 half turns: a large number rounds v to a multiple of 2, ties to even. Its additions have a shorter latency than
+    // rintf, and the sums depend on each other.
+    const auto wrapped_soon = [](float v) { return v - ((v + 25165824.f) - 25165824.f); };
+    const u32 own_first = maker * kSpan;
+    const auto left_of = [&](u32 n) {  // this warp's tokens of a chunk
+      const u32 here = n * kChunk + own_first;
+      return here < length ? min(length - here, u32(kSpan)) : 0u;
+    };
+    const auto load_angles = [&](u32 n) {
+      const u32 here = n * kChunk + own_first, left = left_of(n);
+      const bf16* const from = pinned(angle + u64(here) * angle_token + u64(lane) * angle_angle);
+      if (lane < left) raw_dt = load(dt + u64(here + lane) * dt_token);
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) {
+#pragma unroll
+        for (int p = 0; p < kOwnAngles; ++p) {
+          if (i < left) logits[i][p] = load(from + u64(i) * angle_token + u64(32 * p) * angle_angle);
+        }
+      }
+    };
+    const auto add_angles = [&](u32 n) {
+      float delta = to_float(raw_dt) + to_float(raw_bias);
+      delta = softplus(delta);
+      if (lane >= left_of(n)) delta = 0.f;  // these tokens change no sum
+      float deltas[kSpan];
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) deltas[i] = __shfl_sync(0xffffffffu, delta, i);
+#pragma unroll
+      for (int p = 0; p < kOwnAngles; ++p) {
+        const u32 a = lane + 32 * p;
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) {
+          sum = wrapped_soon(sum + wrapped_soon(tanh_precise(to_float(logits[i][p])) * deltas[i]));
+          half_turns[i][p] = sum;
+        }
+        totals[n % 2 * (kMakers * kAngles) + maker * kAngles + a] = sum;
+      }
+    };
+    const auto turn = [&](u32 n) {
+      const u32 last = count_of(n) - 1 - own_first;  // the chunk's last token, if it is this warp's
+#pragma unroll
+      for (int p = 0; p < kOwnAngles; ++p) {
+        const u32 a = lane + 32 * p;
+        const Place sums = place_in(totals, n % 2 * (kMakers * kAngles) + a), to = place_in(tiles, kAtSine + own_first * kTurnWords + a);
+        float before = 0.f;
+#pragma unroll
+        for (int w = 0; w < kMakers - 1; ++w) {
+          const float sum = w < maker ? __uint_as_float(load_word(sums, w * kAngles)) : 0.f;
+          before = wrapped_soon(before + sum);
+        }
+        const float start = starts[n % 2 * kAngles + a];
+        float theta[kSpan];
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) {
+          const float sum = wrapped_soon(before + half_turns[i][p]);
+          theta[i] = turned(start, fmaf(sum, 3.14159274f, sum * -8.7422777e-8f));  // pi in two parts
+          store_word(to, i * kTurnWords, __float_as_uint(sin_approx(theta[i])));
+          store_word(to, i * kTurnWords + kAtCosine - kAtSine, __float_as_uint(cos_approx(theta[i])));
+        }
+        if (last < kSpan) starts[(n + 1) % 2 * kAngles + a] = theta[kSpan - 1];  // tokens past the end change no sum
+      }
+    };
+
     u32 raw[2][kSlots][4] = {};  // of C and of B: in slot i of row 8 maker + i kAtOnce + which
-    f32 angles[kSlots][4] = {};  // of these elements; 0 for elements that do not rotate
-    Pack<f32, 2> scale[kSlots] = {};  // 1 / rms of the rows of C and of B
     // The row of slot 0. Other slots are whole tokens or ranks away.
     const u32 slot_row = kOwnRows * maker + which;
     const X* const slot_C = C + u64(slot_row / kRank) * C_token + slot_row % kRank * C_rank + column_of(place, 0, 0);
@@ -1060,19 +1209,11 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
       const u32 here = n * kChunk + slot_row / kRank, left = here < length ? length - here : 0;
       const X* const chunk_C = pinned(slot_C + u64(n * kChunk) * C_token);
       const X* const chunk_B = pinned(slot_B + u64(n * kChunk) * B_token);
-      const f32* const chunk_turns = pinned(workspace + (u64(head) * all_tokens + own_token) * kTurnWords + u64(here) * kTurnWords + 4 * place);
-      const f32* const chunk_scales = pinned(workspace + u64(heads) * all_tokens * kTurnWords + (u64(group) * all_tokens + own_token) * (2 * kRank) + 2 * (u64(n * kChunk) * kRank + slot_row));
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
         const u32 t = i * kAtOnce / kRank;
         if (t >= left) continue;
         const X* const from[2] = {chunk_C + u64(t) * C_token + u64(i * kAtOnce % kRank) * C_rank, chunk_B + u64(t) * B_token + u64(i * kAtOnce % kRank) * B_rank};
-        scale[i] = load_vector<f32, 2>(chunk_scales + 2 * i * kAtOnce);
-        if (4 * place < kAngles) {
-          const auto four = load_vector<f32, 4>(chunk_turns + t * kTurnWords);
-#pragma unroll
-          for (int a = 0; a < 4; ++a) angles[i][a] = __uint_as_float(four.word[a]);
-        }
         constexpr int kPart = 4 / 4;  // words at once
 #pragma unroll
         for (int is_k = 0; is_k < 2; ++is_k) {
@@ -1088,15 +1229,23 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
     const auto make_ready = [&](u32 n, u32 at, u32 count) {
       const u32 first_row = kOwnRows * maker + which;
       const Place to = place_in(tiles, at + first_row * kRowWords + 2 * place);
-      float sine[kSlots][4], cosine[kSlots][4];
-#pragma unroll
-      for (int i = 0; i < kSlots; ++i) {
-#pragma unroll
-        for (int a = 0; a < 4; ++a) sine[i][a] = sin_approx(angles[i][a]), cosine[i][a] = cos_approx(angles[i][a]);
-      }
+      // Sines of these elements, and the next slot's; elements that do not rotate have the angle 0.
+      const bool turns = 4 * place < kAngles;
+      const Place sines = place_in(tiles, kAtSine + (turns ? first_row / kRank * kTurnWords + 4 * place : kChunk * kTurnWords));
+      const int step = turns ? kTurnWords : 0;
+      u32 sine[kSlots][4], cosine[kSlots][4];  // of rows of C, and then of B
       const bool has_last = (count - 1) * kRank / kOwnRows <= maker && maker <= (count * kRank - 1) / kOwnRows;  // rows of the last token
 #pragma unroll
       for (int is_k = 0; is_k < 2; ++is_k) {
+        float squared[kSlots][1];
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+          float v[8];
+          widen_units(raw[is_k][i], v);
+          squared[i][0] = squares(v);
+        }
+        // The row's number is the lane's, modulo kSlots.
+        const float scale_of = rsqrt_approx(fmaf(sum_over_team<kRowLanes, kSlots>(squared, lane), 1.f / kState, eps));
         u32 norm[8] = {};
         load_weights(norms, is_k * kState, place, norm);
 #pragma unroll
@@ -1104,18 +1253,26 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
           const u32 row = first_row + i * kAtOnce;
           float v[8];
           widen_units(raw[is_k][i], v);
-          const float own_scale = __uint_as_float(scale[i].word[is_k]);
+          const float scale = __shfl_sync(0xffffffffu, scale_of, which * kRowLanes + i);
           u32 bias[8] = {};
           load_weights(tiles, kAtBias + (is_k * kRank + row % kRank) * kState, place, bias);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
-            v[e] = fmaf(v[e] * own_scale, __uint_as_float(norm[e]), __uint_as_float(bias[e]));
+            v[e] = fmaf(v[e] * scale, __uint_as_float(norm[e]), __uint_as_float(bias[e]));
+          }
+          if (!is_k) {
+            if (i && i * kAtOnce / kRank == (i - 1) * kAtOnce / kRank) {  // another rank of the same token
+#pragma unroll
+              for (int a = 0; a < 4; ++a) sine[i][a] = sine[i - 1][a], cosine[i][a] = cosine[i - 1][a];
+            } else {
+              load_quad(sines + i * kAtOnce / kRank * step, 0, sine[i]), load_quad(sines + i * kAtOnce / kRank * step, kAtCosine - kAtSine, cosine[i]);
+            }
           }
 #pragma unroll
           for (int a = 0; a < 4; ++a) {
             float& left = v[a / 2 * 4 + first_of(a % 2)];
             float& right = v[a / 2 * 4 + second_of(a % 2)];
-            const float one = left, other = right, sin = sine[i][a], cos = cosine[i][a];
+            const float one = left, other = right, sin = __uint_as_float(sine[i][a]), cos = __uint_as_float(cosine[i][a]);
             left = fmaf(one, cos, -(other * sin));
             right = fmaf(one, sin, other * cos);
           }
@@ -1130,6 +1287,14 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
 #pragma unroll
             for (int e = 0; e < 8; ++e) last_k[last_at + column_of(place, e / 4, e % 4)] = kept_as<f32>(v[e]);
           }
+        }
+      }
+      if (count < kChunk) {  // rows past the end are zeros: they may be NaN
+        const u32 zeros[4] = {};
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+          if ((first_row + i * kAtOnce) / kRank < count) continue;
+          store_row(to, i * kAtOnce * kRowWords, zeros), store_row(to, kAtB + i * kAtOnce * kRowWords, zeros);
         }
       }
     };
@@ -1162,8 +1327,14 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
 
     load_rows(0);
     load_x(0);
+    load_angles(0);
+    add_angles(0);
+    load_angles(1);
     for (u32 n = 0; n < chunks; ++n) {
       const u32 at = n % kStages * kStageWords, count = count_of(n);
+      meet(2, 32 * kMakers);  // each warp's sums of angles are there
+      turn(n);
+      __syncwarp();  // a warp's rows are of its tokens
       wait_for_last(empty, n);
       const u64 from = u64(n) * kChunk;
       copy_rows<kTile / 2, kXWords>(tiles, at + kAtZ, z + from * z_token, z_token, count, thread);
@@ -1174,10 +1345,13 @@ mamba3_scan_roles_p64n128r2_bf16_f16_s2_pdl_2fa86cf9(
       load_x(n + 1);
       wait_copies<0>();
       arrive_together(full, n % 2, lane);
+      add_angles(n + 1);
+      load_angles(n + 2);
     }
   }
   // The block has read its slot, and is the only one that does.
   __syncthreads();
   for (u32 i = threadIdx.x; i < kTile; i += kThreads) store(v_state + slot * v_state_slot + u64(head) * v_state_head + i, last_v[(chunks ? kTile : 0) + i]);
   for (u32 i = threadIdx.x; i < kRank * kState; i += kThreads)
-    store(k_state + slot * k_state_slot + u64(i / kState) * k_state_rank + u64(head) * k_state_head + i % kState, last_k[chunks % kKept * (kRank * kState) + i]);}
+    store(k_state + slot * k_state_slot + u64(i / kState) * k_state_rank + u64(head) * k_state_head + i % kState, last_k[chunks % kKept * (kRank * kState) + i]);
+  for (u32 i = threadIdx.x; i < kAngles; i += kThreads) store(angle_state + slot * angle_state_slot + u64(head) * angle_state_head + i, starts[chunks % 2 * kAngles + i]);}

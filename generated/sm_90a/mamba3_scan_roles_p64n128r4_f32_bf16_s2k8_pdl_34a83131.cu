@@ -31,7 +31,7 @@ constexpr int kTile = kHeadDim;  // rows of a block
 constexpr u32 kParts = 8;  // of a sequence, at most
 constexpr int kState = 128;  // columns of a state
 constexpr int kRank = 4;
-constexpr int kAngles = 32, kTurnWords = (kAngles + 3) / 4 * 4;  // and words of a token's angles in the workspace
+constexpr int kAngles = 32, kTurnWords = (kAngles + 3) / 4 * 4;  // and words of a token's sines
 constexpr int kChunkRows = 64;                // of a chunk: row t kRank + r belongs to token t and rank r
 constexpr int kChunk = kChunkRows / kRank;    // tokens
 constexpr int kStages = 2;               // chunks in shared memory
@@ -54,9 +54,9 @@ constexpr int kAtZ = kAtX + 16 * kXWords;
 constexpr int kAtV = kAtZ + 16 * kXWords;
 constexpr int kStageWords = 12160;
 constexpr int kAtState = 24320, kAtY = 33024;
-constexpr int kAtBias = 37632;
-constexpr int kAtLog = 38656, kAtParts = kAtLog + 1;  // log2 of a part's decay, and the parts of the sequence
-constexpr int kAtToken = kAtLog + 2;  // the part's first token in the workspace, in two words
+constexpr int kAtSine = 37632, kAtCosine = kAtSine + kChunk * kTurnWords + 4;  // four of the angle 0 after each
+constexpr int kAtBias = 38664;
+constexpr int kAtLog = 39688, kAtParts = kAtLog + 1;  // log2 of a part's decay, and the parts of the sequence
 constexpr int kAtDecay = kTile * kState, kAtTurn = kAtDecay + 4;  // a part leaves S, decay and angles in the place of its chunks
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
@@ -493,6 +493,9 @@ DEVICE float turned(float angle, float by) {
   const float turns = rintf((angle + by) * 0.15915494309189535f);
   return fmaf(-turns, 6.2831855f, angle) + fmaf(turns, 1.7484555e-7f, by);
 }
+
+// Half turns, from -1 to 1. The result is exact.
+DEVICE float wrapped(float half_turns) { return fmaf(-2.f, rintf(0.5f * half_turns), half_turns); }
 // Chunks of tokens in shared memory: 16 rows of 16-bit numbers, one per token, in the layout of the tensor cores' operands.
 
 // Two floats that are loaded and stored together.
@@ -560,6 +563,67 @@ DEVICE float kept_as(float v) {
     return found[0];
   }
 }
+
+// The canonical sum over d_state, the same for every lane map: a chain over 4 neighbours, then sums of pairs, of pairs of pairs, and so on.
+// When the count becomes odd, the remaining sums are added from left to right. Lanes hold neighbouring vectors; passes are summed after
+// lanes.
+
+template <int N>
+DEVICE float dot(const float (&a)[N], const float (&b)[N]) {
+  constexpr int kChain = N < 4 ? N : 4;
+  float part[N / kChain];
+#pragma unroll
+  for (int i = 0; i < N / kChain; ++i) {
+    part[i] = a[i * kChain] * b[i * kChain];
+#pragma unroll
+    for (int j = 1; j < kChain; ++j) part[i] = fmaf(a[i * kChain + j], b[i * kChain + j], part[i]);
+  }
+  if constexpr (N == 8) part[0] = part[0] + part[1];
+  return part[0];
+}
+
+template <int N>
+DEVICE float sum_passes(float (&v)[N]) {
+  if constexpr (N % 2 == 0) {
+    float half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) half[i] = v[2 * i] + v[2 * i + 1];
+    return sum_passes(half);
+  } else {
+#pragma unroll
+    for (int i = 1; i < N; ++i) v[0] = v[0] + v[i];
+    return v[0];
+  }
+}
+
+// Sums v over the Lanes neighbouring lanes of a team. Row i of the result ends in the lanes with lane % Rows == i. Each exchange also
+// halves the rows while more than one remains, which takes about Rows + log2(Lanes) shuffles instead of Rows * log2(Lanes).
+template <int Lanes, int Rows, int Passes>
+DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
+  int rows = Rows;
+#pragma unroll
+  for (int mask = 1; mask < Lanes; mask *= 2) {
+    if (rows > 1) {
+      rows /= 2;
+      const bool odd = lane & mask;
+#pragma unroll
+      for (int i = 0; i < Rows / 2; ++i) {
+        if (i >= rows) continue;
+#pragma unroll
+        for (int p = 0; p < Passes; ++p) {
+          const float keep = odd ? v[2 * i + 1][p] : v[2 * i][p];
+          const float give = odd ? v[2 * i][p] : v[2 * i + 1][p];
+          v[i][p] = keep + __shfl_xor_sync(0xffffffffu, give, mask);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int p = 0; p < Passes; ++p) v[0][p] = v[0][p] + __shfl_xor_sync(0xffffffffu, v[0][p], mask);
+    }
+  }
+  return sum_passes(v[0]);
+}
+
 // A warp arrives at a barrier after all its lanes are done.
 template <class Barriers>
 DEVICE void arrive_together(Barriers& barriers, u32 i, u32 lane) {
@@ -619,18 +683,18 @@ DEVICE void load_weights(Array& from, u32 i, u32 place, u32 (&weight)[8]) {
 
 extern "C" __global__ void __cluster_dims__(8) __launch_bounds__(kThreads, 1)
 mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
-    const bf16* x, const bf16* B, const bf16* C, const bf16* dt, const bf16* A, const bf16* trap, const f32* D,
-    const bf16* z, const f32* dt_bias, const bf16* B_norm, const bf16* C_norm, const f32* B_bias, const f32* C_bias,
-    const f32* mimo_x, const f32* mimo_z, const f32* mimo_o, const int* cu_seqlens, f32* state, bf16* k_state,
-    bf16* v_state, const int* state_indices, const u8* has_initial_state, const f32* workspace, bf16* out, i64 slots,
-    i64 pad_slot_id, i64 state_slot, i64 k_state_slot, i64 v_state_slot, u32 tokens, u32 all_tokens, u32 heads,
-    u32 group_heads, u32 x_token, u32 x_head, u32 B_token, u32 B_rank, u32 B_group, u32 C_token, u32 C_rank,
-    u32 C_group, u32 dt_token, u32 dt_head, u32 A_token, u32 A_head, u32 trap_token, u32 trap_head, u32 D_head,
-    u32 z_token, u32 z_head, u32 dt_bias_head, u32 B_norm_n, u32 C_norm_n, u32 B_bias_head, u32 B_bias_rank,
-    u32 C_bias_head, u32 C_bias_rank, u32 mimo_x_head, u32 mimo_x_rank, u32 mimo_z_head, u32 mimo_z_rank,
-    u32 mimo_o_head, u32 mimo_o_rank, u32 cu_seqlens_starts, u32 state_head, u32 k_state_rank, u32 k_state_head,
-    u32 v_state_head, u32 state_indices_sequences, u32 has_initial_state_sequences, u32 out_token, u32 out_head,
-    float eps, float A_floor) {
+    const bf16* x, const bf16* B, const bf16* C, const bf16* dt, const bf16* A, const bf16* trap, const bf16* angle,
+    const f32* D, const bf16* z, const f32* dt_bias, const bf16* B_norm, const bf16* C_norm, const f32* B_bias,
+    const f32* C_bias, const f32* mimo_x, const f32* mimo_z, const f32* mimo_o, const int* cu_seqlens, f32* state,
+    bf16* k_state, bf16* v_state, f32* angle_state, const int* state_indices, const u8* has_initial_state, bf16* out,
+    i64 slots, i64 pad_slot_id, i64 state_slot, i64 k_state_slot, i64 v_state_slot, i64 angle_state_slot, u32 tokens,
+    u32 heads, u32 group_heads, u32 x_token, u32 x_head, u32 B_token, u32 B_rank, u32 B_group, u32 C_token, u32 C_rank,
+    u32 C_group, u32 dt_token, u32 dt_head, u32 A_token, u32 A_head, u32 trap_token, u32 trap_head, u32 angle_token,
+    u32 angle_head, u32 angle_angle, u32 D_head, u32 z_token, u32 z_head, u32 dt_bias_head, u32 B_norm_n, u32 C_norm_n,
+    u32 B_bias_head, u32 B_bias_rank, u32 C_bias_head, u32 C_bias_rank, u32 mimo_x_head, u32 mimo_x_rank,
+    u32 mimo_z_head, u32 mimo_z_rank, u32 mimo_o_head, u32 mimo_o_rank, u32 cu_seqlens_starts, u32 state_head,
+    u32 k_state_rank, u32 k_state_head, u32 v_state_head, u32 angle_state_head, u32 state_indices_sequences,
+    u32 has_initial_state_sequences, u32 out_token, u32 out_head, float eps, float A_floor) {
   // Blocks iterate over the parts of a sequence, then the heads, which share B and C, then the sequences.
   const u32 share = blockIdx.x % kParts, item = blockIdx.x / kParts;
   const u32 sequence = item / heads, head = item % heads, group = head / group_heads;
@@ -655,6 +719,7 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
   dt += first * dt_token + u64(head) * dt_head;
   A += first * A_token + u64(head) * A_head;
   trap += first * trap_token + u64(head) * trap_head;
+  angle += first * angle_token + u64(head) * angle_head;
   z += first * z_token + u64(head) * z_head;
   out += first * out_token + u64(head) * out_head;
   if (u64(slot) >= u64(slots) || slot == pad_slot_id) {  // a padded sequence: zero output, no state touched
@@ -665,10 +730,8 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
   }
   if (length == 0) return;  // and the slot stays as it is
   const u32 chunks = (length + kChunk - 1) / kChunk;
-  // The first of this block's tokens in the workspace: its angles, and the norms of its rows of C and B.
-  const u64 token_of_part = first;
 
-  DYNAMIC_SHARED(u32, tiles);  // C, B, x, z, V of two chunks; the rounded state of two chunks; y; biases
+  DYNAMIC_SHARED(u32, tiles);  // C, B, x, z, V of two chunks; the rounded state of two chunks; y; sines and cosines; biases
   // Numbers of the rows of kNumbers chunks: s and the weights of M; 2^s and the weights of M's diagonal; 2^(s_last - s) weight.
   SHARED(Pair, steps, kNumbers * kChunkRows);
   SHARED(Pair, diagonals, kNumbers * kChunkRows);
@@ -676,8 +739,8 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
   SHARED(float, pending, kNumbers);            // delta of a chunk's first token
   ALIGNED_SHARED(float, last_k, kKept * kRank * kState);  // of the last token before chunk n, in place n % kKept
   SHARED(float, last_v, 2 * kTile);            // before the first chunk, and after the last one
-  SHARED(float, starts, kAngles);  // angles before a part
-  SHARED(float, totals, 2 * kAngles);  // their sines and cosines
+  SHARED(float, starts, 2 * kAngles);  // angles before two chunks
+  SHARED(float, totals, 2 * kMakers * kAngles);
   ALIGNED_SHARED(float, norms, 2 * kState);  // weights of C, then of B
   SHARED(float, of_mimo_x, kRank * kTile);
   SHARED(float, of_mimo_z, kRank * kTile);
@@ -689,7 +752,6 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
   SHARED(u64, rounded, 4);
   if (threadIdx.x == 0) {
     tiles[kAtLog] = 0, tiles[kAtParts] = parts;
-    tiles[kAtToken] = u32(token_of_part), tiles[kAtToken + 1] = u32(token_of_part >> 32);  // registers are few
     for (u32 i = 0; i < 4; ++i) barrier_init(full, i, kMakers), barrier_init(empty, i, kHolders + kWriters), barrier_init(rounded, i, kHolders);
   }
   const auto count_of = [&](u32 n) { return n < chunks ? min(length - n * kChunk, u32(kChunk)) : 0; };  // tokens of a chunk
@@ -719,8 +781,10 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
       last_k[i] = has_state ? to_float(load(k_state + first_slot * k_state_slot + u64(i / kState) * k_state_rank + u64(head) * k_state_head + i % kState)) : 0.f;
     for (u32 i = thread; i < kTile; i += threads)
       last_v[i] = has_state ? to_float(load(v_state + first_slot * v_state_slot + u64(head) * v_state_head + i)) : 0.f;
-    for (u32 i = thread; i < kAngles; i += threads) starts[i] = 0.f;
+    for (u32 i = thread; i < kAngles; i += threads)
+      starts[i] = has_state ? load(angle_state + first_slot * angle_state_slot + u64(head) * angle_state_head + i) : 0.f;
   };
+  if (threadIdx.x < 4) tiles[kAtSine + kChunk * kTurnWords + threadIdx.x] = 0, tiles[kAtCosine + kChunk * kTurnWords + threadIdx.x] = __float_as_uint(1.f);
 
   // k and v of the token before a later part, from its rows of B and x, in the order of sums of make_keys. Its angles are the ones at
   // which the part starts.
@@ -898,7 +962,7 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
           }
           if (warp == 0 && lane < 4) tiles[kAtDecay + lane] = __float_as_uint(exp2_approx(__uint_as_float(tiles[kAtLog])));
           for (u32 a = own_thread(); a < (kAngles + 3) / 4 * 4; a += 32 * kHolders)
-            tiles[kAtTurn + a] = __float_as_uint(a < kAngles ? load(workspace + (u64(heads + head) * all_tokens + (u64(tiles[kAtToken + 1]) << 32 | tiles[kAtToken])) * kTurnWords + u64(length - 1) * kTurnWords + a) : 0.f);
+            tiles[kAtTurn + a] = __float_as_uint(a < kAngles ? starts[chunks % 2 * kAngles + a] : 0.f);
         }
         cluster_arrive(), cluster_wait();  // the ends of all parts are there, and stay until their readers have arrived again
         cluster_arrive(), cluster_wait();  // this part's start is there
@@ -1164,10 +1228,77 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
     take_registers<152>();
     u32 maker = warp - (kHolders + kWriters), thread = threadIdx.x - 32 * (kHolders + kWriters);
     u32 place = lane % kRowLanes, which = lane / kRowLanes;  // of 8 elements in a row, and of the row
+
+    constexpr int kSpan = (kChunk + kMakers - 1) / kMakers, kOwnAngles = (kAngles + 31) / 32;
+    bf16 logits[kSpan][kOwnAngles] = {};
+    bf16 raw_dt = {};  // of token `lane` of this warp
+    float half_turns[kSpan][kOwnAngles];
+    // wrapped(v), up to 2^23 half turns: a large number rounds v to a multiple of 2, ties to even. Its additions have a shorter latency than
+    // rintf, and the sums depend on each other.
+    const auto wrapped_soon = [](float v) { return v - ((v + 25165824.f) - 25165824.f); };
+    u32 own_first = maker * kSpan;
+    const auto left_of = [&](u32 n) {  // this warp's tokens of a chunk
+      const u32 here = n * kChunk + own_first;
+      return here < length ? min(length - here, u32(kSpan)) : 0u;
+    };
+    const auto load_angles = [&](u32 n) {
+      const u32 here = n * kChunk + own_first, left = left_of(n);
+      const bf16* const from = pinned(angle + u64(here) * angle_token + u64(lane) * angle_angle);
+      if (lane < left) raw_dt = load(dt + u64(here + lane) * dt_token);
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) {
+#pragma unroll
+        for (int p = 0; p < kOwnAngles; ++p) {
+          if (i < left) logits[i][p] = load(from + u64(i) * angle_token + u64(32 * p) * angle_angle);
+        }
+      }
+    };
+    const auto add_angles = [&](u32 n) {
+      float delta = to_float(raw_dt) + to_float(raw_bias);
+      delta = softplus(delta);
+      if (lane >= left_of(n)) delta = 0.f;  // these tokens change no sum
+      float deltas[kSpan];
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) deltas[i] = __shfl_sync(0xffffffffu, delta, i);
+#pragma unroll
+      for (int p = 0; p < kOwnAngles; ++p) {
+        const u32 a = lane + 32 * p;
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) {
+          sum = wrapped_soon(sum + wrapped_soon(tanh_precise(to_float(logits[i][p])) * deltas[i]));
+          half_turns[i][p] = sum;
+        }
+        totals[n % 2 * (kMakers * kAngles) + maker * kAngles + a] = sum;
+      }
+    };
+    const auto turn = [&](u32 n) {
+      const u32 last = count_of(n) - 1 - own_first;  // the chunk's last token, if it is this warp's
+#pragma unroll
+      for (int p = 0; p < kOwnAngles; ++p) {
+        const u32 a = lane + 32 * p;
+        const Place sums = place_in(totals, n % 2 * (kMakers * kAngles) + a), to = place_in(tiles, kAtSine + own_first * kTurnWords + a);
+        float before = 0.f;
+#pragma unroll
+        for (int w = 0; w < kMakers - 1; ++w) {
+          const float sum = w < maker ? __uint_as_float(load_word(sums, w * kAngles)) : 0.f;
+          before = wrapped_soon(before + sum);
+        }
+        const float start = starts[n % 2 * kAngles + a];
+        float theta[kSpan];
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) {
+          const float sum = wrapped_soon(before + half_turns[i][p]);
+          theta[i] = turned(start, fmaf(sum, 3.14159274f, sum * -8.7422777e-8f));  // pi in two parts
+          store_word(to, i * kTurnWords, __float_as_uint(sin_approx(theta[i])));
+          store_word(to, i * kTurnWords + kAtCosine - kAtSine, __float_as_uint(cos_approx(theta[i])));
+        }
+        if (last < kSpan) starts[(n + 1) % 2 * kAngles + a] = theta[kSpan - 1];  // tokens past the end change no sum
+      }
+    };
+
     u32 pass = first_pass;
     u32 raw[2][kSlots][4] = {};  // of C and of B: in slot i of row 8 maker + i kAtOnce + which
-    f32 angles[2][4] = {};  // of these elements, in each token of the slots; 0 for elements that do not rotate
-    Pack<f32, 2> scale[kSlots] = {};  // 1 / rms of the rows of C and of B
     // The row of slot 0. Other slots are whole tokens or ranks away.
     u32 slot_row = kOwnRows * maker + which;
     const X* slot_C = C + u64(slot_row / kRank) * C_token + slot_row % kRank * C_rank + column_of(place, 0, 0);
@@ -1176,19 +1307,11 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
       const u32 here = n * kChunk + slot_row / kRank, left = here < length ? length - here : 0;
       const X* const chunk_C = pinned(slot_C + u64(n * kChunk) * C_token);
       const X* const chunk_B = pinned(slot_B + u64(n * kChunk) * B_token);
-      const f32* const chunk_turns = pinned(workspace + (u64(pass ? head : heads + head) * all_tokens + (u64(tiles[kAtToken + 1]) << 32 | tiles[kAtToken])) * kTurnWords + u64(here) * kTurnWords + 4 * place);
-      const f32* const chunk_scales = pinned(workspace + 2 * u64(heads) * all_tokens * kTurnWords + (u64(group) * all_tokens + (u64(tiles[kAtToken + 1]) << 32 | tiles[kAtToken])) * (2 * kRank) + 2 * (u64(n * kChunk) * kRank + slot_row));
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
         const u32 t = i * kAtOnce / kRank;
         if (t >= left) continue;
         const X* const from[2] = {chunk_C + u64(t) * C_token + u64(i * kAtOnce % kRank) * C_rank, chunk_B + u64(t) * B_token + u64(i * kAtOnce % kRank) * B_rank};
-        scale[i] = load_vector<f32, 2>(chunk_scales + 2 * i * kAtOnce);
-        if (i * kAtOnce % kRank == 0 && 4 * place < kAngles) {
-          const auto four = load_vector<f32, 4>(chunk_turns + t * kTurnWords);
-#pragma unroll
-          for (int a = 0; a < 4; ++a) angles[i * kAtOnce / kRank][a] = __uint_as_float(four.word[a]);
-        }
         constexpr int kPart = 8 / 4;  // words at once
 #pragma unroll
         for (int is_k = 0; is_k < 2; ++is_k) {
@@ -1205,16 +1328,24 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
     const auto make_ready = [&](u32 n, u32 at, u32 count) {
       const u32 first_row = kOwnRows * maker + which;
       const Place to = place_in(tiles, at + first_row * kRowWords + 2 * place);
-      float sine[2][4], cosine[2][4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int a = 0; a < 4; ++a) sine[i][a] = sin_approx(angles[i][a]), cosine[i][a] = cos_approx(angles[i][a]);
-      }
+      // Sines of these elements, and the next slot's; elements that do not rotate have the angle 0.
+      const bool turns = 4 * place < kAngles;
+      const Place sines = place_in(tiles, kAtSine + (turns ? first_row / kRank * kTurnWords + 4 * place : kChunk * kTurnWords));
+      const int step = turns ? kTurnWords : 0;
+      u32 sine[kSlots][4], cosine[kSlots][4];  // of rows of C, and then of B
       const bool has_last = (count - 1) * kRank / kOwnRows <= maker && maker <= (count * kRank - 1) / kOwnRows;  // rows of the last token
 #pragma unroll
       for (int is_k = 0; is_k < 2; ++is_k) {
         if (!is_k && !pass) continue;  // only outputs need q
+        float squared[kSlots][1];
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+          float v[8];
+          widen_units(raw[is_k][i], v);
+          squared[i][0] = squares(v);
+        }
+        // The row's number is the lane's, modulo kSlots.
+        const float scale_of = rsqrt_approx(fmaf(sum_over_team<kRowLanes, kSlots>(squared, lane), 1.f / kState, eps));
         u32 norm[8] = {};
         load_weights(norms, is_k * kState, place, norm);
 #pragma unroll
@@ -1222,18 +1353,26 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
           const u32 row = first_row + i * kAtOnce;
           float v[8];
           widen_units(raw[is_k][i], v);
-          const float own_scale = __uint_as_float(scale[i].word[is_k]);
+          const float scale = __shfl_sync(0xffffffffu, scale_of, which * kRowLanes + i);
           u32 bias[8] = {};
           load_weights(tiles, kAtBias + (is_k * kRank + row % kRank) * kState, place, bias);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
-            v[e] = fmaf(v[e] * own_scale, __uint_as_float(norm[e]), __uint_as_float(bias[e]));
+            v[e] = fmaf(v[e] * scale, __uint_as_float(norm[e]), __uint_as_float(bias[e]));
+          }
+          if (!is_k || !pass) {
+            if (i && i * kAtOnce / kRank == (i - 1) * kAtOnce / kRank) {  // another rank of the same token
+#pragma unroll
+              for (int a = 0; a < 4; ++a) sine[i][a] = sine[i - 1][a], cosine[i][a] = cosine[i - 1][a];
+            } else {
+              load_quad(sines + i * kAtOnce / kRank * step, 0, sine[i]), load_quad(sines + i * kAtOnce / kRank * step, kAtCosine - kAtSine, cosine[i]);
+            }
           }
 #pragma unroll
           for (int a = 0; a < 4; ++a) {
             float& left = v[a / 2 * 4 + first_of(a % 2)];
             float& right = v[a / 2 * 4 + second_of(a % 2)];
-            const float one = left, other = right, sin = sine[i * kAtOnce / kRank][a], cos = cosine[i * kAtOnce / kRank][a];
+            const float one = left, other = right, sin = __uint_as_float(sine[i][a]), cos = __uint_as_float(cosine[i][a]);
             left = fmaf(one, cos, -(other * sin));
             right = fmaf(one, sin, other * cos);
           }
@@ -1258,6 +1397,14 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
 #pragma unroll
             for (int e = 0; e < 8; ++e) last_k[last_at + column_of(place, e / 4, e % 4)] = v[e];
           }
+        }
+      }
+      if (count < kChunk) {  // rows past the end are zeros: they may be NaN
+        const u32 zeros[4] = {};
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+          if ((first_row + i * kAtOnce) / kRank < count) continue;
+          store_row(to, i * kAtOnce * kRowWords, zeros), store_row(to, kAtB + i * kAtOnce * kRowWords, zeros);
         }
       }
     };
@@ -1368,7 +1515,7 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
     };
     for (; pass < 2; ++pass) {
       thread = own_thread() - 32 * (kHolders + kWriters), maker = thread / 32, lane = thread % 32;
-      place = lane % kRowLanes, which = lane / kRowLanes;
+      place = lane % kRowLanes, which = lane / kRowLanes, own_first = maker * kSpan;
       slot_row = kOwnRows * maker + which;
       slot_C = C + u64(slot_row / kRank) * C_token + slot_row % kRank * C_rank + column_of(place, 0, 0);
       slot_B = B + u64(slot_row / kRank) * B_token + slot_row % kRank * B_rank + column_of(place, 0, 0);
@@ -1386,17 +1533,16 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
           for (int w = 0; w < 4; ++w) raw[is_k][i][w] = 0;
         }
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int a = 0; a < 4; ++a) angles[i][a] = 0.f;
-      }
-#pragma unroll
-      for (int i = 0; i < kSlots; ++i) scale[i] = {};
       load_rows(0);
       load_x(0);
+      load_angles(0);
+      add_angles(0);
+      load_angles(1);
       for (u32 n = 0; n < chunks; ++n) {
         const u32 at = n % kStages * kStageWords, count = count_of(n);
+        meet(2, 32 * kMakers);  // each warp's sums of angles are there
+        turn(n);
+        __syncwarp();  // a warp's rows are of its tokens
         wait_for_last(empty, n, pass);
         const u64 from = u64(n) * kChunk;
         if (pass) copy_rows<kTile / 2, kXWords>(tiles, at + kAtZ, z + from * z_token, z_token, count, thread);
@@ -1407,6 +1553,8 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
         load_x(n + 1);
         wait_copies<0>();
         arrive_together(full, n % 2 + 2 * pass, lane);
+        add_angles(n + 1);
+        load_angles(n + 2);
       }
     }
   }
@@ -1417,5 +1565,6 @@ mamba3_scan_roles_p64n128r4_f32_bf16_s2k8_pdl_34a83131(
     for (u32 i = own_thread(); i < kTile; i += kThreads) store(v_state + slot_again * v_state_slot + u64(head) * v_state_head + i, last_v[(chunks ? kTile : 0) + i]);
     for (u32 i = own_thread(); i < kRank * kState; i += kThreads)
       store(k_state + slot_again * k_state_slot + u64(i / kState) * k_state_rank + u64(head) * k_state_head + i % kState, last_k[chunks % kKept * (kRank * kState) + i]);
+    for (u32 i = own_thread(); i < kAngles; i += kThreads) store(angle_state + slot_again * angle_state_slot + u64(head) * angle_state_head + i, starts[chunks % 2 * kAngles + i]);
   }
 }
