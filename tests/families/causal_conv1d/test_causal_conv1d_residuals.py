@@ -56,7 +56,9 @@ def separately(function: Any, call: dict[str, Any]) -> list[torch.Tensor]:
     out = first * call["output_gate"] if "output_gate" in call else first
     for name in TWO:
         out = out + call[name] if name in call else out
-    return [torch.where(first == 0, first, out), *others]  # padding is 0, with any residual
+    of_channels = first.shape.index(len(call["weight"]))
+    padding = (first == 0).all(of_channels, keepdim=True)  # a token; single channels may be 0 by chance
+    return [torch.where(padding, first, out), *others]  # padding is 0, with any residual
 
 
 def alike(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
