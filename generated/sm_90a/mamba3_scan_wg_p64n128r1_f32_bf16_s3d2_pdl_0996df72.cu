@@ -713,7 +713,7 @@ DEVICE u32 word_of(u32 row, int zone, u32 place, int e) {
   const u32 column = column_of(zone, place, e), piece = column / 8;
   return piece / 8 * kBlock + row * 32 + (piece % 8 ^ row % 8) * 4;
 }
-// Where a column's weight lies in its row's: so that the lanes of a zone read neighbouring words.
+// The place of a column's weight in its row: the lanes of a zone read neighbouring words.
 DEVICE u32 weight_at(u32 column) { return column / (kState / 2) * (kState / 2) + column / 4 % 2 * (kState / 4) + column % (kState / 2) / 8 * 4 + column % 4; }
 // 8 weights of a lane's elements, of the row that begins at element i of an array, a multiple of 4.
 template <class Array>
@@ -726,7 +726,7 @@ DEVICE void load_weights(Array& from, u32 i, int zone, u32 place, u32 (&weight)[
 // blocks before the diagonal take two factors, to the block's first row and from there; neither decay is above 1. Rows of later tokens are zero
 // and stay zero. All loads come first and all stores last, so that the elements' latencies overlap.
 template <int kRow, class Words, class Steps, class Diagonals, class Columns>
-DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Steps& steps, Diagonals& diagonals, Columns& columns, u32 numbers, float skip, u32 lane) {
+DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Steps& steps, Diagonals& diagonals, Columns& column_factors, u32 numbers, float skip, u32 lane) {
   const u32 quad = lane / 4, part = lane % 4;
   float sum[2], own[2], of_row[2], of_column[4 * kRow + 1];
   Pair step[4];
@@ -734,7 +734,7 @@ DEVICE void make_rows_of_M(const float (&product)[32], Words& tiles, u32 to, Ste
 #pragma unroll
   for (int c = 0; c < 4; ++c) step[c] = steps[numbers + 16 * kRow + c / 2 * 8 + 2 * part + c % 2];
 #pragma unroll
-  for (int c = 0; c < 4 * kRow; ++c) of_column[c] = columns[(numbers / kChunkRows * 3 + kRow - 1) * kChunkRows + c / 2 * 8 + 2 * part + c % 2];
+  for (int c = 0; c < 4 * kRow; ++c) of_column[c] = column_factors[(numbers / kChunkRows * 3 + kRow - 1) * kChunkRows + c / 2 * 8 + 2 * part + c % 2];
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     const u32 row = numbers + 16 * kRow + quad + 8 * side;
@@ -824,7 +824,7 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
   SHARED(Pair, steps, kNumbers * kChunkRows);
   SHARED(Pair, diagonals, kNumbers * kChunkRows);
   ALIGNED_SHARED(u32, additions, kNumbers * kChunkRows);
-  SHARED(float, columns, kNumbers * 3 * kChunkRows);  // what is left of a row at the first one of a later block of 16, times its weight
+  SHARED(float, column_factors, kNumbers * 3 * kChunkRows);  // the decay from a row to the first one of a later block of 16, times its weight
   SHARED(float, pending, kNumbers);            // delta of a chunk's first token
   ALIGNED_SHARED(float, last_k, kKept * kRank * kState);  // of the last token before chunk n, in place n % kKept
   SHARED(float, last_v, 2 * kTile);            // before the first chunk, and after the last one
@@ -911,7 +911,7 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
     const u32 own_row = 16 * warp + lane / 8, piece = lane % 8;  // of a warp's 16 rows, four at once
     const u32 even = own_row * 32 + (piece ^ own_row % 8) * 4, odd = (even ^ 16) + 4 * 32;  // a lane's 16 bytes in these four rows and in the next four
     const auto place_of = [&](u32 j) { return (j % 2 ? odd : even) + j / 2 * (8 * 32); };
-    const auto weigh = [&](u32 n) {  // x, times what is left of each row at the chunk's end
+    const auto weigh = [&](u32 n) {  // x, times each row's weight and its decay to the chunk's end
       const u32 at = n % kStages * kStageWords + kAtX, numbers = n % kNumbers * kChunkRows;
       u32 words[4][4];
       float weight[4];
@@ -972,7 +972,7 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
       weigh(n);
       wgmma_fence();
       add(n);
-      wait_for<2>(prepared, n);  // a wait tells two phases apart only: after a skipped one it could pass too early
+      wait_for<2>(prepared, n);  // a wait distinguishes two phases only, so a skipped one could let a later one pass too early
       wgmma_wait<0>();
       wgmma_landed(S);
       arrive_together(empty, n % kStages, lane);
@@ -1030,8 +1030,8 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
           const Pair z_of = widen_pair(X{}, gate[b / 2][r]);
           rows_of_y[r] = round_pair(X{}, y[own] * silu(z_of.low), y[own + 1] * silu(z_of.high));
         }
-        const u32 token = 8 * b + lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
-        store_matrices_transposed(tiles, kAtY + token * 32 + (piece ^ token % 8) * 4, rows_of_y[0], rows_of_y[1], rows_of_y[2], rows_of_y[3]);
+        const u32 token = 8 * b + lane / 16 * 8 + lane % 8, own_piece = 2 * warp + lane / 8 % 2;
+        store_matrices_transposed(tiles, kAtY + token * 32 + (own_piece ^ token % 8) * 4, rows_of_y[0], rows_of_y[1], rows_of_y[2], rows_of_y[3]);
       }
       if (n + 1 < chunks) begin_chunk(n + 1);
       write(n);
@@ -1113,14 +1113,14 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
           additions[row] = __float_as_uint(exp2_approx(last - sum[e]) * weight[e]);
         }
       }
-      // What is left of each row at the first row of a later block of 16, times its weight.
+      // The decay from each row to the first row of a later block of 16, times the row's weight.
 #pragma unroll
       for (int block = 1; block < 4; ++block) {
         const float at_block = __shfl_sync(0xffffffffu, sum[0], 8 * block);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const u32 own = 2 * lane + e;
-          if (own < 16 * block) columns[(n % kNumbers * 3 + block - 1) * kChunkRows + own] = exp2_approx(at_block - sum[e]) * weight[e];
+          if (own < 16 * block) column_factors[(n % kNumbers * 3 + block - 1) * kChunkRows + own] = exp2_approx(at_block - sum[e]) * weight[e];
         }
       }
     };
@@ -1130,7 +1130,7 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
     load_steps(2, later);
     meet(5, 32 * (kHolders + kWriters));  // the first numbers are there
     for (u32 i = lane; i < 16 * 32; i += 32) tiles[kAtM + writer * 512 + i] = 0, tiles[kAtM + kBlock + writer * 512 + i] = 0;  // past the diagonal it stays zero
-    cluster_arrive();  // the slot is others' to read
+    cluster_arrive();  // other blocks may replace the slot
     for (u32 n = 0; n < chunks; ++n) {
       const u32 at = n % kStages * kStageWords;
       meet(3, 32 * kWriters);  // the chunk's numbers are there
@@ -1152,10 +1152,10 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
       wait_for_last<2>(consumed, n);  // M's memory is free
       if (has_outputs) {
         switch (writer) {  // one instance for each: the work below the diagonal is known at compile time
-          case 0: make_rows_of_M<0>(product, tiles, kAtM + n % 2 * kBlock, steps, diagonals, columns, n % kNumbers * kChunkRows, skip, lane); break;
-          case 1: make_rows_of_M<1>(product, tiles, kAtM + n % 2 * kBlock, steps, diagonals, columns, n % kNumbers * kChunkRows, skip, lane); break;
-          case 2: make_rows_of_M<2>(product, tiles, kAtM + n % 2 * kBlock, steps, diagonals, columns, n % kNumbers * kChunkRows, skip, lane); break;
-          case 3: make_rows_of_M<3>(product, tiles, kAtM + n % 2 * kBlock, steps, diagonals, columns, n % kNumbers * kChunkRows, skip, lane); break;
+          case 0: make_rows_of_M<0>(product, tiles, kAtM + n % 2 * kBlock, steps, diagonals, column_factors, n % kNumbers * kChunkRows, skip, lane); break;
+          case 1: make_rows_of_M<1>(product, tiles, kAtM + n % 2 * kBlock, steps, diagonals, column_factors, n % kNumbers * kChunkRows, skip, lane); break;
+          case 2: make_rows_of_M<2>(product, tiles, kAtM + n % 2 * kBlock, steps, diagonals, column_factors, n % kNumbers * kChunkRows, skip, lane); break;
+          case 3: make_rows_of_M<3>(product, tiles, kAtM + n % 2 * kBlock, steps, diagonals, column_factors, n % kNumbers * kChunkRows, skip, lane); break;
         }
       }
       sum_steps(n + 2, later);
@@ -1167,7 +1167,7 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
     cluster_wait();  // all blocks of the head have read its states
   } else {
     give_registers<120>();
-    cluster_arrive();  // the slot is others' to read
+    cluster_arrive();  // other blocks may replace the slot
     const u32 maker = warp - (kHolders + kWriters);
     const u32 place = lane % kLanes, first_row = kOwnRows * maker + lane / kLanes;  // of slot 0; other slots are kAtOnce rows further
     u32 raw[2][kSlots][2][4] = {};  // of C and of B: of each slot's row, two zones
@@ -1317,7 +1317,7 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
       wait_copies<0>();
       fence_for_async();
       arrive_together(full, n % kStages, lane);
-      load_rows(n + 1);  // behind the fence, which would wait for them
+      load_rows(n + 1);  // after the fence, which would wait for them
     }
     if (maker == 0) {
 #pragma unroll

@@ -1,4 +1,4 @@
-"""The kernel before warpgroups: what every block of a head would compute again of its tokens' angles and of its rows' norms.
+"""The kernel before warpgroups. It makes angles of tokens and norms of rows, which every block of a head would compute again.
 
 Angles: tanh of a token's logits is the same for all heads if the logits are, so a block has several heads. It stores each token's angle
 from its chunk's start as f32 half turns, and the sums of chunks, which the scan adds to the angle before the first token.

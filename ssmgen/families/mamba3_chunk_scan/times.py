@@ -23,7 +23,7 @@ class Shares(NamedTuple):
 
 
 def span_starts(spans: int, lead: float = LEAD) -> list[float]:
-    """Where each span begins, as a share of the sequence. All blocks take the same time: `lead` for a chunk before the span, 1 within
+    """The beginning of each span, as a share of the sequence. All blocks take the same time: `lead` for a chunk before the span, 1 within
     it."""
     rest = 1 - lead
     return [(1 - rest**place) / (1 - rest**spans) for place in range(spans)]

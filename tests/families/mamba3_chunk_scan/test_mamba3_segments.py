@@ -206,8 +206,8 @@ def posed(H: int, tokens: int, segments: int | None = None, R: int = 1, batch: i
 
 
 def test_a_call_asks_for_parts():
-    """None and 1: whole sequences. Others: as many, up to a cluster's blocks, also for a prompt of one chunk, whose bits are those that it
-    has beside longer ones."""
+    """None and 1: whole sequences. A larger number: that many, up to a cluster's blocks, also for a prompt of one chunk, whose bits may
+    not depend on other prompts in the call."""
     for heads, batch in ((8, 1), (64, 9)):
         assert posed(heads, 2048, batch=batch).segments == posed(heads, 2048, 1, batch=batch).segments == 1
         assert posed(heads, 2048, 5, batch=batch).segments == 5

@@ -140,7 +140,7 @@ EDITS = {
     "no sum of the chunk's angles": ("turned(start[p], radians(sum[p]))", "start[p]", "off"),
     "the norm of q for k": ("scale[i].word[is_k]", "scale[i].word[0]", "off"),
     "one norm's weights for both": ("load_weights(norms, is_k * kState", "load_weights(norms, 0", "off"),
-    "y of the other rows": ("piece = 2 * warp + lane / 8 % 2", "piece = 2 * warp + 1 - lane / 8 % 2", "off"),
+    "y of the other rows": ("own_piece = 2 * warp + lane / 8 % 2", "own_piece = 2 * warp + 1 - lane / 8 % 2", "off"),
     "no upstream": ("  wait_for_upstream();", "  ", "before the wait for the upstream kernel"),
 }
 
