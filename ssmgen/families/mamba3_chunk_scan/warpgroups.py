@@ -2,8 +2,8 @@
 shared memory.
 
 Two warpgroups make the rows of B and C ready, in the layout of these products. One computes the chunk's numbers and M. One holds the state
-in f32, in the accumulators, from the first chunk to the last; it weights x by each row's decay to the chunk's end, and makes the outputs. It
-computes y^T, so that the rounded state is the first operand and never passes through shared memory. D is added on M's diagonal.
+in f32, in the accumulators, from the first chunk to the last; it weights x by each row's decay to the chunk's end, and makes the outputs.
+It computes y^T, so that the rounded state is the first operand and never passes through shared memory. D is added on M's diagonal.
 
 A kernel before (prepare.py) makes the rows' norms, and the tokens' angles from their chunk's start. The warps that make rows add the sums
 of earlier chunks.
