@@ -819,7 +819,7 @@ mamba3_scan_wg_p64n128r1_f32_bf16_s3d2_pdl_0996df72(
   // The first of this block's tokens in the workspace: its angles, and the norms of its rows of C and B.
   const u64 own_token = first;
 
-  SWIZZLED_SHARED(u32, tiles);  // C, B, x, z of two chunks; M of two chunks, weighted x and y; biases
+  SWIZZLED_SHARED(u32, tiles);  // C, B, x, z of kStages chunks; M of two chunks; weighted x; y; biases
   // Numbers of the rows of kNumbers chunks: s and the weights of M; 2^s and the weights of M's diagonal; 2^(s_last - s) weight.
   SHARED(Pair, steps, kNumbers * kChunkRows);
   SHARED(Pair, diagonals, kNumbers * kChunkRows);
