@@ -31,6 +31,7 @@ PICKED = [
 ]
 SMALL = [name for name in FORMS if name.split("-")[0] in ("shared", "ring", "commit")]
 each = pytest.mark.parametrize("name", [*SMALL, *PICKED])
+PARTLY = ("combine-pair-mask", "replay-step-ragged")  # they leave some rows of `out` as they are, so a new one's are undefined
 
 
 def call_of(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -63,9 +64,9 @@ def passes_opcheck(function: Callable[..., Any], kwargs: dict[str, Any]) -> None
     torch.library.opcheck(recorded.operator, recorded.arguments)
 
 
-def compiled_is_eager(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+def compiled_is_eager(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     """In one graph with a multiplication after it: the results and all that is written, bit for bit."""
-    eager, given = ({n: v for n, v in copy.deepcopy(kwargs).items() if n != "out"} for _ in range(2))
+    eager, given = ({n: v for n, v in copy.deepcopy(kwargs).items() if n != "out" or name in PARTLY} for _ in range(2))
 
     def step(kwargs: dict[str, Any]) -> Any:
         return pytree.tree_map(lambda t: 2 * t.float() if isinstance(t, Tensor) else t, function(**kwargs))
@@ -95,7 +96,7 @@ def test_opcheck(name):
 @costly(8, 20)
 @each
 def test_a_compiled_call_is_the_eager_one(name):
-    compiled_is_eager(*call_of(name))
+    compiled_is_eager(name, *call_of(name))
 
 
 @costly(10, 20)

@@ -29,7 +29,7 @@ def test_opcheck(name):
 
 @each
 def test_a_compiled_call_is_the_eager_one(name):
-    laws.compiled_is_eager(*call_of(name))
+    laws.compiled_is_eager(name, *call_of(name))
 
 
 @each
