@@ -76,7 +76,7 @@ def fused_qwen4_verify_conv(
     dilation: int,
     intermediate: Tensor | None,
 ) -> Tensor:
-    """Verified drafts of a convolution whose taps are apart: residual + silu(conv(x)), for `width` tokens of each sequence.
+    """Verified drafts of a dilated convolution: residual + silu(conv(x)), for `width` tokens of each sequence.
 
     x, residual: [N width, channels]          weight: [channels, 1, taps]          valid: [N width] bool; the output of other tokens is 0
     state: [slots, channels, (taps - 1) dilation], which is only read          state_indices: [N], slot of each sequence

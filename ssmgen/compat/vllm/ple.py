@@ -1,4 +1,4 @@
-"""vLLM's short convolution of Qwen4-Exp's n-gram layers, whose taps are apart, with the sums after it, as in vLLM 0.33."""
+"""vLLM's short convolution of Qwen4-Exp's n-gram layers, which is dilated, with the sums after it, as in vLLM 0.33."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_a_step_in_float64(run, name, state, io, kept, size, flush):
 @runs
 @names
 def test_steps_with_a_ring_of_f32_are_plain_steps(run, name):
-    """Twenty steps, in which sequences write their states at other times. With an empty ring, the bits are those of a plain step."""
+    """The sequences of twenty steps write their states at different times. A step with an empty ring has the bits of a plain one."""
     s = Steps(name, F32, F32)
     plain, position = s.state.clone(), torch.tensor([0, 0, 3, 0])
     s.ring.k[2], s.ring.v[2] = 0, 0

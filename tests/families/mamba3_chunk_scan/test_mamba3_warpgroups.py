@@ -174,7 +174,7 @@ AHEAD_EDITS = {
 @needs_emulator
 @pytest.mark.parametrize("name", AHEAD_EDITS)
 def test_mistakes_of_angles_and_norms_are_found(name):
-    """More chunks than the blocks have at once, and an odd number of heads, each with angles of its own."""
+    """More chunks than the blocks have at once, and an odd number of heads, each with own angles."""
     old, new, words = AHEAD_EDITS[name]
     T = 16 * 64 + 70
     call = make(1, T, H=5, G=5, P=64, N=64, n=16, x=BF16)
