@@ -171,7 +171,7 @@ def models(
         from .report import need_device
 
         need_device()
-        ahead = compiling(names, 0 if no_peers else jobs)
+        ahead = compiling(names, columns, 0 if no_peers else jobs)
         with watching() as watch:
             report = work.run(names, columns=columns, rounds=rounds, peers=not no_peers, watch=watch, ahead=ahead)
     models_page.show(report, form, page)

@@ -30,7 +30,7 @@ from ..select import registry
 from ..select.catalog import OPERATOR_OF
 from ..select.models import Model, Role, asks, find_model, models
 from ..spec.kernel import SM90, Arch
-from . import bench_of, timing
+from . import autotuners, bench_of, timing
 from . import report as reports
 from .axes import At
 from .case import Case
@@ -130,6 +130,7 @@ def run(
     began = time.perf_counter()
     versions: dict[str, str] = {}
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # later runs find the choices of the peers' autotuners
+    autotuners.shorter()
     with ahead or contextlib.nullcontext():
         _compile(work, device)
     report["seconds"] = {"compiling": time.perf_counter() - began}

@@ -15,7 +15,7 @@ from bench_cases import HEAD, SILENT, recorded, small_case
 from click.testing import CliRunner
 
 from ssmgen import cli
-from ssmgen.bench import bench_of, case, models, models_page, peers_ahead, report, timing
+from ssmgen.bench import autotuners, bench_of, case, models, models_page, peers_ahead, report, timing
 from ssmgen.bench.formats import BenchFileError, CasesFailedError
 from ssmgen.bench.models import COLUMNS, Column
 from ssmgen.compat import mamba_ssm
@@ -256,7 +256,9 @@ def test_each_process_calls_peers_at_its_share_of_the_cells(monkeypatch):
     monkeypatch.setattr(case, "MOST", 2**17)
     monkeypatch.setattr(models, "TOKENS", 32)
     calls = recorded(monkeypatch)
-    assert [peers_ahead.call_peers(f"{i}/4", ("rwkv7-0.1b",), "meta") for i in range(4)] == [1, 1, 1, 1]
+    assert [peers_ahead.call_peers(f"{i}/4", "", ("rwkv7-0.1b",), "meta") for i in range(4)] == [1, 1, 1, 1]
+    assert [peers_ahead.call_peers(f"{i}/2", "prompt,packed", ("rwkv7-0.1b",), "meta") for i in range(2)] == [1, 1]
+    assert [peers_ahead.call_peers(f"{i}/2", "step_64", ("rwkv7-0.1b",), "meta") for i in range(2)] == [1, 0]
     assert {name.rpartition(".")[2] for name in calls} >= {"chunk_rwkv7"}
 
 
@@ -265,10 +267,37 @@ def test_processes_that_take_too_long_are_ended(tmp_path, monkeypatch):
     (tmp_path / "sleeper.py").write_text("import sys, time\nopen(sys.argv[1].replace('/', '-'), 'w').close()\ntime.sleep(600)\n")
     monkeypatch.chdir(tmp_path)
     began = time.monotonic()
-    with peers_ahead.compiling(("mamba-130m",), 2, limit_s=8, module="sleeper"):
+    with peers_ahead.compiling(("mamba-130m",), (), 2, limit_s=8, module="sleeper"):
         pass
     assert time.monotonic() - began < 60
     assert {path.name for path in tmp_path.glob("?-2")} == {"0-2", "1-2"}
+
+
+class Bench:
+    """Triton's testing module, which counts launches in place of timing them."""
+
+    def __init__(self):
+        self.rounds, self.do_bench = [], self.timed
+
+    def timed(self, launch, warmup=25, rep=100, quantiles=None):
+        self.rounds.append((warmup, rep, quantiles))
+        return launch()
+
+
+def test_autotuners_of_peers_time_each_choice_for_a_shorter_time(monkeypatch):
+    testing = Bench()
+    monkeypatch.setattr(autotuners, "_testing", lambda: testing)
+    for _ in range(2):
+        autotuners.shorter()
+    assert testing.do_bench(lambda: "time", quantiles=(0.5,)) == "time" and testing.rounds == [(5, 20, (0.5,))]
+
+
+def test_autotuners_of_compiling_processes_launch_each_choice_once(monkeypatch):
+    testing, launches = Bench(), []
+    monkeypatch.setattr(autotuners, "_testing", lambda: testing)
+    autotuners.untimed()
+    assert testing.do_bench(lambda: launches.append(1), quantiles=(0.5, 0.2, 0.8)) == [1.0, 1.0, 1.0]
+    assert testing.do_bench(lambda: launches.append(1)) == 1.0 and len(launches) == 2 and testing.rounds == []
 
 
 # The data of cards.
