@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ssmgen.bench.models import COLUMNS, losses, results_of, worst_of
+from ssmgen.bench.models import COLUMNS, Result, results_of
 from ssmgen.bench.models_page import headline, load, peers_of, plot
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "models.md"
 SUFFIX = "-models.json.gz"
+PEERS = {"mamba_ssm": "m", "flashinfer": "i", "fla": "f"}  # their letters in the table
 
 HEAD = """# Every model and its peers
 
@@ -19,11 +20,11 @@ HEAD = """# Every model and its peers
 
 `ssmgen bench models` times four cases of each model of `ssmgen models`: the decode step of 1 and of 64 sequences, a prompt of 4096 tokens,
 and 16 packed prompts of 256. It times every other package that is installed and serves the case, in the same run. Times are microseconds
-on the device, with cold inputs ([method](guides/benchmarks.md#method)). A ratio is ssmgen's time over the fastest peer's: below 1, ssmgen
-is faster. The model with the worst ratio comes first. A test fails if a saved ratio is above 1.
+on the device, with cold inputs ([method](guides/benchmarks.md#method)). A number in brackets is ssmgen's time over the fastest peer's (m:
+mamba-ssm, i: FlashInfer, f: flash-linear-attention): below 1, ssmgen is faster. The model with the worst ratio comes first. A test fails if
+a saved ratio is above 1. [Notes on these times](lab/models.md).
 """
-NONE = """docs/data lacks a complete measurement so far: `python -m tools.measure CARD-models` makes one. The [lab notes](lab/models.md)
-have 146 of the 176 cases on an H200; every ratio there is below 1.
+NONE = """docs/data lacks a complete measurement: `python -m tools.measure CARD-models` makes one.
 """
 
 
@@ -39,7 +40,7 @@ def pages(measured: Mapping[str, Mapping[str, Any]], folder: Path = PAGE.parent)
     for card, report in measured.items():
         name = f"models-{card.lower()}.svg"
         lines += [f"## {card}", "", f"{headline(report)} {report['device']}, torch {report['torch']}, {str(report.get('date'))[:10]}; "]
-        lines[-1] += f"{peers_of(report)}. {len(losses(report))} of the ratios are above 1."
+        lines[-1] += f"{peers_of(report)}."
         drawn = str(plot(report))
         lines += ["", f"![Ratios to the fastest peer, by model]({name})", ""] if drawn else [""]
         found |= {folder / name: drawn} if drawn else {}
@@ -48,21 +49,21 @@ def pages(measured: Mapping[str, Mapping[str, Any]], folder: Path = PAGE.parent)
 
 
 def _table(report: Mapping[str, Any]) -> list[str]:
-    head = "".join(f" {column.words}, us | fastest peer, us | ratio |" for column in COLUMNS.values())
-    lines = [f"| model |{head} worst |", "|---|" + "---:|---:|---:|" * len(COLUMNS) + "---:|"]
+    """A line per shape; models of one shape share their measurements."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
     for name, columns in results_of(report).items():
-        cells = ""
-        for key in COLUMNS:
-            result = columns.get(key)
-            if result is None:
-                cells += " | | |"
-                continue
-            theirs = "" if result.fastest is None else f"{result.fastest} {result.peers[result.fastest]:.1f}"
-            ratio = "" if result.ratio is None else f"{result.ratio:.2f}"
-            cells += f" **{result.us:.1f}** | {theirs} | {ratio} |"
-        worst = worst_of(columns.values())
-        lines.append(f"| {name} |{cells} {'' if worst is None else f'{worst:.2f}'} |")
-    return lines
+        alike.setdefault(tuple(_cell(columns.get(key)) for key in COLUMNS), []).append(name)
+    lines = [f"| model |{''.join(f' {column.words} |' for column in COLUMNS.values())}", "|---|" + "---:|" * len(COLUMNS)]
+    return lines + [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()]
+
+
+def _cell(result: Result | None) -> str:
+    """A time, its ratio to the fastest peer's, and that peer's letter."""
+    if result is None:
+        return ""
+    if result.ratio is None or result.fastest is None:
+        return f"{result.us:.1f}"
+    return f"{result.us:.1f}&nbsp;({result.ratio:.2f}&nbsp;{PEERS[result.fastest]})"
 
 
 def refresh() -> list[Path]:
