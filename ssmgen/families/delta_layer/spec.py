@@ -185,10 +185,11 @@ WHOLE = {
     4: ((128, 512, 1, 0), (1024, 512, 2, 0), (float("inf"), 256, 1, 0)),
     2: ((1024, 256, 1, 0), (float("inf"), 128, 1, 0)),
 }
-# With decays per key channel. Two passes of 8 bytes took 8 … 10 % less than one of 16, for 256 heads on an H100 and an H200.
+# With decays per key channel. Two passes of 8 bytes took 8 … 10 % less than one of 16, for 256 heads on an H100 and an H200, and 20 % more
+# for 96 heads on an H200.
 WHOLE_PER_KEY = {
     4: ((128, 512, 1, 0), (float("inf"), 256, 1, 0)),
-    2: ((1024, 256, 1, 4), *WHOLE[2][1:]),
+    2: ((128, 256, 1, 0), (1024, 256, 1, 4), *WHOLE[2][1:]),
 }
 # Whole heads whose keys come first, in two steps, so that their rows take half the registers; a second kernel norms: (heads of a batch,
 # from and to; threads of a block; lanes of a row), by bytes of an element.
