@@ -82,7 +82,7 @@ def kernel_values(spec: Mamba3ScanSpec | Mamba3PrepareSpec, views: Mapping[str, 
     """Every kernel argument that is not a pointer."""
     _, length, heads, _ = views["x"].shape
     values: dict[str, Value] = {"tokens": length, "all_tokens": views["x"].shape[0] * length, "heads": heads}
-    values |= {"group_heads": heads // views["B"].shape[3]}
+    values |= {"group_heads": heads // views["B"].shape[3], "sequences": _sequences(views)}
     values |= {"pad_slot_id": options.pad_slot_id, "slots": views["state"].shape[0] if "state" in views else 0}
     values |= {"eps": options.eps, "A_floor": options.A_floor, **OPERANDS.stride_values(spec, views, names=spec.operands())}
     return {p.name: values[p.name] for p in spec.parameters() if p.code != "Q"}
@@ -96,7 +96,7 @@ def size_of(views: Mapping[str, Tensor]) -> int:
 def _grid(spec: Mamba3ScanSpec | Mamba3PrepareSpec, views: Mapping[str, Tensor]) -> int:
     sequences, (batch, length, heads, _), B = _sequences(views), views["x"].shape, views["B"]
     if isinstance(spec, Mamba3PrepareSpec):
-        return spec.grid(batch * length * B.shape[3], sequences, heads)
+        return spec.grid(batch * length * B.shape[3], batch * length, sequences, heads)
     return sequences * heads * spec.tiles * spec.parts * spec.spans
 
 

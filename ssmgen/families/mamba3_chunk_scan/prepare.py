@@ -1,8 +1,9 @@
 """The kernel before warpgroups. It makes angles of tokens and norms of rows, which every block of a head would compute again.
 
-Angles: tanh of a token's logits is the same for all heads if the logits are, so a block has several heads. It stores each token's angle
-from its chunk's start as f32 half turns, and the sums of chunks, which the scan adds to the angle before the first token.
-Norms: a warp has a row of B and the same row of C, and stores 1 / rms of both.
+Angles: a block has one chunk of several heads. tanh of a token's logits is the same for all heads if the logits are, so its warps share
+them. Each warp then sums the angles of one head, from the chunk's first token to its last one, and stores each token's angle from the
+chunk's start as f32 half turns. It also stores the sum of the chunk, which the scan adds to the angle before the first token.
+Norms: a warp has rows of B and the same rows of C, and stores 1 / rms of both.
 
 The workspace has, in f32: angles [heads, tokens, angles rounded up to 4]; norms [groups, tokens, 2], of C and of B; and the sums of chunks
 [chunks, heads, angles]. Bytes per token and head: 4 n of angles, once written and once read.
@@ -17,9 +18,7 @@ from ...spec.kernel import Arch, KernelSpec, Needs, Param, Pdl, must
 from .operands import OF_ANGLES, OF_NORMS, OPERANDS
 from .problem import ROWS, Mamba3PromptProblem
 
-HEADS = 4  # of a block
-TEAM, TEAMS = 8, 2  # warps of a chunk: each has the tokens that one of eight warps has in other variants; and chunks of a block at once
-BLOCKS = 8  # that share a sequence
+WARPS = 8  # of a block, with a head each; and sums of a chunk, each of the tokens that one of eight warps has in other variants
 
 
 def words_of(angles: int, tokens: int, sequences: int, heads: int, groups: int) -> int:
@@ -42,16 +41,16 @@ class Mamba3PrepareSpec(KernelSpec, Mamba3PromptProblem):
 
     @property
     def needs(self) -> Needs:
-        return Needs(math=True, bytes=self.started)
+        return Needs(math=True, bytes=self.started, shared_quads=self.rotates)
 
     @property
     def threads_per_block(self) -> int:
-        return 32 * TEAM * TEAMS
+        return 32 * WARPS
 
     @property
     def min_blocks(self) -> int:
-        """Per SM: two do not leave enough registers."""
-        return 1
+        """Per SM: 32 warps hide the latency of the sums. Lanes with two angles need more registers."""
+        return 4 if self.angles <= 32 else 2
 
     @property
     def turn_words(self) -> int:
@@ -60,19 +59,20 @@ class Mamba3PrepareSpec(KernelSpec, Mamba3PromptProblem):
 
     @property
     def span(self) -> int:
-        """Tokens of a warp."""
-        return -(-self.chunk // TEAM)
+        """Tokens that are summed first. The sums are then summed."""
+        return -(-self.chunk // WARPS)
 
     @property
     def stem(self) -> str:
         shape = f"n{self.d_state}a{self.angles}_{self.x.value}"
         return f"mamba3_prepare_{shape}{'' if self.pdl is Pdl.OFF else '_pdl'}"
 
-    def grid(self, rows: int, sequences: int, heads: int) -> int:
-        """Blocks of a launch. rows: of B, in all groups."""
+    def grid(self, rows: int, tokens: int, sequences: int, heads: int) -> int:
+        """Blocks of a launch. rows: of B, in all groups. tokens: of all sequences."""
         if self.rotates:
-            return sequences * -(-heads // HEADS) * BLOCKS
-        return max(1, min(-(-rows // (TEAM * TEAMS)), 1024))
+            chunks = tokens // ROWS + sequences if self.ragged else sequences * -(-tokens // (sequences * ROWS))
+            return max(1, chunks) * -(-heads // WARPS)
+        return max(1, min(-(-rows // WARPS), 1024))
 
     def violations(self, arch: Arch) -> list[str]:
         if problems := self.faults():
@@ -94,16 +94,13 @@ class Mamba3PrepareSpec(KernelSpec, Mamba3PromptProblem):
         names = self.operands()
         strides = [(Param.i64 if width == "i64" else Param.u32)(f"{name}_{axis}") for name, axis, width in OPERANDS.strides(self, names)]
         wide, narrow = ([p for p in strides if (p.code == "q") is is_wide] for is_wide in (True, False))
-        counts = ("tokens", "all_tokens", "heads", "group_heads")
+        counts = ("tokens", "all_tokens", "heads", "group_heads", *(("sequences",) if self.rotates and self.ragged else ()))
         numbers = ("eps",) if self.row_norm is not None else ()
         return [*OPERANDS.pointers(self, names), *wide, *map(Param.u32, counts), *narrow, *map(Param.f32, numbers)]
 
     def constants(self) -> dict[str, Any]:
         return {
-            "heads_of_block": HEADS,
-            "blocks": BLOCKS,
-            "team": TEAM,
-            "teams": TEAMS,
+            "warps": WARPS,
             "chunk": self.chunk,
             "rate": self.rate.value,
             "softplus": self.dt_softplus or self.rate.value == "softplus",
