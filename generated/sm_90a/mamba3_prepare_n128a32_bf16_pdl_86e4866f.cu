@@ -19,16 +19,15 @@ struct bf16 { u16 bits; };
 
 using X = bf16;
 constexpr int kState = 128;  // elements of a row
-constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kChunk = 64;  // tokens of a chunk
 constexpr int kAngles = 32, kOwnAngles = (kAngles + 31) / 32;  // of a head, and of a lane
 constexpr int kTurnWords = (kAngles + 3) / 4 * 4;  // of a token in the workspace
-constexpr u32 kHeads = 4;  // of a block
-constexpr u32 kBlocks = 8;  // that share a sequence
-constexpr u32 kTeam = 8, kTeams = 2;  // warps of a chunk, and chunks of a block at once
-constexpr u32 kChunksAtOnce = kBlocks * kTeams;  // chunks of a sequence
-constexpr int kSpan = 8;  // tokens of a warp
-static_assert(kSpan <= 8 && kHeads * kAngles <= kThreads && kHeads * 8 == 32);
+constexpr u32 kHeads = kWarps;  // of a block: a warp has one
+constexpr int kSpan = 8, kSpans = kChunk / kSpan;  // tokens that are summed first; and the sums of a chunk
+constexpr int kSteps = kChunk * kHeads / kThreads;  // of a thread
+constexpr int kDeltaWords = kChunk + 4, kTanhWords = 32 * kOwnAngles;  // of a head, and of a token, in shared memory
+static_assert(kSpan * kSpans == kChunk && kSpans == kWarps && kSpan % 4 == 0);
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
 // kernel (as it does with const __restrict__ loads), and cannot split or merge them.
@@ -94,6 +93,19 @@ DEVICE float rcp_approx(float v) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
+}
+
+// Four words of shared memory, aligned.
+template <class T>
+DEVICE void load_4_shared(T* from, u32 i, u32* r) {
+  asm volatile("ld.shared.v4.u32 { %0, %1, %2, %3 }, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(u32(__cvta_generic_to_shared(from + i)))
+               : "memory");
+}
+template <class T>
+DEVICE void store_4_shared(T* to, u32 i, const u32* v) {
+  asm volatile("st.shared.v4.u32 [%0], { %1, %2, %3, %4 };" ::"r"(u32(__cvta_generic_to_shared(to + i))), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
 // Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
@@ -201,6 +213,10 @@ DEVICE float softplus(float v) { return fmaxf(v, 0.f) + log1p_unit(exp2_approx(-
   extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
+// Alignment for 16-byte copies and ldmatrix in an array of smaller elements. Dynamic shared memory has it already.
+#ifndef SSMGEN_EMULATOR
+#define ALIGNED_SHARED(type, name, count) __shared__ __align__(16) type name[count]
+#endif
 
 // Four floats that are loaded and stored together.
 struct alignas(16) Quad {
@@ -287,118 +303,161 @@ DEVICE u32 column_of(u32 unit, int i) { return 4 * unit + 2 * i; }  // of elemen
 
 // ---- The kernel. ----
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
 mamba3_prepare_n128a32_bf16_pdl_86e4866f(
     const bf16* B, const bf16* C, const bf16* dt, const bf16* angle, const f32* dt_bias, f32* workspace, i64 B_batch,
     i64 C_batch, i64 dt_batch, i64 angle_batch, u32 tokens, u32 all_tokens, u32 heads, u32 group_heads, u32 B_token,
     u32 B_rank, u32 B_group, u32 C_token, u32 C_rank, u32 C_group, u32 dt_token, u32 dt_head, u32 angle_token,
     u32 angle_head, u32 angle_angle, u32 dt_bias_head, float eps) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Blocks iterate over the blocks of a sequence, then its heads, then the sequences.
-  const u32 share = blockIdx.x % kBlocks, item = blockIdx.x / kBlocks, head_blocks = (heads + kHeads - 1) / kHeads;
-  const u32 sequence = item / head_blocks, first_head = item % head_blocks * kHeads, here = min(kHeads, heads - first_head);
+  // Blocks iterate over the blocks of heads of a chunk, then over the chunks of all sequences.
+  const u32 head_blocks = (heads + kHeads - 1) / kHeads, item = blockIdx.x / head_blocks;
+  const u32 first_head = blockIdx.x % head_blocks * kHeads, here = min(u32(kHeads), heads - first_head);
 
   wait_for_upstream();  // above: arithmetic on arguments only; below: everything that touches memory
 
   allow_dependents();
   f32* const norms = workspace + u64(heads) * all_tokens * kTurnWords;
+  // Rows of B and C, of one token and group after the other: the loads of the next row overlap with the sums of this one.
   const u32 groups = heads / group_heads;
-  for (u64 i = u64(blockIdx.x) * kWarps + warp; i < u64(groups) * all_tokens; i += u64(gridDim.x) * kWarps) {
-    const u32 token = i % all_tokens, group = i / all_tokens;
+  struct Rows {
+    u32 token, group, of[2][2];  // of C and of B
+  };
+  const auto load_rows = [&](u32 token, u32 group) {
+    Rows rows = {};
+    for (; token >= all_tokens && group < groups; ++group) token -= all_tokens;
+    rows.token = token, rows.group = group;
+    if (group >= groups || lane >= kUnits) return rows;
     const X* const row_C = C + i64(token / tokens) * C_batch + u64(token % tokens) * C_token + u64(group) * C_group;
     const X* const row_B = B + i64(token / tokens) * B_batch + u64(token % tokens) * B_token + u64(group) * B_group;
-    float v[2][4] = {};
-    if (lane < kUnits) {
-#pragma unroll
-      for (int is_k = 0; is_k < 2; ++is_k) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const Pair two = widen_pair(X{}, load_u32((is_k ? row_B : row_C) + column_of(lane, e)));
-          v[is_k][2 * e] = two.low, v[is_k][2 * e + 1] = two.high;
-        }
-      }
-    }
-    Pack<f32, 2> found;
 #pragma unroll
     for (int is_k = 0; is_k < 2; ++is_k) {
-      const float squared[1] = {squares(v[is_k])};
-      found.word[is_k] = __float_as_uint(rsqrt_approx(fmaf(sum_over_lanes<32>(sum_pairs(squared)), 1.f / kState, eps)));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) rows.of[is_k][e] = load_u32((is_k ? row_B : row_C) + column_of(lane, e));
     }
-    if (lane == 0) store_vector(norms + 2 * i, found);
-  }
-  const u32 length = tokens;
+    return rows;
+  };
+  Rows rows = load_rows(blockIdx.x * kWarps + warp, 0);
+  const u32 length = tokens, chunks = max((length + kChunk - 1) / kChunk, 1u);
+  const u32 sequence = item / chunks, n = item % chunks;  // the block's chunk
   const u64 first = u64(sequence) * tokens;
-  dt += i64(sequence) * dt_batch + u64(first_head) * dt_head;
-  angle += i64(sequence) * angle_batch + u64(first_head) * angle_head;
-  const u32 chunks = (length + kChunk - 1) / kChunk, member = warp % kTeam, team = warp / kTeam;
-  // Angles of token t and the block's head j, and sums of chunk n. A sequence before this one has a chunk more than it fills.
-  f32* const angles = workspace + (u64(first_head) * all_tokens + first) * kTurnWords;
-  const u64 each_head = u64(all_tokens) * kTurnWords;
-  f32* const sums = norms + u64(heads / group_heads) * all_tokens * 2 + ((first / kChunk + sequence) * heads + first_head) * kAngles;
-  const u64 each_chunk = u64(heads) * kAngles;
-  SHARED(float, totals, kTeams * kTeam * kHeads * kAngles);  // of each warp's tokens
-  // Lane l has the dt of token l % 8 of the warp, and of head l / 8.
-  const u32 dt_token_of = lane % 8, dt_head_of = lane / 8;
-  const auto raw_bias = load(dt_bias + u64(first_head + min(dt_head_of, here - 1)) * dt_bias_head);
-
-  // The sums of each chunk's angles, in half turns: each warp's first, then of the warps before it.
-  for (u32 from = share * kTeams; from < chunks; from += kChunksAtOnce) {
-    const u32 n = from + team, at = n * kChunk + member * kSpan;
-    const u32 left = n < chunks && at < length ? min(length - at, member * kSpan < kChunk ? min(u32(kSpan), kChunk - member * kSpan) : 0u) : 0;
-    const u32 last = min(length, (n + 1) * kChunk);  // after the chunk's last token
-    const bool has_dt = dt_token_of < left && dt_head_of < here;
-    bf16 raw_dt = {};
-    if (has_dt) raw_dt = load(dt + u64(at + dt_token_of) * dt_token + u64(dt_head_of) * dt_head);
-    float delta = to_float(raw_dt) + to_float(raw_bias);
-    delta = softplus(delta);
+  const u32 at = n * kChunk, count = at < length ? min(length - at, u32(kChunk)) : 0;  // its first token, and its tokens
+  dt += i64(sequence) * dt_batch + u64(at) * dt_token + u64(first_head) * dt_head;
+  angle += i64(sequence) * angle_batch + u64(at) * angle_token + u64(first_head) * angle_head;
+  // All operands are loaded before the first one is used. A thread has some tokens' dt of one head, a warp the logits of kSpan tokens.
+  const u32 own_head = threadIdx.x % kHeads, own_step = threadIdx.x / kHeads;
+  const auto raw_bias = load(dt_bias + u64(first_head + min(own_head, here - 1)) * dt_bias_head);
+  bf16 raw_dt[kSteps] = {};
 #pragma unroll
-    for (int p = 0; p < kOwnAngles; ++p) {
-      const u32 a = lane + 32 * p;
-      float tanh[kSpan];
-#pragma unroll 1
-      for (u32 pair = 0; pair < kHeads; pair += 2) {  // registers suffice for two heads at once
-        float half_turns[2][kSpan];
+  for (int i = 0; i < kSteps; ++i) {
+    const u32 token = own_step + i * (kThreads / kHeads);
+    if (token < count && own_head < here) raw_dt[i] = load(dt + u64(token) * dt_token + u64(own_head) * dt_head);
+  }
+  // The logits of tokens from t on, and of one head; 0 past the last token.
+  struct Logits {
+    bf16 of[kSpan][kOwnAngles];
+  };
+  const auto load_logits = [&](u32 t, u32 j) {
+    Logits logits = {};
 #pragma unroll
-        for (u32 e = 0; e < 2; ++e) {
-          const u32 j = pair + e;
-          if (j == 0 || (angle_head && j < here)) {
-            bf16 logits[kSpan] = {};
+    for (int i = 0; i < kSpan; ++i) {
 #pragma unroll
-            for (int i = 0; i < kSpan; ++i) {
-              if (i < left) logits[i] = load(angle + u64(at + i) * angle_token + u64(j) * angle_head + u64(a) * angle_angle);
-            }
-#pragma unroll
-            for (int i = 0; i < kSpan; ++i) tanh[i] = tanh_precise(to_float(logits[i]));
-          }
-          float sum = 0.f;
-#pragma unroll
-          for (int i = 0; i < kSpan; ++i) {
-            sum = wrapped(sum + wrapped(tanh[i] * __shfl_sync(0xffffffffu, delta, 8 * j + i)));
-            half_turns[e][i] = sum;
-          }
-          totals[((team * kTeam + member) * kHeads + j) * kAngles + a] = sum;
-        }
-        __syncthreads();  // the sums of all warps are there, and all have read those of the two heads before
-#pragma unroll
-        for (u32 e = 0; e < 2; ++e) {
-          const u32 j = pair + e;
-          if (j >= here) continue;
-          float before = 0.f;
-#pragma unroll
-          for (u32 w = 0; w < kTeam - 1; ++w) {
-            const float sum = w < member ? totals[((team * kTeam + w) * kHeads + j) * kAngles + a] : 0.f;
-            before = wrapped(before + sum);
-          }
-          f32* const to = angles + j * each_head + u64(at) * kTurnWords + a;
-#pragma unroll
-          for (int i = 0; i < kSpan; ++i) {
-            if (i >= left) continue;
-            const float sum = wrapped(before + half_turns[e][i]);
-            store(to + i * kTurnWords, sum);
-            if (at + i + 1 == last) store(sums + n * each_chunk + j * kAngles + a, sum);
-          }
-        }
+      for (int p = 0; p < kOwnAngles; ++p) {
+        const u32 a = lane + 32 * p;
+        if (t + i < count) logits.of[i][p] = load(angle + u64(t + i) * angle_token + u64(j) * angle_head + u64(a) * angle_angle);
       }
     }
+    return logits;
+  };
+  const bool alike = angle_head == 0;  // all heads have the same logits
+  Logits logits = load_logits(alike ? warp * kSpan : 0, alike ? 0 : min(warp, here - 1));
+  while (rows.group < groups) {
+    const Rows next = load_rows(rows.token + gridDim.x * kWarps, rows.group);
+    Pack<f32, 2> scale;
+#pragma unroll
+    for (int is_k = 0; is_k < 2; ++is_k) {
+      float v[4];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const Pair two = widen_pair(X{}, rows.of[is_k][e]);
+        v[2 * e] = two.low, v[2 * e + 1] = two.high;
+      }
+      const float squared[1] = {squares(v)};
+      scale.word[is_k] = __float_as_uint(rsqrt_approx(fmaf(sum_over_lanes<32>(sum_pairs(squared)), 1.f / kState, eps)));
+    }
+    if (lane == 0) store_vector(norms + 2 * (u64(rows.group) * all_tokens + rows.token), scale);
+    rows = next;
+  }
+  ALIGNED_SHARED(float, deltas, kHeads * kDeltaWords);  // of the block's heads; 0 past the last token, which adds nothing to a sum
+  SHARED(float, tanhs, kChunk * kTanhWords);            // of the logits, if the heads have the same
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const u32 token = own_step + i * (kThreads / kHeads);
+    float delta = to_float(raw_dt[i]) + to_float(raw_bias);
+    delta = softplus(delta);
+    deltas[own_head * kDeltaWords + token] = token < count ? delta : 0.f;
+  }
+  if (alike) {
+#pragma unroll
+    for (int i = 0; i < kSpan; ++i) {
+#pragma unroll
+      for (int p = 0; p < kOwnAngles; ++p) tanhs[(warp * kSpan + i) * kTanhWords + 32 * p + lane] = tanh_precise(to_float(logits.of[i][p]));
+    }
+  }
+  __syncthreads();  // steps and tangents of all warps are there
+  if (warp >= here || count == 0) return;
+
+  // The angles of the warp's head: the sums of kSpan tokens each, and the sum of those before them.
+  const u64 head = first_head + warp;
+  f32* to = workspace + (head * all_tokens + first + at) * kTurnWords + lane;
+  float before[kOwnAngles] = {};
+  for (u32 t = 0; t < count; t += kSpan) {
+    float tanh[kSpan][kOwnAngles];
+    u32 delta[kSpan];
+#pragma unroll
+    for (int i = 0; i < kSpan; i += 4) load_4_shared(deltas, warp * kDeltaWords + t + i, delta + i);
+    if (alike) {
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) {
+#pragma unroll
+        for (int p = 0; p < kOwnAngles; ++p) tanh[i][p] = tanhs[(t + i) * kTanhWords + 32 * p + lane];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) {
+#pragma unroll
+        for (int p = 0; p < kOwnAngles; ++p) tanh[i][p] = tanh_precise(to_float(logits.of[i][p]));
+      }
+      logits = load_logits(t + kSpan, warp);
+    }
+#pragma unroll
+    for (int p = 0; p < kOwnAngles; ++p) {
+      float angles[kSpan], sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) {
+        const float step = wrapped(tanh[i][p] * __uint_as_float(delta[i]));
+        sum = i ? wrapped(sum + step) : step;
+        angles[i] = wrapped(before[p] + sum);
+      }
+      f32* const own = to + 32 * p;
+      const u32 left = count - t;
+      if (left >= kSpan) {
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) store(own + i * kTurnWords, angles[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) {
+          if (i < left) store(own + i * kTurnWords, angles[i]);
+        }
+      }
+      before[p] = wrapped(before[p] + sum);
+    }
+    to += kSpan * kTurnWords;
+  }
+  // The sum of the chunk.
+  f32* const sums = norms + u64(heads / group_heads) * all_tokens * 2 + ((first / kChunk + sequence + n) * heads + head) * kAngles;
+#pragma unroll
+  for (int p = 0; p < kOwnAngles; ++p) {
+    store(sums + lane + 32 * p, before[p]);
   }
 }

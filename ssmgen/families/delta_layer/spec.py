@@ -185,10 +185,11 @@ WHOLE = {
     4: ((128, 512, 1, 0), (1024, 512, 2, 0), (float("inf"), 256, 1, 0)),
     2: ((1024, 256, 1, 0), (float("inf"), 128, 1, 0)),
 }
-# With decays per key channel. Two passes of 8 bytes took 8 … 10 % less than one of 16, for 256 heads on an H100 and an H200, and 20 % more
-# for 96 heads on an H200.
+# With decays per key channel. 2 bytes: two passes of 8 bytes took 8 … 10 % less than one of 16, for 256 heads on an H100 and an H200, and
+# 20 % more for 96 heads on an H200. 4 bytes, on an H200: 512 threads took 12 % more than 256 for 96 heads, and 256 took 7 % more than 128
+# for 384 heads, 2 % for 2048.
 WHOLE_PER_KEY = {
-    4: ((128, 512, 1, 0), (float("inf"), 256, 1, 0)),
+    4: ((256, 256, 1, 0), (float("inf"), 128, 1, 0)),
     2: ((128, 256, 1, 0), (1024, 256, 1, 4), *WHOLE[2][1:]),
 }
 # Whole heads whose keys come first, in two steps, so that their rows take half the registers; a second kernel norms: (heads of a batch,
@@ -294,8 +295,8 @@ def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool,
         threads, step = threads // 2, step // 2
     how |= {"threads": threads, "tile": -(-problem.dim_v // step) * step, "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
     # The number of blocks per SM that ptxas reaches unasked, but without the 8 bytes that it may spill; gathering takes more registers.
-    # A decay per channel adds two vectors of a row's length: 4 blocks would spill up to 60 bytes.
-    few = 3 if problem.gk else 4
+    # A decay per channel adds two vectors of a row's length: 4 blocks would spill up to 60 bytes, and with f32 states 3 blocks as well.
+    few = 4 if not problem.gk else 3 if problem.state.size == 2 else 0
     how |= {"min_blocks": few if threads == 128 and problem.conv.loads is problem.norm.loads is Loads.VECTOR else 0}
     return _spec(problem, **with_registers(how, arch), norm_inside=True)
 

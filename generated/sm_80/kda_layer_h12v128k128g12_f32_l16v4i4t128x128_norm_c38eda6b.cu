@@ -6,7 +6,7 @@
 //   state_loads=vector  operand_loads=element  conv_width=4  conv_weight=bf16  conv_bias=none  conv_len=3
 //   conv_layout=any  conv_loads=element  conv_taps=element  norm=bf16  norm_gate=bf16  norm_size=128
 //   norm_grouped=yes  norm_first=yes  norm_activation=sigmoid  norm_loads=element  lanes=16  vec=4  ilp=4  tile=128
-//   threads=256  min_blocks=1  prefetch=0  pdl=off  chunk=8  norm_inside=yes  norm_threads=32
+//   threads=128  min_blocks=1  prefetch=0  pdl=off  chunk=8  norm_inside=yes  norm_threads=32
 // A row of the state, S, for each value channel:
 //     p = <D∘S, k>
 //     e = beta (v - p)
@@ -33,7 +33,7 @@ constexpr int kLanes = 16;   // lanes per row: a team
 constexpr int kVec = 4;     // neighbouring elements of a row per lane and pass
 constexpr int kIlp = 4;     // rows in flight per team
 constexpr int kTile = 128;   // rows per block
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 constexpr int kPasses = kDimK / (kLanes * kVec);
 constexpr int kTeams = 32 / kLanes;  // teams per warp
@@ -381,7 +381,7 @@ DEVICE float sum_over_lanes(float v) {
 // ---- The kernel. ----
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-kda_layer_h12v128k128g12_f32_l16v4i4t128x256_norm_e1426bda(
+kda_layer_h12v128k128g12_f32_l16v4i4t128x128_norm_c38eda6b(
     f32* state, bf16* conv_state, const bf16* mixed_qkv, const bf16* conv_weight, const bf16* gk, const bf16* beta,
     const f32* A_log, const f32* dt_bias, const bf16* z, const bf16* norm_weight, bf16* out, const int* state_indices,
     int* arrivals, i64 slots, i64 pad_slot_id, i64 state_slot, i64 conv_state_slot, i64 arrivals_slot,
