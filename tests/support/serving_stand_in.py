@@ -27,7 +27,8 @@ class StandIn:
 
     def build(self, model: str, folder: str, **more: Any) -> dict[str, Any]:
         self.model = model
-        return self._done("build", folder=folder, linear=os.environ.get("SSMGEN_ENGINE_LINEAR"), **more)
+        told = {name: os.environ.get(f"SSMGEN_ENGINE_{name.upper()}") for name in ("linear", "noise")}
+        return self._done("build", folder=folder, **told, **more)
 
     def answers(self, prompts: int, tokens: int) -> dict[str, Any]:
         self._done("answers")

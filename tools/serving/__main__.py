@@ -50,6 +50,7 @@ def _answered(context: click.Context, parameter: click.Parameter, given: tuple[s
 @click.option("--patience", type=float, default=300, show_default=True, help="Seconds until engines must be ready.")
 @click.option("--compiled", is_flag=True, help="With torch.compile, as vLLM does unless told otherwise; takes minutes more.")
 @click.option("--linear", is_flag=True, help="Both engines have the plugin, one with linear layers by ssmgen: what those gain.")
+@click.option("--narrow", is_flag=True, help="The engine with ssmgen has f16 states, rounded with noise: what fewer bytes gain.")
 @click.option("--apart", is_flag=True, help="Build timed engines when the others have ended: later, and with less memory.")
 @click.option("--prove", "proved", type=click.Choice(MODELS), multiple=True, help="To prove batch invariance of; may repeat.")
 @click.option("--limit", type=click.FloatRange(60), help="Seconds for all of it: timing gets what the proofs leave. Default: none.")

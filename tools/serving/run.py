@@ -20,6 +20,7 @@ SHORT = 16  # tokens of the prompts before timed decode steps
 COMPARED = 16, 48  # prompts and tokens
 STEP = 8192  # most tokens of an engine's step: half of vLLM's default for such a large GPU, to save memory
 WATCHED = 16  # decode steps with profiled GPU time, after all rounds
+NOISE = 10  # Philox rounds of 16-bit states
 LINEAR = "UnquantizedLinearMethod.apply"  # whose replacement --linear is about
 SMALL_STEP = 1024  # for engines that are not timed: prompts are split, and less memory is used
 
@@ -32,6 +33,7 @@ class Options:
     seconds: no further round begins after this time   patience: seconds until all engines must be ready, and for any later answer
     compiled: with torch.compile   apart: timed engines allocate memory after the others have ended   limit: seconds; no request that is
     timed or profiled begins after them   linear: both engines have the plugin, and the second one linear layers by ssmgen
+    narrow: the engine with ssmgen has f16 states, rounded with noise
     """
 
     timed: tuple[str, ...]
@@ -47,6 +49,7 @@ class Options:
     apart: bool = False
     limit: float = inf
     linear: bool = False
+    narrow: bool = False
 
     @property
     def longest(self) -> int:
@@ -95,7 +98,7 @@ class Case:
 class Pair:
     """A model without and with ssmgen. rates: {(case, with ssmgen): tokens per second in each round}; outcome: of the plugin's functions
 
-    linear: "with ssmgen" means linear layers by ssmgen here, and both engines have the plugin
+    linear: "with ssmgen" means linear layers by ssmgen here, and both engines have the plugin   narrow: it also means f16 states with noise
 
     cpu: seconds of the CPU, by the same keys, for all prompts or a decode step   busy: seconds in which the GPU is busy, and its kernels
     and copies, for the same
@@ -114,10 +117,11 @@ class Pair:
     outcome: Mapping[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     linear: bool = False
+    narrow: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.layers} layers{', linear layers' if self.linear else ''}"
+        return f"{self.model}, {self.layers} layers{', linear layers' if self.linear else ''}{', f16 states' if self.narrow else ''}"
 
     @property
     def compared(self) -> Compared | None:
@@ -143,8 +147,9 @@ class Pair:
 
 
 def pairs_of(options: Options) -> list[Pair]:
-    timed = [Pair(model, "bfloat16", options.layers or MODELS[model].layers, True, linear=options.linear) for model in options.timed]
-    return timed + [Pair(model, dtype, FEW, False, linear=options.linear) for model, dtype in options.answered]
+    forms = {"linear": options.linear, "narrow": options.narrow}
+    timed = [Pair(model, "bfloat16", options.layers or MODELS[model].layers, True, **forms) for model in options.timed]
+    return timed + [Pair(model, dtype, FEW, False, **forms) for model, dtype in options.answered]
 
 
 def run(
@@ -168,6 +173,8 @@ def run(
             variables = {} if pair.timed else {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}
             if pair.linear:
                 variables["SSMGEN_ENGINE_LINEAR"] = "allow" if with_ssmgen else "deny"
+            if pair.narrow and with_ssmgen:
+                variables["SSMGEN_ENGINE_NOISE"] = str(NOISE)
             pair.engines[with_ssmgen] = start(
                 f"{pair.model}-{pair.dtype}", with_ssmgen, folder, variables, plugin=with_ssmgen or pair.linear
             )
@@ -205,7 +212,7 @@ def _prepare(engine: Engine, pair: Pair, options: Options) -> None:
     engine.say(
         "build", model=pair.model, layers=pair.layers, dtype=pair.dtype, longest=options.longest, compiled=options.compiled,
         graphs=sorted({*options.batches, COMPARED[0]}) if pair.timed else [1, COMPARED[0]], step=STEP if pair.timed else SMALL_STEP,
-        folder=str(engine.folder / "model"),
+        folder=str(engine.folder / "model"), state="float16" if pair.narrow and engine.with_ssmgen else "",
     )  # fmt: skip
     engine.say("answers", prompts=COMPARED[0], tokens=COMPARED[1])
     for case in options.cases if pair.timed else ():

@@ -97,12 +97,13 @@ class Server:
 
     def build(
         self, model: str, layers: int, dtype: str, graphs: list[int], longest: int, step: int, folder: str, compiled: bool,
-        eager: bool = False, prefixes: bool = False, wide: bool = False,
+        eager: bool = False, prefixes: bool = False, wide: bool = False, state: str = "",
     ) -> dict[str, Any]:  # fmt: skip
         """Builds the engine. dtype: of weights   graphs: batch sizes with captured decode steps; the last one is the largest batch
 
         longest, step: most tokens of a sequence, and of the engine's step   folder: for the model's configuration
         compiled: by torch.compile, vLLM's default   eager: no graphs   prefixes: a cache of them   wide: recurrent states in f32
+        state: their dtype; empty for the model's
         """
         from .models import config_of, pool_bytes, prefix_block
 
@@ -111,7 +112,7 @@ class Server:
         self.vocabulary = config.vocab_size
         config.save_pretrained(folder)
         sequences, sizes = graphs[-1], {"cudagraph_capture_sizes": graphs}
-        more = {"mamba_ssm_cache_dtype": "float32"} if wide else {}
+        more: dict[str, Any] = {"mamba_ssm_cache_dtype": "float32" if wide else state} if wide or state else {}
         if prefixes and (block := prefix_block(model)):
             more["block_size"] = block
         self.llm = self.make(

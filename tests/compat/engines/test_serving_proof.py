@@ -210,6 +210,13 @@ def test_one_command_measures_and_proves(command, tmp_path):
     assert "| 75 % | 50 % | 25 % | 50 % |" in done.output and done.output.rstrip().endswith("mamba2: proved")
 
 
+def test_the_engine_with_ssmgen_has_narrow_states_with_noise(command, tmp_path):
+    done, _ = command(*SMALL, "--narrow")
+    built = [entry for entry in map(json.loads, (tmp_path / "journal").read_text().splitlines()) if entry["what"] == "build"]
+    assert sorted((entry["ours"], entry["state"], entry["noise"]) for entry in built) == [(False, "", None), (True, "float16", "10")]
+    assert done.exit_code == 0 and "| mamba2, 20 layers, f16 states | decode, 8 |" in done.output, done.output
+
+
 def test_linear_layers_are_compared_between_engines_with_the_plugin(command, tmp_path, monkeypatch):
     done, kept = command(*SMALL, "--linear")
     built = [entry for entry in map(json.loads, (tmp_path / "journal").read_text().splitlines()) if entry["what"] == "build"]
