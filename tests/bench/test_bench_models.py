@@ -18,9 +18,12 @@ from ssmgen import cli
 from ssmgen.bench import autotuners, bench_of, case, models, models_page, peers_ahead, report, timing
 from ssmgen.bench.formats import BenchFileError, CasesFailedError
 from ssmgen.bench.models import COLUMNS, Column
+from ssmgen.calls.operator import call_of
 from ssmgen.compat import mamba_ssm
 from ssmgen.errors import ModelError
 from ssmgen.launch import runtime
+from ssmgen.select import registry
+from ssmgen.select.catalog import OPERATOR_OF
 from ssmgen.select.models import find_model
 from ssmgen.spec.kernel import Arch
 from tools import measure
@@ -336,3 +339,31 @@ def test_no_peer_is_faster_at_any_model(path):
     assert not found["failed"] and models.missing(found) == []
     lost = models.losses(found)
     assert not lost, "\n".join(lost)
+
+
+# Cases whose variant was changed after the measurement, because `ssmgen tune` found a faster one.
+FASTER = {(name, "step_1") for name in ("mamba3-mimo-187m", "mamba3-mimo-894m", "mamba3-mimo-1.5b", "olala")}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("path", DATA, ids=lambda path: Path(path).name)
+def test_saved_times_are_of_the_variants_that_serve_today(path):
+    """A changed rule changes times that users read: measure again, or add the case to FASTER with evidence."""
+    found = models_page.load(path)
+    saved = {(row["models"][0], row["column"]): row["spec"] for row in found["rows"]}
+    changed = {(cell.names[0], cell.column.name) for cell in models.cells() if not same(saved, cell, found["device"])}
+    assert changed == FASTER
+
+
+def same(saved, cell, gpu):
+    """Whether the saved variant is the one that the table and the rules choose. A field that is new since has no say."""
+    made = cell.bench.made(cell.at, "meta")
+    problem, size, *_ = call_of(made.function, **made.arguments(0)).problem()
+    chosen = str(registry.select(OPERATOR_OF[type(problem)], problem, size, SM90, True, gpu))
+    (family, then), (family_now, now) = (fields_of(spec) for spec in (saved[cell.names[0], cell.column.name], chosen))
+    return family == family_now and all(now.get(name) == value for name, value in then.items())
+
+
+def fields_of(spec):
+    family, _, fields = spec.partition(":")
+    return family, dict(field.split("=") for field in fields.split(","))
