@@ -6,19 +6,28 @@ flash-linear-attention has up to eight such kernels with dozens of configuration
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 WARMUP_MS, TIMED_MS = 5, 20  # of each configuration: 100 launches of a kernel of 100 us with a cleared cache
 
 
-def shorter() -> None:
-    """Autotuners of this process time each configuration for 20 ms."""
+@contextlib.contextmanager
+def shorter() -> Iterator[None]:
+    """Autotuners of this process time each configuration for 20 ms inside."""
     testing = _testing()
-    if testing is not None and not isinstance(testing.do_bench, functools.partial):
-        testing.do_bench = functools.partial(testing.do_bench, warmup=WARMUP_MS, rep=TIMED_MS)
+    if testing is None:
+        yield
+        return
+    whole = testing.do_bench
+    testing.do_bench = functools.partial(whole, warmup=WARMUP_MS, rep=TIMED_MS)
+    try:
+        yield
+    finally:
+        testing.do_bench = whole
 
 
 def untimed() -> None:

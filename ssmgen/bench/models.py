@@ -130,7 +130,6 @@ def run(
     began = time.perf_counter()
     versions: dict[str, str] = {}
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # later runs find the choices of the peers' autotuners
-    autotuners.shorter()
     with ahead or contextlib.nullcontext():
         _compile(work, device)
     report["seconds"] = {"compiling": time.perf_counter() - began}
@@ -161,6 +160,7 @@ def _named(cell: Cell) -> dict[str, Any]:
 
 
 @torch.no_grad()
+@autotuners.shorter()
 def measured(cell: Cell, device: torch.device, rounds: int, peers: bool) -> dict[str, Any]:
     """Microseconds of a cell's launch, of a copy of the same size, and of each peer. Raises SsmgenError where a result is wrong."""
     case = cell.bench.made(cell.at, device)

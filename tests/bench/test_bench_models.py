@@ -7,6 +7,7 @@ import gzip
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -290,9 +291,24 @@ class Bench:
 def test_autotuners_of_peers_time_each_choice_for_a_shorter_time(monkeypatch):
     testing = Bench()
     monkeypatch.setattr(autotuners, "_testing", lambda: testing)
-    for _ in range(2):
-        autotuners.shorter()
-    assert testing.do_bench(lambda: "time", quantiles=(0.5,)) == "time" and testing.rounds == [(5, 20, (0.5,))]
+    with pytest.raises(KeyError), autotuners.shorter():
+        assert testing.do_bench(lambda: "time", quantiles=(0.5,)) == "time" and testing.rounds == [(5, 20, (0.5,))]
+        raise KeyError
+    assert testing.do_bench == testing.timed
+
+
+def test_cells_are_measured_with_shorter_autotuning(monkeypatch):
+    testing, seen = Bench(), []
+
+    def made(at, device):
+        testing.do_bench(lambda: None)
+        seen.extend(testing.rounds)
+        raise KeyError
+
+    monkeypatch.setattr(autotuners, "_testing", lambda: testing)
+    with pytest.raises(KeyError):
+        models.measured(SimpleNamespace(bench=SimpleNamespace(made=made), at=None), torch.device("cpu"), 1, False)
+    assert seen == [(5, 20, None)]
 
 
 def test_autotuners_of_compiling_processes_launch_each_choice_once(monkeypatch):

@@ -295,7 +295,7 @@ def whole_heads(problem: DeltaLayerProblem, threads: int, arch: Arch, pdl: bool,
         threads, step = threads // 2, step // 2
     how |= {"threads": threads, "tile": -(-problem.dim_v // step) * step, "pdl": Pdl.TRIGGER_LOADED if pdl else Pdl.OFF}
     # The number of blocks per SM that ptxas reaches unasked, but without the 8 bytes that it may spill; gathering takes more registers.
-    # A decay per channel adds two vectors of a row's length: 4 blocks would spill up to 60 bytes, and with f32 states 3 blocks as well.
+    # A decay per channel adds two vectors of a row's length: 4 blocks would spill up to 60 bytes. Its f32 states were measured unbounded.
     few = 4 if not problem.gk else 3 if problem.state.size == 2 else 0
     how |= {"min_blocks": few if threads == 128 and problem.conv.loads is problem.norm.loads is Loads.VECTOR else 0}
     return _spec(problem, **with_registers(how, arch), norm_inside=True)
