@@ -2,7 +2,7 @@
 
 The models of transformers have the width of public ones (presets.toml), and are built on the meta device. Layers that `accelerate` leaves
 alone are not timed. Heads have public vocabularies. The benchmark of skinny_linear times each shape, with weights that come from memory.
-A ratio is ssmgen's time over cuBLAS's. The exit code is 1 if a ratio is above 1. Ctrl-C shows the results so far.
+A ratio is ssmgen's time over cuBLAS's. The exit code is 1 if a ratio is above 1 or missing. Ctrl-C shows the results so far.
 """
 
 from __future__ import annotations
@@ -80,10 +80,15 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def losses(report: Mapping[str, Any]) -> list[str]:
-    """Every case in which cuBLAS is faster, in words, the worst first."""
+    """Every case in which cuBLAS is faster, in words, the worst first; and before them every case without a time of cuBLAS."""
+    alone = [f"{_words(row)}: cuBLAS was not timed" for row in report["rows"] if ratio(row) is None]
     lost = [(found, row) for row in report["rows"] if (found := ratio(row)) is not None and found > 1]
     lost.sort(key=lambda item: -item[0])
-    return [f"{row['shape'][0]} x {row['shape'][1]}, {row['rows']} rows: {found:.3f} of cuBLAS's time" for found, row in lost]
+    return alone + [f"{_words(row)}: {found:.3f} of cuBLAS's time" for found, row in lost]
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    return f"{row['shape'][0]} x {row['shape'][1]}, {row['rows']} rows"
 
 
 @click.command(cls=Command, help=__doc__)

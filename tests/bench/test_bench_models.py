@@ -278,7 +278,7 @@ def test_processes_that_take_too_long_are_ended(tmp_path, monkeypatch):
 
 
 class Bench:
-    """Triton's testing module, which counts launches in place of timing them."""
+    """A stand-in for Triton's testing module. It notes how long a launch would be timed."""
 
     def __init__(self):
         self.rounds, self.do_bench = [], self.timed
@@ -357,8 +357,8 @@ def test_no_peer_is_faster_at_any_model(path):
     assert not lost, "\n".join(lost)
 
 
-# Cases whose variant was changed after the measurement, because `ssmgen tune` found a faster one.
-FASTER = {(name, "step_1") for name in ("mamba3-mimo-187m", "mamba3-mimo-894m", "mamba3-mimo-1.5b", "olala")}
+# Cases of a card whose variant was changed after the measurement, because `ssmgen tune` found a faster one.
+FASTER = {"NVIDIA H200": {(name, "step_1") for name in ("mamba3-mimo-187m", "mamba3-mimo-894m", "mamba3-mimo-1.5b", "olala")}}
 
 
 @pytest.mark.matrix
@@ -368,11 +368,11 @@ def test_saved_times_are_of_the_variants_that_serve_today(path):
     found = models_page.load(path)
     saved = {(row["models"][0], row["column"]): row["spec"] for row in found["rows"]}
     changed = {(cell.names[0], cell.column.name) for cell in models.cells() if not same(saved, cell, found["device"])}
-    assert changed == FASTER
+    assert changed == FASTER.get(found["device"], set())
 
 
 def same(saved, cell, gpu):
-    """Whether the saved variant is the one that the table and the rules choose. A field that is new since has no say."""
+    """Whether the saved variant is the one that the table and the rules choose. Fields that are newer than the data are not compared."""
     made = cell.bench.made(cell.at, "meta")
     problem, size, *_ = call_of(made.function, **made.arguments(0)).problem()
     chosen = str(registry.select(OPERATOR_OF[type(problem)], problem, size, SM90, True, gpu))

@@ -36,6 +36,8 @@ def test_the_worst_shape_comes_first_and_every_loss_is_named():
     lines = products.table({"rows": ROWS}, {(18560, 4096): ["a in_proj", "b in_proj"]})
     assert lines[2] == "| 4096 x 8192 | 16.80 (0.78) | 23.00 (1.04) |  |"
     assert lines[3] == "| 18560 x 4096 | 36.80 (0.86) | 37.10 (0.85) | a in_proj; b in_proj |"
+    alone = {"shape": [64, 4096], "rows": 1, "served_us": 2.2, "us": {"ssmgen_pdl": 2.2}}
+    assert products.losses({"rows": [alone]}) == ["64 x 4096, 1 rows: cuBLAS was not timed"]
     assert products.losses({"rows": ROWS}) == ["4096 x 8192, 8 rows: 1.036 of cuBLAS's time"]
 
 
