@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from ...spec.kernel import SM90, Arch, DType, KernelSpec, Pdl
+from ...spec.kernel import SM90, Arch, DType, KernelSpec, Loads, Pdl
 from ...spec.variants import legal, spec_of
 from .problem import SkinnyProblem
 from .spec import CHAINS, SLOT, FmaSpec, SkinnySpec, pdls, tiles_of
 
 SIZE, MAX_SIZE = "rows of the weights", 2**18  # the rules compare this size; beyond the maximum, nothing changes
 SMS = 132  # of an H100 and an H200
-# Measured on an H200 with weights from memory, 1, 8 and 16 rows of x (docs/lab/skinny_linear.md).
-HELD = 64  # registers of x: with 128, K = 8192 took 15 % more, and 16 rows of K = 4096 took 19 % more
-MOST_SLOTS = 4  # of x in registers where they do not hold a row
-MOST_TILES = 5  # of a block at once where a row of x is not held as a whole: 5 % less time than 1 for 16 rows
+# Measured on an H200 with weights from memory, 1, 8 and 16 rows of x, all linear layers of 25 models (docs/lab/skinny_linear.md).
+# Registers of x: with 128, K = 8192 took 15 % more, and 16 rows of K = 4096 took 19 % more. 112 spill if x is normed or loaded by elements.
+HELD, HELD_BESIDE = 112, 96
+MOST_SLOTS = 4  # of x in registers if they do not hold a row
+MOST_TILES = {8: 2, 16: 6}  # of a block at once if registers do not hold a row of x, by rows
+MOST_NARROW_TILES = 3  # of weights of 8 bits: more spill on sm_100a and sm_120a
+LIGHT_TILES = 4  # from here on, 16 rows of x take the registers of one piece: two pieces took up to 3 % more
 FMA_ROWS = 16 * SMS  # from here on, warps with two rows still are eight or more per SM
 STAGES = {1: (8, 4, 2), 2: (4, 2)}  # by slots; an odd number of 32 KB took 6 % more
+# Rows that one piece holds have short tiles: two blocks per SM hide each other's joins, 15 to 40 % less time than one block.
+SHORT = SLOT * CHAINS
+SHORT_TILES, SHORT_STAGES = {8: 2, 16: 1}, 6
+# Heads of models, up to 8 rows of x: two stages took 4 to 14 % less time than four. Smaller weights take up to 2 % more with two.
+BIG_BYTES, BIG_STAGES = 400e6, 2
 # Weights of 8 bits were not measured: copies and stages have as many bytes as the best ones of bf16.
 SLOTS = {2: (1, 2), 1: (1, 2, 4)}  # by bytes of a weight; copies of 2 KB took 18 % less than copies of 1 KB
 
@@ -37,25 +45,38 @@ def space(problem: SkinnyProblem, arch: Arch) -> Iterator[KernelSpec]:
 
 
 def fitting(problem: SkinnyProblem, n: int, arch: Arch, pdl: Pdl) -> SkinnySpec | None:
-    """The variant with the most stages for which the card has room; None if tensor cores cannot serve the problem.
-
-    If registers hold whole rows of x, a block has one tile at a time: it reads the weights in the order in which they lie in memory.
-    Otherwise it has several, so that x is loaded once for all of them.
-    """
+    """The first variant for which the card has room; None if tensor cores cannot serve the problem."""
     if problem.x is DType.F32:
         return None
-    size = problem.weight.size
-    slots = next((some for some in SLOTS[size] if problem.k <= SLOT * CHAINS * some), SLOTS[size][-1])
-    pieces = -(-problem.k // (SLOT * CHAINS * slots))
-    held = min(pieces, HELD // (problem.rows * slots))
-    tiles = 1 if held == pieces else max(1, min(MOST_TILES, -(-tiles_of(n) // SMS)))
-    held = held if held == pieces else MOST_SLOTS // slots
+    specs = (spec_of(SkinnySpec, problem, pdl=pdl, **how) for how in _forms(problem, n))
+    return next((spec for spec in specs if not spec.violations(arch)), None)
+
+
+def _forms(problem: SkinnyProblem, n: int) -> Iterator[dict[str, int]]:
+    """The rules' choices for tensor cores, the best first.
+
+    If registers hold whole rows of x, a block has one tile at a time: it reads the weights in the order in which they lie in memory.
+    Otherwise it has several, so that x is loaded once for all of them, and all blocks have about equally many.
+    """
+    size, rows, of_block = problem.weight.size, problem.rows, -(-tiles_of(n) // SMS)
+    if problem.k <= SHORT:
+        tiles = min(SHORT_TILES[rows], of_block)
+        yield {"tiles": tiles, "stages": SHORT_STAGES, "slots": 1, "held": 1, "joined": tiles, "min_blocks": 2}
+    slots = next((some for some in SLOTS[size] if problem.k <= SHORT * some), SLOTS[size][-1])
+    pieces = -(-problem.k // (SHORT * slots))
+    room = HELD if problem.loads is Loads.VECTOR and not problem.norm else HELD_BESIDE
+    if pieces * slots * rows <= room:
+        tiles, held = 1, pieces
+    elif rows == 8:
+        tiles, held = min(MOST_TILES[rows], of_block), MOST_SLOTS // slots
+    else:
+        groups = -(-of_block // (MOST_NARROW_TILES if problem.narrow else MOST_TILES[rows]))
+        tiles = -(-of_block // groups)
+        held = 1 if tiles >= LIGHT_TILES else MOST_SLOTS // slots
+    big = rows == 8 and n * problem.k * size >= BIG_BYTES
     for stages in STAGES[max(1, slots * size // 2)]:
-        how = {"tiles": tiles, "stages": stages, "slots": slots, "held": held, "joined": min(2, tiles)}
-        spec = spec_of(SkinnySpec, problem, pdl=pdl, **how)
-        if not spec.violations(arch):
-            return spec
-    return None
+        if not big or stages == BIG_STAGES:
+            yield {"tiles": tiles, "stages": stages, "slots": slots, "held": held, "joined": min(2, tiles)}
 
 
 def candidates(problem: SkinnyProblem, n: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, KernelSpec | None, str]]:
