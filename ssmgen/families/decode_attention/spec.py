@@ -1,8 +1,8 @@
 """decode_attention: the attention of one new token per sequence, from the products of q, k and v to the heads' outputs.
 
-A cluster of `blocks` blocks shares one sequence and up to MOST_HEADS query heads of one key head, and divides the keys. `lanes` lanes hold
-a key, so that a warp reads several keys at once, and each lane has loads of `ilp` keys in flight. Bytes per key head: 2 * (position + 1) *
-head_dim * sizeof(cache); everything else is small.
+A cluster of `blocks` blocks shares one sequence and `heads` query heads of one key head, and divides the keys. `lanes` lanes hold a key,
+so that a warp reads several keys at once, and each lane has loads of `ilp` keys in flight. Bytes per key head: 2 * (position + 1) *
+head_dim * sizeof(cache), once from memory; everything else is small.
 
 Every lane group sums its own keys in ascending order. Groups of a warp, then warps of a block, then blocks are added in a fixed order. That
 order depends on the choices of the variant, and not on the batch: the rules choose by the problem alone.
@@ -25,6 +25,7 @@ SIZE, MAX_SIZE = "heads", 2**16
 MOST_DIM = 256  # channels of a head
 MOST_GROUP = 64  # query heads of a key head
 MOST_HEADS = 8  # query heads of one block, whose q and outputs are in registers
+FEW_HEADS = 2  # of these by the rules
 MOST_BLOCKS = 8  # of a cluster that every device with clusters can launch
 
 
@@ -47,10 +48,9 @@ class DecodeAttentionProblem(Problem):
         """Elements of a 16-byte load from a cache."""
         return 16 // self.cache.size
 
-    @property
-    def heads(self) -> int:
-        """Query heads of one block: the largest divisor of the group that fits."""
-        return next((n for n in range(min(MOST_HEADS, self.group), 1, -1) if self.group % n == 0), 1)
+    def divided(self, most: int) -> int:
+        """Query heads of one block, at most `most`: the largest divisor of the group."""
+        return max(n for n in range(1, min(most, self.group) + 1) if self.group % n == 0)
 
     @property
     def vectors(self) -> int:
@@ -92,9 +92,10 @@ class DecodeAttentionSpec(KernelSpec, DecodeAttentionProblem):
     template: ClassVar[str] = "decode_attention/decode_attention.cu.j2"
     table: ClassVar[Any] = OPERANDS
 
+    heads: int  # query heads of a block: changes no bit
     blocks: int = 1  # that divide the keys of a sequence
-    warps: int = 8
-    ilp: int = 2  # keys of a lane in flight
+    warps: int = 4
+    ilp: int = 4  # keys of a lane in flight
     min_blocks: int = 0
     pdl: Pdl = Pdl.OFF
 
@@ -137,12 +138,16 @@ class DecodeAttentionSpec(KernelSpec, DecodeAttentionProblem):
     @property
     def stem(self) -> str:
         parts = [f"r{self.rotary}" if self.rotary else "", "norm" if self.norm else "", "gate" if self.gate else ""]
-        how = f"b{self.blocks}w{self.warps}i{self.ilp}{'' if self.pdl is Pdl.OFF else '_pdl'}"
+        how = f"h{self.heads}b{self.blocks}w{self.warps}i{self.ilp}{'' if self.pdl is Pdl.OFF else '_pdl'}"
         return "_".join(["decode_attention", f"d{self.head_dim}g{self.group}", self.cache.value, *filter(None, parts), how])
 
     def violations(self, arch: Arch) -> list[str]:
         return [
             *self.faults(),
+            *must(
+                1 <= self.heads <= MOST_HEADS and self.group % self.heads == 0,
+                f"heads is {self.heads}; expected a divisor of group {self.group} up to {MOST_HEADS}",
+            ),
             *must(is_pow2(self.blocks) and self.blocks <= MOST_BLOCKS, f"blocks is {self.blocks}; expected 1, 2, 4 or {MOST_BLOCKS}"),
             *must(self.blocks == 1 or arch >= SM90, f"blocks is {self.blocks} on {arch}; expected 1 before sm_90, which has no clusters"),
             *must(self.warps in (2, 4, 8), f"warps is {self.warps}; expected 2, 4 or 8"),
@@ -165,7 +170,14 @@ class DecodeAttentionSpec(KernelSpec, DecodeAttentionProblem):
 
 def space(problem: DecodeAttentionProblem, arch: Arch) -> Iterator[DecodeAttentionSpec]:
     """Every legal variant of a problem within the axes worth trying."""
-    axes = {"blocks": (1, 2, 4, 8), "warps": (4, 8), "ilp": (1, 2, 4), "pdl": (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED)}
+    heads = [n for n in range(1, MOST_HEADS + 1) if problem.group % n == 0]
+    axes = {
+        "heads": heads,
+        "blocks": (1, 2, 4, 8),
+        "warps": (4, 8),
+        "ilp": (1, 2, 4),
+        "pdl": (Pdl.OFF, Pdl.WAIT, Pdl.TRIGGER_TOP, Pdl.TRIGGER_LOADED),
+    }
     return trials(DecodeAttentionSpec, problem, arch, axes)
 
 
@@ -174,7 +186,7 @@ def candidates(problem: DecodeAttentionProblem, heads: int, arch: Arch, pdl: boo
 
     No rule looks at the number of heads: another division of the keys would give other bits.
     """
-    how: dict[str, Any] = {"pdl": Pdl.TRIGGER_TOP if pdl else Pdl.OFF}
+    how: dict[str, Any] = {"heads": problem.divided(FEW_HEADS), "pdl": Pdl.TRIGGER_TOP if pdl else Pdl.OFF}
     if arch < SM90:
         yield "clusters", None, f"{arch} has no clusters; expected sm_90 or later"
     else:

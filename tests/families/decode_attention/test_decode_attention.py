@@ -38,7 +38,9 @@ ARCHS = [Arch.parse(a) for a in ("sm_80", "sm_90a", "sm_100a", "sm_120")]
 
 
 def spec(name: str = "falcon-h1", **how) -> DecodeAttentionSpec:
-    return spec_of(DecodeAttentionSpec, PROBLEMS[name], **{"blocks": 8, "pdl": Pdl.TRIGGER_TOP} | how)
+    problem = PROBLEMS[name]
+    own = {"heads": problem.divided(8), "blocks": 8, "warps": 8, "ilp": 2, "pdl": Pdl.TRIGGER_TOP}
+    return spec_of(DecodeAttentionSpec, problem, **own | how)
 
 
 def emulated(of: DecodeAttentionSpec, named: dict, options: op.Options = PLAIN, change=str) -> dict[str, torch.Tensor]:
@@ -83,8 +85,19 @@ def test_pdl_changes_no_bit():
 
 
 @needs_emulator
-def test_only_the_new_row_of_a_cache_is_written():
-    of = spec("two-chunks")
+@pytest.mark.parametrize("name", ["falcon-h1", "qwen3.5", "two-chunks"])
+def test_query_heads_of_a_block_change_no_bit(name):
+    problem = PROBLEMS[name]
+    named = operands(spec(name), 4, 0)
+    found = [emulated(spec(name, heads=n, warps=4), named) for n in range(1, 9) if problem.group % n == 0]
+    assert len(found) > 2
+    assert all(same(each[n], found[0][n]) for each in found for n in each)
+
+
+@needs_emulator
+@pytest.mark.parametrize("how", [{}, {"heads": 2, "warps": 4, "ilp": 4}], ids=("most", "few"))
+def test_only_the_new_row_of_a_cache_is_written(how):
+    of = spec("two-chunks", **how)
     named = operands(of, 7, 0)
     found = emulated(of, named)
     for name, product in (("key_cache", None), ("value_cache", named["v"])):
