@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ class Served:
 
     page: bytes of one layer's state for a sequence, including its convolution's, for a model with 16 bits; in hybrids an attention layer
     has pages of the same size   more: fields of the public model's configuration that tools.demo's lacks
+    of_kinds: further ones, from the kinds of the layers   narrow: whether vLLM keeps its states in f16 on request
 
     The head takes the same share of a step as in the public model. The number of layers leaves six engines enough memory for the states of
     256 sequences each on a GPU with 140 GiB.
@@ -27,6 +28,19 @@ class Served:
     layers: int
     page: int
     more: Mapping[str, Any] = field(default_factory=dict)
+    of_kinds: Callable[[Sequence[str]], Mapping[str, Any]] = lambda kinds: {}
+    narrow: bool = True
+
+
+def _kimi_linear(kinds: Sequence[str]) -> dict[str, Any]:
+    """Fields of the public configuration that transformers' own replaces by others. Layers count from 1.
+
+    All layers have a dense MLP: a router would send tokens to other experts for a rounding.
+    """
+    kda = [number for number, kind in enumerate(kinds, 1) if kind == "linear_attention"]
+    others = [number for number, kind in enumerate(kinds, 1) if kind != "linear_attention"]
+    layers = {"kda_layers": kda, "full_attn_layers": others, "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4}
+    return {"linear_attn_config": layers, "mla_use_nope": True, "first_k_dense_replace": len(kinds)}
 
 
 MODELS = {
@@ -35,6 +49,8 @@ MODELS = {
     "qwen3_5": Served("Qwen3_5ForCausalLM", 32, 248320, 12, 2_150_000, {"mamba_ssm_dtype": "float32"}),
     "qwen3_next": Served("Qwen3NextForCausalLM", 48, 151936, 12, 1_100_000),
     "olmo_hybrid": Served("OlmoHybridForCausalLM", 32, 100352, 12, 1_180_000),
+    # KDA's states are f32 always; a page of latent attention has a multiple of 128 tokens
+    "kimi_linear": Served("KimiLinearForCausalLM", 27, 163840, 12, 2_220_000, of_kinds=_kimi_linear, narrow=False),
 }
 TIMED = ("mamba2", "nemotron_h", "qwen3_5")
 FEW = 4  # layers if only answers are compared; more if the model has more kinds of layers
@@ -43,13 +59,14 @@ FEW = 4  # layers if only answers are compared; more if the model has more kinds
 def config_of(model: str, layers: int, longest: int) -> Any:
     """transformers' configuration, for sequences of up to `longest` tokens. Raises DemoError if transformers lacks the family."""
     served, preset = MODELS[model], presets()[model].for_prompts
-    layers = len(preset.kinds(layers))
+    kinds = preset.kinds(layers)
+    layers = len(kinds)
     own = {
         "vocab_size": math.ceil(served.vocabulary * layers / served.whole / 64) * 64,
         "max_position_embeddings": longest,
         "architectures": [served.architecture],
     }
-    return replace(preset, sizes={**preset.sizes, **served.more, **own}).config(layers)
+    return replace(preset, sizes={**preset.sizes, **served.more, **served.of_kinds(kinds), **own}).config(layers)
 
 
 def prefix_block(model: str) -> int | None:
