@@ -42,7 +42,7 @@ def weights_as_trained(model: Any) -> None:
             else:
                 p.normal_(0, 1.5 * p.shape[-1] ** -0.5, generator=noise)
         for layer in model.modules():
-            if hasattr(layer, "W_UK_T"):  # latent attention: parts of kv_b_proj, which decode steps read, are parameters of their own
+            if hasattr(layer, "W_UK_T"):  # latent attention, whose decode steps read parts of kv_b_proj from other parameters
                 layer.process_weights_after_loading(layer.kv_b_proj.weight.dtype)
 
 

@@ -176,7 +176,7 @@ def test_models_are_cut_in_proportion_and_their_states_fit(model):
 
 
 def test_kimi_linear_has_the_fields_of_the_public_configuration(tmp_path):
-    """transformers' own names differ; engines read those of the checkpoint, whose layers count from 1."""
+    """Engines read the checkpoint's fields, where layers count from 1; transformers saves others."""
     pytest.importorskip("transformers.models.kimi_linear")
     config_of("kimi_linear", MODELS["kimi_linear"].layers, 2048).save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
