@@ -15,11 +15,10 @@ import torch
 from click.testing import CliRunner
 from selection import costly
 
-from tools.demo.presets import presets
 from tools.serving import __main__ as program
 from tools.serving.compare import compared
 from tools.serving.engines import Engine
-from tools.serving.models import MODELS, TIMED, config_of, pool_bytes
+from tools.serving.models import MODELS, TIMED, config_of, pool_bytes, preset_of
 from tools.serving.report import answers, as_dict, steps, table
 from tools.serving.run import Options, pairs_of, run
 from tools.serving.worker import Warnings, covered, forget_tuning, weights_as_trained
@@ -164,7 +163,7 @@ def test_models_are_cut_in_proportion_and_their_states_fit(model):
     pytest.importorskip("transformers")
     from transformers import CONFIG_MAPPING
 
-    preset, served = presets()[model], MODELS[model]
+    preset, served = preset_of(model), MODELS[model]
     if preset.kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model}")
     config = config_of(model, served.layers, 2048)
@@ -175,10 +174,11 @@ def test_models_are_cut_in_proportion_and_their_states_fit(model):
     assert pool_bytes(model, served.layers, 256, False) > 256 * preset.served(served.layers)[0] * state
 
 
-def test_kimi_linear_has_the_fields_of_the_public_configuration(tmp_path):
+@pytest.mark.parametrize(("model", "q_lora_rank"), [("kimi_linear", None), ("kimi_k3", 1536)])
+def test_kimi_has_the_fields_of_the_public_configuration(model, q_lora_rank, tmp_path):
     """Engines read the checkpoint's fields, where layers count from 1; transformers saves others."""
     pytest.importorskip("transformers.models.kimi_linear")
-    config_of("kimi_linear", MODELS["kimi_linear"].layers, 2048).save_pretrained(tmp_path)
+    config_of(model, MODELS[model].layers, 2048).save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     layers = said["linear_attn_config"]
     assert layers["full_attn_layers"] == [4, 8, 12] and layers["kda_layers"] == [n for n in range(1, 13) if n % 4]
@@ -187,15 +187,17 @@ def test_kimi_linear_has_the_fields_of_the_public_configuration(tmp_path):
     assert said["model_type"] == "kimi_linear" and said["mla_use_nope"] is True and said["tie_word_embeddings"] is False
     assert said["first_k_dense_replace"] == said["num_hidden_layers"] == len(said["mlp_layer_types"])
     assert set(said["mlp_layer_types"]) == {"dense"} and said["layer_types"].count("full_attention") == 3
-    latent = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    latent = {"kv_lora_rank": 512, "q_lora_rank": q_lora_rank, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     assert latent.items() <= said.items()
+    bounded = {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
+    assert (bounded.items() <= layers.items(), said.get("mla_use_output_gate", False)) == (model == "kimi_k3",) * 2
 
 
-def test_a_page_of_kimi_linear_holds_a_block_of_latent_attention():
+@pytest.mark.parametrize(("model", "heads"), [("kimi_linear", 32), ("kimi_k3", 12)])
+def test_a_page_of_kimi_holds_a_block_of_latent_attention(model, heads):
     """vLLM pads states to blocks of a multiple of 128 tokens, each of 576 numbers."""
-    page = -(-MODELS["kimi_linear"].page // (128 * 576 * 2)) * 128 * 576 * 2
-    state = 32 * 128 * (128 * 4 + 3 * 3 * 2)
-    assert state <= page - 128 * 576 * 2 <= MODELS["kimi_linear"].page
+    block = 128 * 576 * 2
+    assert -(-heads * 128 * (128 * 4 + 3 * 3 * 2) // block) * block <= MODELS[model].page
 
 
 def _state_bytes(config):
@@ -259,6 +261,17 @@ def test_decode_steps_of_latent_attention_have_the_weights_of_its_prompts(copies
     weights_as_trained(made)
     assert made.kv_b_proj.weight.std() > 0.3 and made.W_UV.data_ptr() == before  # an address that CUDA graphs hold
     assert all(torch.equal(own, part) for own, part in zip((made.W_UK_T, made.W_UV), made.parts(), strict=True))
+
+
+def test_the_fused_decode_step_of_kimi_k3_has_the_weights_of_its_prompts():
+    made = torch.nn.Module()
+    made.conv1d, made.o_norm = torch.nn.Conv1d(3 * 8, 3 * 8, 4, groups=3 * 8, bias=False), torch.nn.RMSNorm(8)
+    made.register_buffer("decode_conv1d_weight", torch.zeros(3, 4, 8))
+    made.register_buffer("decode_norm_weight", torch.zeros(8))
+    weights_as_trained(made)
+    q, k, v = made.conv1d.weight.detach().squeeze(1).chunk(3)
+    assert torch.equal(made.decode_conv1d_weight, torch.stack([q.t(), k.t(), v.t()])) and q.std() > 0.3
+    assert torch.equal(made.decode_norm_weight, made.o_norm.weight.detach()) and made.decode_norm_weight.min() == 1
 
 
 def test_tuning_is_forgotten(monkeypatch):
