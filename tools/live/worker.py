@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,15 @@ from tools.serving.worker import Server, serve, weights_as_trained
 
 MAMBA2 = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 32, "head_dim": 16, "num_heads": 8, "n_groups": 2,
-    "expand": 2, "conv_kernel": 4, "chunk_size": 64, "time_step_rank": 4, "architectures": ["Mamba2ForCausalLM"],
+    "expand": 2, "conv_kernel": 4, "chunk_size": 64, "time_step_rank": 4, "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2",
 }  # fmt: skip
+# Kimi delta attention only: vLLM's latent attention has CUDA kernels. A dense MLP: num_experts is missing.
+KIMI_LINEAR = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
+    "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [], "num_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4},
+    "max_position_embeddings": 256, "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {"mamba2": MAMBA2, "kimi_linear": KIMI_LINEAR}
 LONGEST = 256  # tokens of a sequence
 LENGTHS = (65, 150, 30, 129)  # of prompts that are asked together and alone: cut, whole, and with a rest of one token at a cut
 
@@ -49,15 +57,14 @@ class LiveServer(Server):
             )
         super().__init__()
 
-    def build(self, folder: str, step: int) -> dict[str, Any]:
-        """Builds the engine. folder: for the model's configuration   step: tokens of the engine's step, at most"""
-        from transformers import Mamba2Config
-
+    def build(self, folder: str, step: int, model: str) -> dict[str, Any]:
+        """Builds the engine. folder: for the model's configuration   step: tokens of the engine's step, at most   model: of MODELS"""
         begin = time.perf_counter()
         if vllm_is_batch_invariant():
             torch.nn.functional.linear = by_rows
-        Mamba2Config(**MAMBA2).save_pretrained(folder)
-        self.vocabulary = MAMBA2["vocab_size"]
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[model]), encoding="utf-8")
+        self.vocabulary = MODELS[model]["vocab_size"]
         self.llm = self.make(
             folder, skip_tokenizer_init=True, load_format="dummy", dtype="float32", seed=0, enforce_eager=True, max_model_len=LONGEST,
             max_num_seqs=4, max_num_batched_tokens=step, enable_prefix_caching=False, disable_log_stats=True,

@@ -67,6 +67,8 @@ def serving(models, answered, batches, file, folder, proved, limit, **given) -> 
     file is written again. An engine that fails does not stop the others. Its output is printed, and the exit code is 1.
     """
     begin, timed, proved = time.monotonic(), tuple(model for model in models or TIMED if model != "none"), tuple(dict.fromkeys(proved))
+    if given["narrow"] and (wide := [model for model in MODELS if model in {*timed, *dict(answered)} and not MODELS[model].narrow]):
+        raise click.UsageError(f"--narrow is given with {', '.join(wide)}; expected models whose states vLLM keeps in f16")
     if limit is not None:
         rest = limit - (PROOFS + EACH * len(proved) if proved else 0)
         if timed and rest < (least := WATCHES + ONE_ROUND):

@@ -18,6 +18,7 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the requesting process, so that its weights can be filled
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_KIMI_K3_GEMM_AR": "0",  # of tensor parallelism on sm_100; on one GPU it only imports CuTe DSL, which may be missing
 }  # fmt: skip
 
 

@@ -41,6 +41,12 @@ def weights_as_trained(model: Any) -> None:
                 p.fill_(1)
             else:
                 p.normal_(0, 1.5 * p.shape[-1] ** -0.5, generator=noise)
+        for layer in model.modules():
+            if getattr(layer, "decode_conv1d_weight", None) is not None:  # Kimi-K3's copies of weights, for its fused decode step
+                layer.decode_conv1d_weight.copy_(layer.conv1d.weight.view(3, -1, layer.conv1d.weight.shape[-1]).transpose(1, 2))
+                layer.decode_norm_weight.copy_(layer.o_norm.weight)
+            if hasattr(layer, "W_UK_T"):  # latent attention, whose decode steps read parts of kv_b_proj from other parameters
+                layer.process_weights_after_loading(layer.kv_b_proj.weight.dtype)
 
 
 def forget_tuning() -> int:

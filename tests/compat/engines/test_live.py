@@ -11,15 +11,23 @@ import pytest
 from ssmgen.compat.shared.replacing import NotReplaced
 from ssmgen.errors import UnsupportedError
 from tools.live.__main__ import HERE, SERVED, WITHIN, install, problems
-from tools.live.worker import counted
+from tools.live.worker import MODELS, counted
 
 OWN = {"tokens": [[3, 4], [5, 6]], "best": [[[-0.5, -1.0]] * 2] * 2}
-FINE = {"outcome": {"engine.f": "replaced"}, "warnings": [], "taken": dict.fromkeys(SERVED, 2), "refused": {}}
+FINE = {"outcome": {"engine.f": "replaced"}, "warnings": [], "refused": {}}
 
 
-def test_nothing_is_wrong_with_equal_answers_that_ssmgen_served():
+def fine(model):
+    return FINE | {"taken": dict.fromkeys(SERVED[model], 2)}
+
+
+@pytest.mark.parametrize("model", SERVED)
+def test_nothing_is_wrong_with_equal_answers_that_ssmgen_served(model):
     within = {**OWN, "best": [[[-0.5 + WITHIN / 2, -1.0]] * 2] * 2}
-    assert problems(OWN, OWN, FINE) == problems(OWN, within, FINE) == []
+    assert problems(model, OWN, OWN, fine(model)) == problems(model, OWN, within, fine(model)) == []
+    for name in SERVED[model]:
+        taken = {"taken": dict.fromkeys(SERVED[model] - {name}, 2)}
+        assert problems(model, OWN, OWN, FINE | taken) == [f"{model}: ssmgen was not called for {name}"]
 
 
 @pytest.mark.parametrize(
@@ -27,15 +35,15 @@ def test_nothing_is_wrong_with_equal_answers_that_ssmgen_served():
     [
         ({"tokens": [[3, 4], [5, 7]]}, {}, "answers differ: 1 of 2 equal"),
         ({"best": [[[-0.5 + 2 * WITHIN, -1.0]] * 2] * 2}, {}, "answers differ: 2 of 2 equal"),
-        ({}, {"taken": {}}, f"not called for {', '.join(sorted(SERVED))}"),
+        ({}, {"taken": {}}, f"not called for {', '.join(sorted(SERVED['kimi_linear']))}"),
         ({}, {"refused": {"selective_state_update": 3}}, "refused calls of {'selective_state_update': 3}"),
         ({}, {"warnings": ["vllm's own f runs"]}, "warned:\n    vllm's own f runs"),
         ({}, {"outcome": {"engine.f": "kept: its parameters are others"}}, "not replaced:\n    engine.f: kept"),
     ],
 )
 def test_each_thing_that_is_wrong_is_said(ours, state, said):
-    (found,) = problems(OWN, OWN | ours, FINE | state)
-    assert said in found
+    (found,) = problems("kimi_linear", OWN, OWN | ours, fine("kimi_linear") | state)
+    assert said in found and found.startswith("kimi_linear: ")
 
 
 def test_calls_that_raise_are_not_counted_as_taken():
@@ -54,6 +62,10 @@ def test_calls_that_raise_are_not_counted_as_taken():
     with pytest.raises(NotReplaced):
         call(None)
     assert taken == {"f": 2} and refused == {"f": 1}
+
+
+def test_every_model_has_functions_to_serve():
+    assert set(MODELS) == set(SERVED)
 
 
 def test_packages_are_pinned_and_one_kind_of_each():

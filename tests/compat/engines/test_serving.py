@@ -15,11 +15,10 @@ import torch
 from click.testing import CliRunner
 from selection import costly
 
-from tools.demo.presets import presets
 from tools.serving import __main__ as program
 from tools.serving.compare import compared
 from tools.serving.engines import Engine
-from tools.serving.models import MODELS, TIMED, config_of, pool_bytes
+from tools.serving.models import MODELS, TIMED, config_of, pool_bytes, preset_of
 from tools.serving.report import answers, as_dict, steps, table
 from tools.serving.run import Options, pairs_of, run
 from tools.serving.worker import Warnings, covered, forget_tuning, weights_as_trained
@@ -164,7 +163,7 @@ def test_models_are_cut_in_proportion_and_their_states_fit(model):
     pytest.importorskip("transformers")
     from transformers import CONFIG_MAPPING
 
-    preset, served = presets()[model], MODELS[model]
+    preset, served = preset_of(model), MODELS[model]
     if preset.kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model}")
     config = config_of(model, served.layers, 2048)
@@ -175,8 +174,36 @@ def test_models_are_cut_in_proportion_and_their_states_fit(model):
     assert pool_bytes(model, served.layers, 256, False) > 256 * preset.served(served.layers)[0] * state
 
 
+@pytest.mark.parametrize(("model", "q_lora_rank"), [("kimi_linear", None), ("kimi_k3", 1536)])
+def test_kimi_has_the_fields_of_the_public_configuration(model, q_lora_rank, tmp_path):
+    """Engines read the checkpoint's fields, where layers count from 1; transformers saves others."""
+    pytest.importorskip("transformers.models.kimi_linear")
+    config_of(model, MODELS[model].layers, 2048).save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    layers = said["linear_attn_config"]
+    assert layers["full_attn_layers"] == [4, 8, 12] and layers["kda_layers"] == [n for n in range(1, 13) if n % 4]
+    assert (layers["num_heads"], layers["head_dim"]) == (said["linear_num_heads"], said["linear_head_dim"])
+    assert layers["short_conv_kernel_size"] == said["linear_conv_kernel_dim"]
+    assert said["model_type"] == "kimi_linear" and said["mla_use_nope"] is True and said["tie_word_embeddings"] is False
+    assert said["first_k_dense_replace"] == said["num_hidden_layers"] == len(said["mlp_layer_types"])
+    assert set(said["mlp_layer_types"]) == {"dense"} and said["layer_types"].count("full_attention") == 3
+    latent = {"kv_lora_rank": 512, "q_lora_rank": q_lora_rank, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    assert latent.items() <= said.items()
+    bounded = {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
+    assert (bounded.items() <= layers.items(), said.get("mla_use_output_gate", False)) == (model == "kimi_k3",) * 2
+
+
+@pytest.mark.parametrize(("model", "heads"), [("kimi_linear", 32), ("kimi_k3", 12)])
+def test_a_page_of_kimi_holds_a_block_of_latent_attention(model, heads):
+    """vLLM pads states to blocks of a multiple of 128 tokens, each of 576 numbers."""
+    block = 128 * 576 * 2
+    assert -(-heads * 128 * (128 * 4 + 3 * 3 * 2) // block) * block <= MODELS[model].page
+
+
 def _state_bytes(config):
-    """A layer's states: the recurrence's, f32 if the configuration asks for it, and the convolution's, of 16 bits."""
+    """A layer's states: the recurrence's, f32 if the configuration asks for it or by rule, and the convolution's, of 16 bits."""
+    if hasattr(config, "linear_num_heads"):
+        return config.linear_num_heads * config.linear_head_dim * (config.linear_head_dim * 4 + 3 * 3 * 2)
     if hasattr(config, "linear_num_value_heads"):
         keys, values = (
             config.linear_num_key_heads * config.linear_key_head_dim,
@@ -206,6 +233,45 @@ def test_weights_are_the_same_in_every_process_and_decay():
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert one["A"].max() < 0 and one["dt_bias"].max() < 0 and one["linear.bias"].abs().max() == 0 and one["norm.weight"].min() == 1
     assert one["linear.weight"].std().item() == pytest.approx(1.5 / 16, rel=0.05)
+
+
+class Latent(torch.nn.Module):
+    """Latent attention as vLLM loads it: W_UK_T and W_UV are parts of kv_b_proj, views of it or copies."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.copies, self.kv_b_proj = copies, torch.nn.Linear(8, 2 * (4 + 6), bias=False)
+        self.W_UK_T, self.W_UV = (torch.nn.Parameter(part, requires_grad=False) for part in self.parts())
+
+    def parts(self):
+        weight = self.kv_b_proj.weight.detach().to(torch.float32, copy=self.copies).T.view(8, 2, 4 + 6)
+        k, v = weight.split([4, 6], dim=-1)
+        return k.permute(1, 2, 0), v.transpose(0, 1)
+
+    def process_weights_after_loading(self, dtype):
+        assert dtype == self.kv_b_proj.weight.dtype
+        for own, part in zip((self.W_UK_T, self.W_UV), self.parts(), strict=True):
+            own.data.copy_(part)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_decode_steps_of_latent_attention_have_the_weights_of_its_prompts(copies):
+    made = Latent(copies)
+    before = made.W_UV.data_ptr()
+    weights_as_trained(made)
+    assert made.kv_b_proj.weight.std() > 0.3 and made.W_UV.data_ptr() == before  # an address that CUDA graphs hold
+    assert all(torch.equal(own, part) for own, part in zip((made.W_UK_T, made.W_UV), made.parts(), strict=True))
+
+
+def test_the_fused_decode_step_of_kimi_k3_has_the_weights_of_its_prompts():
+    made = torch.nn.Module()
+    made.conv1d, made.o_norm = torch.nn.Conv1d(3 * 8, 3 * 8, 4, groups=3 * 8, bias=False), torch.nn.RMSNorm(8)
+    made.register_buffer("decode_conv1d_weight", torch.zeros(3, 4, 8))
+    made.register_buffer("decode_norm_weight", torch.zeros(8))
+    weights_as_trained(made)
+    q, k, v = made.conv1d.weight.detach().squeeze(1).chunk(3)
+    assert torch.equal(made.decode_conv1d_weight, torch.stack([q.t(), k.t(), v.t()])) and q.std() > 0.3
+    assert torch.equal(made.decode_norm_weight, made.o_norm.weight.detach()) and made.decode_norm_weight.min() == 1
 
 
 def test_tuning_is_forgotten(monkeypatch):
@@ -241,7 +307,8 @@ def test_options_are_read(monkeypatch, tmp_path):
     assert options.timed == TIMED and options.batches == (1, 8) and options.answered == (("mamba2", "float32"),)
     assert json.loads((tmp_path / "out.json").read_text())["vllm"] == "0.33.0" and len(pairs) == 4
     assert ask(program.serving, ["--model", "none", "--answers", "mamba2:float16"]).exit_code == 0 and seen[1][1].timed == ()
-    for wrong in (["--answers", "mamba2"], ["--answers", "mamba3:float32"], ["--model", "mamba3"]):
+    narrow = ["--narrow", "--model", "none", "--answers", "kimi_linear:float16"]
+    for wrong in (["--answers", "mamba2"], ["--answers", "mamba3:float32"], ["--model", "mamba3"], narrow):
         assert ask(program.serving, wrong).exit_code == 2
 
 

@@ -171,7 +171,7 @@ def test_prefixes_of_models_without_attention_end_where_the_mode_allows():
     """vLLM's own blocks there have 16 tokens, and the mode refuses prefixes that do not end at multiples of 64."""
     found = {model: prefix_block(model) for model in MODELS}
     assert found["mamba2"] and found["mamba2"] % invariance.CHUNK == 0 and found["mamba2"] < NEEDLES[-1]
-    assert not any(found[model] for model in ("nemotron_h", "qwen3_5", "qwen3_next", "olmo_hybrid"))
+    assert not any(found[model] for model in ("nemotron_h", "qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "kimi_k3"))
 
 
 # The whole command.
