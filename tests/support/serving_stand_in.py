@@ -23,10 +23,10 @@ class StandIn:
     def __init__(self) -> None:
         self.ours = "ssmgen" in os.environ["VLLM_PLUGINS"].split(",")
         self.journal = Path(os.environ["SERVING_JOURNAL"])
-        self.model = ""
+        self.model, self.counts = "", False
 
-    def build(self, model: str, folder: str, **more: Any) -> dict[str, Any]:
-        self.model = model
+    def build(self, model: str, folder: str, count: bool = False, **more: Any) -> dict[str, Any]:
+        self.model, self.counts = model, count
         told = {name: os.environ.get(f"SSMGEN_ENGINE_{name.upper()}") for name in ("linear", "noise")}
         return self._done("build", folder=folder, **told, **more)
 
@@ -68,7 +68,7 @@ class StandIn:
         self._done("state")
         replaced = "kept: it is another one" if "idle" in os.environ.get("SERVING_FAILS", "") else "replaced"
         outcome = dict.fromkeys(("engine.f", "engine.UnquantizedLinearMethod.apply"), replaced)
-        return {"outcome": outcome if self.ours else {}, "warnings": []}
+        return {"outcome": outcome if self.ours else {}, "warnings": [], "taken": {"f": 7} if self.counts else {}, "refused": {}}
 
     def _done(self, what: str, **more: Any) -> dict[str, Any]:
         begin = time.monotonic()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import resource
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssmgen.compat.shared.replacing import NotReplaced
 from ssmgen.settings import vllm_is_batch_invariant
+from tools.serving.calls import Calls
 from tools.serving.worker import Server, serve, weights_as_trained
 
 MAMBA2 = {
@@ -44,17 +40,12 @@ def by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class LiveServer(Server):
-    """A vLLM engine in this process. Requests name its methods. Counts the calls that ssmgen's functions take, and those they refuse."""
+    """A vLLM engine in this process. Requests name its methods. Calls are counted from the import of vLLM on."""
 
     def __init__(self) -> None:
-        self.taken: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
+        self.calls = Calls()
         if "ssmgen" in os.environ.get("VLLM_PLUGINS", "").split(","):
-            from ssmgen.compat.vllm import _ENGINE
-
-            _ENGINE.replacements = tuple(
-                r if r.around else replace(r, function=counted(r.function, r.name, self.taken, self.refused)) for r in _ENGINE.replacements
-            )
+            self.calls.count()
         super().__init__()
 
     def build(self, folder: str, step: int, model: str) -> dict[str, Any]:
@@ -89,29 +80,8 @@ class LiveServer(Server):
         return {"differ": [i for i, prompt in enumerate(asked) if said([prompt]) != [together[i]]]}
 
     def state(self) -> dict[str, Any]:
-        """The state of Server, the calls that ssmgen took and refused by function, and this process's peak of memory in bytes."""
-        calls = {"taken": self.taken, "refused": self.refused}
-        return super().state() | calls | {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
-
-
-def counted(function: Callable[..., Any], name: str, taken: Counter[str], refused: Counter[str]) -> Callable[..., Any]:
-    """The function, which adds its calls to one of the two: to `refused` where it raises, to neither where it leaves them to the engine."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls: Counter[str] | None = refused
-        try:
-            result = function(*args, **kwargs)
-            calls = taken
-        except NotReplaced:
-            calls = None
-            raise
-        finally:
-            if calls is not None:
-                calls[name] += 1
-        return result
-
-    return call
+        """The state of Server, and this process's peak of memory in bytes."""
+        return super().state() | {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
 def main() -> None:

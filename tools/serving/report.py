@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -74,13 +75,18 @@ def _rate(rates: list[float]) -> str:
 
 
 def answers(pairs: list[Pair]) -> str:
-    """One line per pair: whether both engines gave the same tokens; then the functions that ssmgen left to vLLM."""
+    """One line per pair: whether both engines gave the same tokens; then counted calls, and the functions that ssmgen left to vLLM."""
     lines = []
     for pair in pairs:
         lines.append(f"{pair.name}, {pair.dtype}: {pair.compared or 'not compared'}")
         left = [f"{place.rpartition('.')[2]} {what}" for place, what in pair.outcome.items() if what.startswith("kept")]
-        lines += [f"  {text}" for text in (*left, *pair.warnings, *pair.failures)]
+        counts = [f"{word}: {_calls(calls)}" for word, calls in (("served", pair.taken), ("refused", pair.refused)) if calls]
+        lines += [f"  {text}" for text in (*counts, *left, *pair.warnings, *pair.failures)]
     return "\n".join(lines)
+
+
+def _calls(calls: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count} times" for name, count in sorted(calls.items()))
 
 
 def as_dict(pairs: list[Pair], **about: Any) -> dict[str, Any]:
@@ -89,7 +95,8 @@ def as_dict(pairs: list[Pair], **about: Any) -> dict[str, Any]:
         "models": [
             {
                 "model": pair.model, "dtype": pair.dtype, "layers": pair.layers, "failures": pair.failures, "outcome": dict(pair.outcome),
-                "warnings": pair.warnings, "answers": pair.compared and pair.compared.as_dict(),
+                "warnings": pair.warnings, "taken": dict(pair.taken), "refused": dict(pair.refused),
+                "answers": pair.compared and pair.compared.as_dict(),
                 "rates": [_rates(pair, case) for case in dict.fromkeys(case for case, _ in pair.rates)],
             }
             for pair in pairs

@@ -100,6 +100,8 @@ class Pair:
 
     linear: "with ssmgen" means linear layers by ssmgen here, and both engines have the plugin   narrow: it also means f16 states with noise
 
+    taken, refused: {function: calls} that ssmgen served, and that failed in it; counted where nothing is timed or compiled
+
     cpu: seconds of the CPU, by the same keys, for all prompts or a decode step   busy: seconds in which the GPU is busy, and its kernels
     and copies, for the same
     """
@@ -116,6 +118,8 @@ class Pair:
     failures: list[str] = field(default_factory=list)
     outcome: Mapping[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    taken: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
     linear: bool = False
     narrow: bool = False
 
@@ -213,6 +217,7 @@ def _prepare(engine: Engine, pair: Pair, options: Options) -> None:
         "build", model=pair.model, layers=pair.layers, dtype=pair.dtype, longest=options.longest, compiled=options.compiled,
         graphs=sorted({*options.batches, COMPARED[0]}) if pair.timed else [1, COMPARED[0]], step=STEP if pair.timed else SMALL_STEP,
         folder=str(engine.folder / "model"), state="float16" if pair.narrow and engine.with_ssmgen else "",
+        count=engine.with_ssmgen and not (pair.timed or options.compiled),
     )  # fmt: skip
     engine.say("answers", prompts=COMPARED[0], tokens=COMPARED[1])
     for case in options.cases if pair.timed else ():
@@ -230,7 +235,7 @@ def _prepared(engine: Engine, pair: Pair, options: Options, until: float) -> str
     first = sum(hear()["seconds"] for _ in (options.cases if pair.timed else ()))
     state = hear()
     if engine.with_ssmgen:
-        pair.outcome, pair.warnings = state["outcome"], state["warnings"]
+        pair.outcome, pair.warnings, pair.taken, pair.refused = (state[name] for name in ("outcome", "warnings", "taken", "refused"))
         if REPLACED not in pair.outcome.values():
             pair.failures.append("the plugin has replaced nothing: both engines are vLLM's own")
         if pair.linear and REPLACED not in [what for place, what in pair.outcome.items() if place.endswith(LINEAR)]:

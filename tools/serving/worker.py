@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import needles
+from .calls import Calls
 
 LENGTHS = (1, 3, 17, 64, 130, 257, 400, 700)  # of prompts whose answers are compared: on both sides of chunk boundaries
 
@@ -93,6 +94,8 @@ class Warnings(logging.Filter):
 class Server:
     """A vLLM engine in this process. Requests name its methods."""
 
+    calls: Calls | None = None
+
     def __init__(self) -> None:
         from vllm import LLM  # some seconds, of the CPU only
 
@@ -104,16 +107,20 @@ class Server:
     def build(
         self, model: str, layers: int, dtype: str, graphs: list[int], longest: int, step: int, folder: str, compiled: bool,
         eager: bool = False, prefixes: bool = False, wide: bool = False, state: str = "",
+        count: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         """Builds the engine. dtype: of weights   graphs: batch sizes with captured decode steps; the last one is the largest batch
 
         longest, step: most tokens of a sequence, and of the engine's step   folder: for the model's configuration
         compiled: by torch.compile, vLLM's default   eager: no graphs   prefixes: a cache of them   wide: recurrent states in f32
-        state: their dtype; empty for the model's
+        state: their dtype; empty for the model's   count: the calls that ssmgen takes
         """
         from .models import config_of, pool_bytes, prefix_block
 
         begin = time.perf_counter()
+        if count:
+            self.calls = Calls()
+            self.calls.count()
         config = config_of(model, layers, longest)
         self.vocabulary = config.vocab_size
         config.save_pretrained(folder)
@@ -182,12 +189,13 @@ class Server:
         return {"seconds": time.perf_counter() - begin, "kernels": kernels}
 
     def state(self) -> dict[str, Any]:
-        """The plugin's result here: {function: outcome}, and its warnings."""
+        """The plugin's result here: {function: outcome}, its warnings, and counted calls: {function: calls}, taken and refused."""
+        calls = {"taken": self.calls.taken, "refused": self.calls.refused} if self.calls else {"taken": {}, "refused": {}}
         if "ssmgen" not in os.environ.get("VLLM_PLUGINS", "").split(","):
-            return {"outcome": {}, "warnings": []}
+            return {"outcome": {}, "warnings": [], **calls}
         from ssmgen.compat import vllm as plugin
 
-        return {"outcome": plugin.register(), "warnings": self.warnings.said}
+        return {"outcome": plugin.register(), "warnings": self.warnings.said, **calls}
 
     def _generate(self, prompts: list[list[int]], tokens: int, **more: Any) -> Any:
         from vllm import SamplingParams

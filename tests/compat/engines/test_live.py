@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import types
 from collections import Counter
 from importlib.metadata import distributions
 
 import pytest
 
-from ssmgen.compat.shared.replacing import NotReplaced
+from ssmgen.compat import vllm
+from ssmgen.compat.shared.replacing import NotReplaced, Replacement
 from ssmgen.errors import UnsupportedError
 from tools.live.__main__ import HERE, SERVED, WITHIN, install, problems
-from tools.live.worker import MODELS, counted
+from tools.live.worker import MODELS
+from tools.serving.calls import Calls, counted
 
 OWN = {"tokens": [[3, 4], [5, 6]], "best": [[[-0.5, -1.0]] * 2] * 2}
 FINE = {"outcome": {"engine.f": "replaced"}, "warnings": [], "refused": {}}
@@ -62,6 +65,20 @@ def test_calls_that_raise_are_not_counted_as_taken():
     with pytest.raises(NotReplaced):
         call(None)
     assert taken == {"f": 2} and refused == {"f": 1}
+
+
+def test_the_plugins_functions_are_counted(monkeypatch):
+    def function():
+        raise UnsupportedError("f", ["no kernel"])
+
+    engine = types.SimpleNamespace(replacements=(Replacement("m", "f", function), Replacement("m", "g", function, around=True)))
+    monkeypatch.setattr(vllm, "_ENGINE", engine)
+    calls = Calls()
+    calls.count()
+    for each in engine.replacements:
+        with pytest.raises(UnsupportedError):
+            each.function()
+    assert calls.refused == {"f": 1} and not calls.taken and engine.replacements[1].function is function
 
 
 def test_every_model_has_functions_to_serve():

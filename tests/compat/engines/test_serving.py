@@ -140,6 +140,14 @@ def test_what_is_printed(served):
     assert said["vllm"] == "0.33.0" and len(said["models"][0]["rates"]) == 4 and len(said["models"][0]["rates"][0]["own"]) == 2
 
 
+def test_calls_are_counted_where_nothing_is_timed_or_compiled(served):
+    pairs, _, _ = served(answered=(("mamba2", "float32"),), timed=("qwen3_5",))
+    assert [pair.taken for pair in pairs] == [{}, {"f": 7}] and "  served: f 7 times" in answers(pairs).splitlines()
+    assert [each["taken"] for each in as_dict(pairs)["models"]] == [{}, {"f": 7}]
+    pairs, _, _ = served(answered=(("mamba2", "float32"),), timed=(), compiled=True)
+    assert [pair.taken for pair in pairs] == [{}] and "served" not in answers(pairs)
+
+
 def test_prompts_are_shorter_where_there_are_many():
     options = Options(timed=("mamba2",))
     assert [(case.batch, case.prompt) for case in options.cases if case.what == "prompts"] == [(1, 2048), (8, 2048), (64, 256), (256, 64)]
