@@ -12,10 +12,11 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from functools import partial, wraps
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, all_suffixes
 from importlib.util import find_spec
@@ -83,7 +84,7 @@ class Replacement:
     behind: wraps the engine's own method for refused calls, because its class now claims more than that method can do
     impossible: of a refused call's arguments, why the engine's own function cannot run it either; None if it can
     traced: torch.compile may trace calls of it, which stay the engine's own, or call `compiled` with the engine's own before the arguments
-    needs: places of other replacements; while one of them is not made, calls of this one stay the engine's own
+    needs: places of other replacements, whose modules a call imports; if one of them is not made, calls of this one stay the engine's own
     around: function takes the engine's own before the other arguments, and calls it itself
     asked: replaced only if SSMGEN_ENGINE_LINEAR asks for it
     backward: the engine's own has one, so ours sees whether gradients are recorded
@@ -209,12 +210,20 @@ class Engine:
 
         @wraps(r.function)
         def function(*args: Any, **kwargs: Any) -> Any:
-            if missing := [place for place in r.needs if self.outcome.get(place) != REPLACED]:
+            if missing := [place for place in r.needs if not self._made(place)]:
                 reasons = [f"{place} is {self.package}'s own" for place in missing]
                 raise UnsupportedError(f"{self.package}'s {r.name}", reasons)
             return r.function(*args, **kwargs)
 
         return changed(r, function=function)
+
+    def _made(self, place: str) -> bool:
+        """Whether the function at a place is ours. Its module is imported if nothing else has done so: engines import some in their calls."""
+        if self.outcome.get(place) == WAITING:
+            module = next(r.module for r in self.replacements if r.place == place)
+            with suppress(ImportError):  # the outcome stays WAITING
+                import_module(module)
+        return self.outcome.get(place) == REPLACED
 
     def with_the_original_behind(self, r: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
         """Ours, for calls that it takes; the engine's for the others, with a warning, once per reason, or in the strict mode an error."""

@@ -325,7 +325,7 @@ def test_what_was_done_is_logged_once_below_the_engine_s_logger(engine, when, ca
 # Calls.
 
 
-def with_ours(monkeypatch, engine: str, function):
+def with_ours(monkeypatch, engine: str, function, needs: tuple[str, ...] = ()):
     """(the engine's first function, whose replacement calls `function`; the value that the engine's own returns)"""
     r, *others = PLUGINS[engine]._ENGINE.replacements
 
@@ -333,7 +333,7 @@ def with_ours(monkeypatch, engine: str, function):
         return function(*args, **kwargs)
 
     made.__signature__ = inspect.signature(r.function)
-    monkeypatch.setattr(PLUGINS[engine]._ENGINE, "replacements", (replacing.Replacement(r.module, r.name, made), *others))
+    monkeypatch.setattr(PLUGINS[engine]._ENGINE, "replacements", (replacing.Replacement(r.module, r.name, made, needs=needs), *others))
     PLUGINS[engine].register()
     return getattr(importlib.import_module(r.module), r.name), answer(r.module, r.name)
 
@@ -356,6 +356,19 @@ def test_refused_calls_go_to_the_engine_and_are_said_once(engine, error, monkeyp
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1 and str(error) in warnings[0] and f"{engine}'s own" in warnings[0]
     assert ("In an engine, run a step of the same batch size before the capture" in warnings[0]) == isinstance(error, CaptureError)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_call_imports_what_its_replacement_needs(engine, there, tmp_path, monkeypatch, caplog):
+    """Engines import some modules in their first call, which is ours too if the functions of these modules are."""
+    other = next(r for r in reversed(PLUGINS[engine]._ENGINE.replacements) if "." not in r.name and not r.asked)
+    function, engine_s = with_ours(monkeypatch, engine, lambda *args: "ours", needs=(other.place,))
+    assert PLUGINS[engine].register()[other.place] == replacing.WAITING and other.module not in sys.modules
+    if not there:
+        tmp_path.joinpath(*other.module.split(".")).with_suffix(".py").write_text("import a_module_that_is_missing")
+    assert function(*[None] * 8) == ("ours" if there else engine_s)
+    assert PLUGINS[engine].register()[other.place] == (replacing.REPLACED if there else replacing.WAITING)
+    assert (f"{other.place} is {engine}'s own" in caplog.text) == (not there)
 
 
 def test_other_reasons_are_said_too(engine, monkeypatch, caplog):
