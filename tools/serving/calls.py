@@ -21,12 +21,11 @@ class Calls:
         self.taken: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
 
-    def count(self) -> None:
-        """Counts the calls of the plugin's functions from now on. Before vLLM loads the plugin, so before an engine is built."""
-        from ssmgen.compat.vllm import _ENGINE
-
-        _ENGINE.replacements = tuple(
-            r if r.around else replace(r, function=counted(r.function, r.name, self.taken, self.refused)) for r in _ENGINE.replacements
+    def count(self, plugin: Any) -> None:
+        """Counts the calls of functions of a plugin, vllm or sglang of ssmgen.compat, from now on. Before the engine loads the plugin."""
+        plugin._ENGINE.replacements = tuple(
+            r if r.around else replace(r, function=counted(r.function, r.name, self.taken, self.refused))
+            for r in plugin._ENGINE.replacements
         )
 
 

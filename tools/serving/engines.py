@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tools.serving.worker"
+WIDTH = 400  # characters of a line that an error shows
 OFFLINE = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the requesting process, so that its weights can be filled
@@ -32,6 +33,8 @@ class Engine:
 
     variables: added to this process's environment   module: the module to run
     """
+
+    lines = 25  # of the output that an error shows
 
     def __init__(
         self, name: str, with_ssmgen: bool, folder: Path, variables: Mapping[str, str], module: str = WORKER, plugin: bool | None = None
@@ -92,5 +95,5 @@ class Engine:
             self._answers = -1
 
     def _failed(self, what: str) -> EngineError:
-        lines = (self.folder / "log").read_text(errors="replace").splitlines()[-25:]
-        return EngineError("\n  | ".join([f"{self.folder.name} {what}", *lines]))
+        lines = (self.folder / "log").read_text(errors="replace").splitlines()[-self.lines :]
+        return EngineError("\n  | ".join([f"{self.folder.name} {what}", *(line[:WIDTH] for line in lines)]))

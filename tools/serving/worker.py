@@ -119,8 +119,10 @@ class Server:
 
         begin = time.perf_counter()
         if count:
+            from ssmgen.compat import vllm
+
             self.calls = Calls()
-            self.calls.count()
+            self.calls.count(vllm)
         config = config_of(model, layers, longest)
         self.vocabulary = config.vocab_size
         config.save_pretrained(folder)
@@ -141,12 +143,7 @@ class Server:
 
     def answers(self, prompts: int, tokens: int) -> dict[str, Any]:
         """Greedy tokens of `prompts` prompts, and the log-probabilities of the two best tokens at each place."""
-        asked = [
-            [(7 * i + 11 * n + (j % 37) * (5 + i)) % (self.vocabulary - 16) + 8 for j in range(n)]
-            for i in range(prompts)
-            for n in [_length(i)]
-        ]
-        said = [a.outputs[0] for a in self._generate(asked, tokens, logprobs=2)]
+        said = [a.outputs[0] for a in self._generate(prompts_of(prompts, self.vocabulary), tokens, logprobs=2)]
         best = [[sorted((round(p.logprob, 5) for p in step.values()), reverse=True)[:2] for step in a.logprobs] for a in said]
         return {"tokens": [list(a.token_ids) for a in said], "best": best}
 
@@ -204,8 +201,13 @@ class Server:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], how, use_tqdm=False)
 
 
-def _length(number: int) -> int:
-    return LENGTHS[number % len(LENGTHS)]
+def prompts_of(count: int, vocabulary: int) -> list[list[int]]:
+    """The prompts whose answers are compared, of LENGTHS in turn."""
+    return [
+        [(7 * i + 11 * n + (j % 37) * (5 + i)) % (vocabulary - 16) + 8 for j in range(n)]
+        for i in range(count)
+        for n in [LENGTHS[i % len(LENGTHS)]]
+    ]
 
 
 def _synchronize() -> None:
