@@ -280,38 +280,68 @@ DEVICE float sum_over_team(float (&v)[Rows][Passes], u32 lane) {
 // Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number
 // itself.
 
-// Philox-4x32 (Salmon et al. 2011): 4 random words from a seed and a counter. Stream 0 gives the words of Triton's randint4x(seed,
-// counter).
-DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
+// Philox-4x32 (Salmon et al. 2011): 4 random words for each counter, from a seed. Stream 0 gives the words of Triton's randint4x(seed,
+// counter). Counters share the round keys. The first round is apart, as two of its inputs are constant.
+template <int Count>
+DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 stream, u32 (&r)[Count][4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);
-  r[0] = u32(counter), r[1] = u32(counter >> 32), r[2] = stream, r[3] = 0;
-#pragma unroll 2  // unrolling all rounds would interleave several vectors and take twice the registers
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const u64 a = u64(0xD2511F53u) * r[0], b = u64(0xCD9E8D57u) * r[2];
-    r[0] = u32(b >> 32) ^ r[1] ^ k0;
-    r[2] = u32(a >> 32) ^ r[3] ^ k1;
-    r[1] = u32(b), r[3] = u32(a);
+#pragma unroll
+  for (int i = 0; i < Count; ++i) {
+    const u64 a = u64(0xD2511F53u) * u32(counter[i]), b = u64(0xCD9E8D57u) * stream;
+    r[i][0] = u32(b >> 32) ^ u32(counter[i] >> 32) ^ k0, r[i][1] = u32(b), r[i][2] = u32(a >> 32) ^ k1, r[i][3] = u32(a);
+  }
+#pragma unroll 3  // unrolling all rounds would interleave several vectors and take twice the registers
+  for (int round = 1; round < kPhiloxRounds; ++round) {
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      const u64 a = u64(0xD2511F53u) * r[i][0], b = u64(0xCD9E8D57u) * r[i][2];
+      r[i][0] = u32(b >> 32) ^ r[i][1] ^ k0;
+      r[i][2] = u32(a >> 32) ^ r[i][3] ^ k1;
+      r[i][1] = u32(b), r[i][3] = u32(a);
+    }
   }
 }
-// 16 random bits below the last bit that is kept, for subnormal numbers too. Finite numbers stay finite.
-DEVICE u32 round_stochastic(bf16, float v, u32 random) {
-  const u32 bits = __float_as_uint(v), size = bits & 0x7fffffffu;
-  const u32 moved = size + (random & 0xffffu);
-  const u32 kept = size > 0x7f7fffffu ? size | u32(size > 0x7f800000u) << 22 : moved > 0x7f7fffffu ? 0x7f7fffffu : moved;  // NaN stays NaN
-  return (kept | (bits & 0x80000000u)) >> 16;
+// Four results of arithmetic, whose NaN is quiet, each with its own noise: 16 random bits below the last bit that is kept, for subnormal
+// numbers too. Near the largest number truncation gives the largest one, where noise could give infinity: finite numbers stay finite.
+DEVICE void round_4_stochastic(bf16, const float (&f)[4], const u32 (&random)[4], u32 (&word)[2]) {
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    u32 moved[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) moved[i] = __float_as_uint(f[j + i]) + (fabsf(f[j + i]) < 3.3895314e38f ? random[j + i] & 0xffffu : 0u);
+    word[j / 2] = __byte_perm(moved[0], moved[1], 0x7632);
+  }
 }
-// Elements index … index + N - 1 of a state, each rounded with its own noise.
+// Vectors of N results of arithmetic, each rounded with its own noise; vector i has elements index[i] … index[i] + N - 1 of a state.
+template <class T, int N, int Vectors>
+DEVICE void pack_stochastic(const float (&f)[Vectors][N], Pack<T, N> (&v)[Vectors], u64 seed, const u64 (&index)[Vectors], u32 stream) {
+  constexpr int kEach = N / 4;
+  u64 counter[Vectors * kEach];
+#pragma unroll
+  for (int i = 0; i < Vectors * kEach; ++i) counter[i] = index[i / kEach] + i % kEach * 4;
+  u32 random[Vectors * kEach][4];
+  philox(seed, counter, stream, random);
+#pragma unroll
+  for (int i = 0; i < Vectors * kEach; ++i) {
+    const float(&from)[N] = f[i / kEach];
+    const int at = i % kEach * 4;
+    const float four[4] = {from[at], from[at + 1], from[at + 2], from[at + 3]};
+    u32 word[2];
+    round_4_stochastic(T{}, four, random[i], word);
+    v[i / kEach].word[at / 2] = word[0], v[i / kEach].word[at / 2 + 1] = word[1];
+  }
+}
+// One vector.
 template <class T, int N>
 DEVICE void pack_stochastic(const float (&f)[N], Pack<T, N>& v, u64 seed, u64 index, u32 stream) {
+  const u64 counter[1] = {index};
+  float vectors[1][N];
 #pragma unroll
-  for (int i = 0; i < N; i += 4) {
-    u32 random[4];
-    philox(seed, index + i, stream, random);
-#pragma unroll
-    for (int j = 0; j < 4; j += 2)
-      v.word[(i + j) / 2] = round_stochastic(T{}, f[i + j], random[j]) | round_stochastic(T{}, f[i + j + 1], random[j + 1]) << 16;
-  }
+  for (int i = 0; i < N; ++i) vectors[0][i] = f[i];
+  Pack<T, N> packed[1];
+  pack_stochastic(vectors, packed, seed, counter, stream);
+  v = packed[0];
 }
 
 // Single elements as raw bits, for data that is copied without arithmetic and for elements outside full vectors.

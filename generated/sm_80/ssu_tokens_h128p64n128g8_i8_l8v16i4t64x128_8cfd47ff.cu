@@ -307,18 +307,26 @@ DEVICE void to_array(const Quad& q, float* f) {
 // Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number
 // itself.
 
-// Philox-4x32 (Salmon et al. 2011): 4 random words from a seed and a counter. Stream 0 gives the words of Triton's randint4x(seed,
-// counter).
-DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
+// Philox-4x32 (Salmon et al. 2011): 4 random words for each counter, from a seed. Stream 0 gives the words of Triton's randint4x(seed,
+// counter). Counters share the round keys. The first round is apart, as two of its inputs are constant.
+template <int Count>
+DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 stream, u32 (&r)[Count][4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);
-  r[0] = u32(counter), r[1] = u32(counter >> 32), r[2] = stream, r[3] = 0;
-#pragma unroll 2  // unrolling all rounds would interleave several vectors and take twice the registers
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const u64 a = u64(0xD2511F53u) * r[0], b = u64(0xCD9E8D57u) * r[2];
-    r[0] = u32(b >> 32) ^ r[1] ^ k0;
-    r[2] = u32(a >> 32) ^ r[3] ^ k1;
-    r[1] = u32(b), r[3] = u32(a);
+#pragma unroll
+  for (int i = 0; i < Count; ++i) {
+    const u64 a = u64(0xD2511F53u) * u32(counter[i]), b = u64(0xCD9E8D57u) * stream;
+    r[i][0] = u32(b >> 32) ^ u32(counter[i] >> 32) ^ k0, r[i][1] = u32(b), r[i][2] = u32(a >> 32) ^ k1, r[i][3] = u32(a);
+  }
+#pragma unroll 3  // unrolling all rounds would interleave several vectors and take twice the registers
+  for (int round = 1; round < kPhiloxRounds; ++round) {
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      const u64 a = u64(0xD2511F53u) * r[i][0], b = u64(0xCD9E8D57u) * r[i][2];
+      r[i][0] = u32(b >> 32) ^ r[i][1] ^ k0;
+      r[i][2] = u32(a >> 32) ^ r[i][3] ^ k1;
+      r[i][1] = u32(b), r[i][3] = u32(a);
+    }
   }
 }
 
@@ -399,13 +407,13 @@ DEVICE void pack_scaled_stochastic(const float (&f)[N], Pack<T, N>& v, float inv
   constexpr int kEach = 4 / sizeof(T), kBits = 32 / kEach;  // elements per word, bits per element
 #pragma unroll
   for (int w = 0; w < Pack<T, N>::kWords; ++w) v.word[w] = 0;
+  u64 counter[N / 4];
 #pragma unroll
-  for (int i = 0; i < N; i += 4) {
-    u32 random[4];
-    philox(seed, index + i, stream, random);
+  for (int i = 0; i < N / 4; ++i) counter[i] = index + 4 * i;
+  u32 random[N / 4][4];
+  philox(seed, counter, stream, random);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v.word[(i + j) / kEach] |= round_stochastic(T{}, f[i + j] * inverse, random[j]) << (i + j) % kEach * kBits;
-  }
+  for (int i = 0; i < N; ++i) v.word[i / kEach] |= round_stochastic(T{}, f[i] * inverse, random[i / 4][i % 4]) << i % kEach * kBits;
 }
 
 // ---- The kernel. ----

@@ -326,50 +326,17 @@ DEVICE void split(const Pack<bf16, N>& v, Term<N> (&terms)[1]) {
 // Stochastic rounding: away from zero with the probability of the part that is cut off, so that the mean of many roundings is the number
 // itself.
 
-// Philox-4x32 (Salmon et al. 2011): 4 random words from a seed and a counter. Stream 0 gives the words of Triton's randint4x(seed,
-// counter).
-DEVICE void philox(u64 seed, u64 counter, u32 stream, u32 (&r)[4]) {
-  u32 k0 = u32(seed), k1 = u32(seed >> 32);
-  r[0] = u32(counter), r[1] = u32(counter >> 32), r[2] = stream, r[3] = 0;
-#pragma unroll 2  // unrolling all rounds would interleave several vectors and take twice the registers
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const u64 a = u64(0xD2511F53u) * r[0], b = u64(0xCD9E8D57u) * r[2];
-    r[0] = u32(b >> 32) ^ r[1] ^ k0;
-    r[2] = u32(a >> 32) ^ r[3] ^ k1;
-    r[1] = u32(b), r[3] = u32(a);
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-  }
-}
-// 16 random bits below the last bit that is kept, for subnormal numbers too. Finite numbers stay finite.
-DEVICE u32 round_stochastic(bf16, float v, u32 random) {
-  const u32 bits = __float_as_uint(v), size = bits & 0x7fffffffu;
-  const u32 moved = size + (random & 0xffffu);
-  const u32 kept = size > 0x7f7fffffu ? size | u32(size > 0x7f800000u) << 22 : moved > 0x7f7fffffu ? 0x7f7fffffu : moved;  // NaN stays NaN
-  return (kept | (bits & 0x80000000u)) >> 16;
-}
-// Elements index … index + N - 1 of a state, each rounded with its own noise.
-template <class T, int N>
-DEVICE void pack_stochastic(const float (&f)[N], Pack<T, N>& v, u64 seed, u64 index, u32 stream) {
-#pragma unroll
-  for (int i = 0; i < N; i += 4) {
-    u32 random[4];
-    philox(seed, index + i, stream, random);
-#pragma unroll
-    for (int j = 0; j < 4; j += 2)
-      v.word[(i + j) / 2] = round_stochastic(T{}, f[i + j], random[j]) | round_stochastic(T{}, f[i + j + 1], random[j + 1]) << 16;
-  }
-}
-// The words of several counters of stream 0 at once, which share the round keys. The first round is simplified, because two of its inputs
-// are zero.
+// Philox-4x32 (Salmon et al. 2011): 4 random words for each counter, from a seed. Stream 0 gives the words of Triton's randint4x(seed,
+// counter). Counters share the round keys. The first round is apart, as two of its inputs are constant.
 template <int Count>
-DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 (&r)[Count][4]) {
+DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 stream, u32 (&r)[Count][4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);
 #pragma unroll
   for (int i = 0; i < Count; ++i) {
-    const u64 a = u64(0xD2511F53u) * u32(counter[i]);
-    r[i][0] = u32(counter[i] >> 32) ^ k0, r[i][1] = 0, r[i][2] = u32(a >> 32) ^ k1, r[i][3] = u32(a);
+    const u64 a = u64(0xD2511F53u) * u32(counter[i]), b = u64(0xCD9E8D57u) * stream;
+    r[i][0] = u32(b >> 32) ^ u32(counter[i] >> 32) ^ k0, r[i][1] = u32(b), r[i][2] = u32(a >> 32) ^ k1, r[i][3] = u32(a);
   }
-#pragma unroll 3
+#pragma unroll 3  // unrolling all rounds would interleave several vectors and take twice the registers
   for (int round = 1; round < kPhiloxRounds; ++round) {
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
 #pragma unroll
@@ -381,25 +348,46 @@ DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 (&r)[Count][4]) {
     }
   }
 }
-// The argument is a result of arithmetic, so that a NaN is quiet. Near the largest number, where noise could give infinity, truncation
-// gives the same result as round_stochastic.
-DEVICE u32 with_noise(float v, u32 random) { return __float_as_uint(v) + (fabsf(v) < 3.3895314e38f ? random & 0xffffu : 0u); }
-template <int N>
-DEVICE void pack_words(const float (&f)[N], const u32 (*random)[4], Pack<bf16, N>& v) {
+// Four results of arithmetic, whose NaN is quiet, each with its own noise: 16 random bits below the last bit that is kept, for subnormal
+// numbers too. Near the largest number truncation gives the largest one, where noise could give infinity: finite numbers stay finite.
+DEVICE void round_4_stochastic(bf16, const float (&f)[4], const u32 (&random)[4], u32 (&word)[2]) {
 #pragma unroll
-  for (int i = 0; i < N; i += 2) v.word[i / 2] = __byte_perm(with_noise(f[i], random[i / 4][i % 4]), with_noise(f[i + 1], random[i / 4][i % 4 + 1]), 0x7632);
+  for (int j = 0; j < 4; j += 2) {
+    u32 moved[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) moved[i] = __float_as_uint(f[j + i]) + (fabsf(f[j + i]) < 3.3895314e38f ? random[j + i] & 0xffffu : 0u);
+    word[j / 2] = __byte_perm(moved[0], moved[1], 0x7632);
+  }
 }
-// Vectors of N results of arithmetic in stream 0; vector i has the elements from index[i] on.
+// Vectors of N results of arithmetic, each rounded with its own noise; vector i has elements index[i] … index[i] + N - 1 of a state.
 template <class T, int N, int Vectors>
-DEVICE void pack_stochastic(const float (&f)[Vectors][N], Pack<T, N> (&v)[Vectors], u64 seed, const u64 (&index)[Vectors]) {
+DEVICE void pack_stochastic(const float (&f)[Vectors][N], Pack<T, N> (&v)[Vectors], u64 seed, const u64 (&index)[Vectors], u32 stream) {
   constexpr int kEach = N / 4;
   u64 counter[Vectors * kEach];
 #pragma unroll
   for (int i = 0; i < Vectors * kEach; ++i) counter[i] = index[i / kEach] + i % kEach * 4;
   u32 random[Vectors * kEach][4];
-  philox(seed, counter, random);
+  philox(seed, counter, stream, random);
 #pragma unroll
-  for (int i = 0; i < Vectors; ++i) pack_words(f[i], random + i * kEach, v[i]);
+  for (int i = 0; i < Vectors * kEach; ++i) {
+    const float(&from)[N] = f[i / kEach];
+    const int at = i % kEach * 4;
+    const float four[4] = {from[at], from[at + 1], from[at + 2], from[at + 3]};
+    u32 word[2];
+    round_4_stochastic(T{}, four, random[i], word);
+    v[i / kEach].word[at / 2] = word[0], v[i / kEach].word[at / 2 + 1] = word[1];
+  }
+}
+// One vector.
+template <class T, int N>
+DEVICE void pack_stochastic(const float (&f)[N], Pack<T, N>& v, u64 seed, u64 index, u32 stream) {
+  const u64 counter[1] = {index};
+  float vectors[1][N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) vectors[0][i] = f[i];
+  Pack<T, N> packed[1];
+  pack_stochastic(vectors, packed, seed, counter, stream);
+  v = packed[0];
 }
 
 struct alignas(8) Pair {
@@ -769,7 +757,7 @@ replay_h16p64n128g1_bf16_step8_t8_w4by4_pf264_pdl_b38b1320(
         }
         Pack<State, kVec> caught_up[2];
         const u64 index[2] = {first_index + span * 4 * kVec, first_index + span * 4 * kVec + 2 * kDState};
-        pack_stochastic(h, caught_up, seed, index);
+        pack_stochastic(h, caught_up, seed, index, 0);
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
           store_vector(src[side] + span * 4 * kVec, caught_up[side]);

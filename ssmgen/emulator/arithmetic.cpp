@@ -75,6 +75,13 @@ u16 to_f16(float v) {
   return u16(sign | (rounded >> 13));
 }
 
+u16 truncate_f16(float v) {
+  u16 h = to_f16(v);
+  if ((h & 0x7c00u) == 0x7c00u && std::isfinite(v)) return u16((h & 0x8000u) | 0x7bffu);
+  if (std::fabs(from_f16(h)) > std::fabs(v)) --h;  // its magnitude
+  return h;
+}
+
 float from_f16(u16 h) {
   const u32 exponent = h >> 10 & 31, mantissa = h & 1023;
   float v = exponent == 31 ? (mantissa ? NAN : INFINITY)

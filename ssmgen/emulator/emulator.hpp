@@ -208,6 +208,7 @@ inline unsigned short round_bf16(float v) { return emulator::to_bf16(v); }
 inline unsigned round_2xbf16(float low, float high) { return round_bf16(low) | unsigned(round_bf16(high)) << 16; }
 inline unsigned short round_f16(float v) { return emulator::to_f16(v); }
 inline unsigned round_2xf16(float low, float high) { return round_f16(low) | unsigned(round_f16(high)) << 16; }
+inline unsigned truncate_2xf16(float low, float high) { return emulator::truncate_f16(low) | unsigned(emulator::truncate_f16(high)) << 16; }
 inline float widen_f16(unsigned short v) { return emulator::from_f16(v); }
 inline unsigned widen_2xe4m3(unsigned short v) { return emulator::e4m3_to_f16(v & 255) | unsigned(emulator::e4m3_to_f16(v >> 8)) << 16; }
 inline unsigned round_2xe4m3(float low, float high) { return emulator::to_e4m3(low) | unsigned(emulator::to_e4m3(high)) << 8; }

@@ -104,6 +104,7 @@ void check_sums(const void* numbers, u32 bytes);
 // Arithmetic of the card.
 u16 to_bf16(float v);
 u16 to_f16(float v);
+u16 truncate_f16(float v);
 float from_f16(u16 h);
 u16 e4m3_to_f16(unsigned char v);
 unsigned char to_e4m3(float v);

@@ -17,7 +17,6 @@ class Needs:
     guarded: bool = False  # gathered vectors with only some of their elements
     bytes: bool = False  # 8-bit loads, and with `narrow` stores
     narrow: bool = False  # states with scales
-    noise_at_once: bool = False  # stochastic rounding of several vectors of 16-bit numbers together
     raw: bool = False  # stores of numbers that are copied without arithmetic
     streaming: bool = False  # stores that need not stay in L2
     prefetch: bool = False  # bulk prefetches into L2

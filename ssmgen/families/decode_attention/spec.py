@@ -25,7 +25,6 @@ SIZE, MAX_SIZE = "heads", 2**16
 MOST_DIM = 256  # channels of a head
 MOST_GROUP = 64  # query heads of a key head
 MOST_HEADS = 8  # query heads of one block, whose q and outputs are in registers
-FEW_HEADS = 2  # of these by the rules
 MOST_BLOCKS = 8  # of a cluster that every device with clusters can launch
 
 
@@ -181,12 +180,23 @@ def space(problem: DecodeAttentionProblem, arch: Arch) -> Iterator[DecodeAttenti
     return trials(DecodeAttentionSpec, problem, arch, axes)
 
 
+def _heads(problem: DecodeAttentionProblem, heads: int) -> int:
+    """Query heads of a block. Measured on an H200 (docs/lab/decode_attention.md).
+
+    One for up to 8 key heads of all sequences, whose blocks leave SMs idle otherwise. More of them share the loads of a key: as many as
+    leave registers for four blocks per SM.
+    """
+    if heads <= 8:
+        return 1
+    return problem.divided(5 if problem.head_dim <= 128 else 2)
+
+
 def candidates(problem: DecodeAttentionProblem, heads: int, arch: Arch, pdl: bool) -> Iterator[tuple[str, DecodeAttentionSpec | None, str]]:
     """(rule, spec or None, why it does not apply), best first. The last one applies to every legal problem.
 
-    No rule looks at the number of heads: another division of the keys would give other bits.
+    No rule divides the keys by the number of heads: another division would give other bits.
     """
-    how: dict[str, Any] = {"heads": problem.divided(FEW_HEADS), "pdl": Pdl.TRIGGER_TOP if pdl else Pdl.OFF}
+    how: dict[str, Any] = {"heads": _heads(problem, heads), "pdl": Pdl.TRIGGER_TOP if pdl else Pdl.OFF}
     if arch < SM90:
         yield "clusters", None, f"{arch} has no clusters; expected sm_90 or later"
     else:

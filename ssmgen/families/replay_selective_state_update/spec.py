@@ -49,9 +49,9 @@ class ReplaySpec(ReplayArguments):
         narrow = self.scaled and self.part is not Part.PRECOMPUTE
         by_byte = self.caches or (narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT)
         ahead = self.prefetch > 0
-        noise = self.by_group and self.philox_rounds > 0 and not self.scaled
-        needs = replace(super().needs, matrix_turns=self.by_group, noise_at_once=noise)
-        return replace(needs, mma="bf16", prefetch=ahead, lines=ahead and (narrow or self.prefetch_inputs), narrow=narrow, bytes=by_byte)
+        lines = ahead and (narrow or self.prefetch_inputs)
+        how = {"mma": "bf16", "prefetch": ahead, "lines": lines, "narrow": narrow, "bytes": by_byte, "matrix_turns": self.by_group}
+        return replace(super().needs, **how)
 
     @property
     def tile(self) -> int:
