@@ -218,7 +218,7 @@ class Engine:
         return changed(r, function=function)
 
     def _made(self, place: str) -> bool:
-        """Whether the function at a place is ours. Its module is imported if nothing else has done so: engines import some in their calls."""
+        """Whether the function at a place is ours. Its module is imported if it was not: engines import some in their calls."""
         if self.outcome.get(place) == WAITING:
             module = next(r.module for r in self.replacements if r.place == place)
             with suppress(ImportError):  # the outcome stays WAITING

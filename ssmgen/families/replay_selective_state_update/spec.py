@@ -50,8 +50,8 @@ class ReplaySpec(ReplayArguments):
         by_byte = self.caches or (narrow and self.state.size == 1 and self.state_loads is Loads.ELEMENT)
         ahead = self.prefetch > 0
         lines = ahead and (narrow or self.prefetch_inputs)
-        how = {"mma": "bf16", "prefetch": ahead, "lines": lines, "narrow": narrow, "bytes": by_byte, "matrix_turns": self.by_group}
-        return replace(super().needs, **how)
+        needs = replace(super().needs, matrix_turns=self.by_group, mma="bf16")
+        return replace(needs, prefetch=ahead, lines=lines, narrow=narrow, bytes=by_byte)
 
     @property
     def tile(self) -> int:
