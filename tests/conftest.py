@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import tempfile
@@ -39,6 +40,20 @@ torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST
 def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():
         cards_of_tests.take_few(config.option)
+    if config.get_verbosity() < 1:
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
+class FailuresAtOnce:
+    """Prints the name of a failed test at once: pytest's own list comes at the end, which a run that is cut does not reach."""
+
+    def __init__(self, config: pytest.Config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:  # workers have none
+            terminal.write(f"\nFAILED {report.nodeid}\n")
 
 
 class Unread(pytest.Item):
@@ -102,10 +117,13 @@ def memory_goes_back() -> Iterator[None]:
 
 @pytest.fixture
 def room() -> Iterator[None]:
-    """The memory of other tests is given back before and after."""
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
+    """For tests of tens of GiB: one at a time on a machine. The memory of other tests is given back before and after."""
+    path = Path(tempfile.gettempdir(), f"ssmgen-tests-{os.getuid()}-room")
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        yield
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")

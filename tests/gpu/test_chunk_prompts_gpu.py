@@ -277,11 +277,13 @@ def test_a_prompt_in_pieces_and_then_steps(case, run):
     assert same(torch.cat(outs, 1), whole) and same(state, last)
 
 
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("case", [DELTA, KDA], ids=["delta", "kda"])
 def test_offsets_beyond_32_bits(case):
     repeats.offsets_may_exceed_32_bits(public, replace(case, heads=2, key_heads=1, head_k=64, head_v=64))
 
 
+@pytest.mark.usefixtures("room")
 def test_gates_beyond_32_bits():
     case = replace(KDA, heads=2, key_heads=1, head_k=64, head_v=64)
     call = make(case, 70) | {"cu_seqlens": starts_of((70,), "cuda")}
@@ -290,11 +292,12 @@ def test_gates_beyond_32_bits():
 
 
 # 4.6 GB of images and 3.4 GB of out; 4.7 GB and 1.1 GB
-@pytest.mark.parametrize(("case", "count", "length", "room"), [(DELTA, 64, 6400, 40), (KDA, 32, 4096, 20)], ids=["delta", "kda"])
-def test_images_beyond_32_bits(case, count, length, room):
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize(("case", "count", "length", "gib"), [(DELTA, 64, 6400, 40), (KDA, 32, 4096, 20)], ids=["delta", "kda"])
+def test_images_beyond_32_bits(case, count, length, gib):
     """A workspace of more than 4 GiB: the last sequence's output equals its output alone."""
-    if torch.cuda.mem_get_info()[0] < room * 2**30:
-        pytest.skip(f"needs {room} GiB of the card's memory")
+    if torch.cuda.mem_get_info()[0] < gib * 2**30:
+        pytest.skip(f"needs {gib} GiB of the card's memory")
     case = replace(case, heads=64, key_heads=1, head_k=64, head_v=64)
     one = make(case, 1, length)
     call = {n: t.expand(count, *t.shape[1:]) if n in case.per_token else t for n, t in one.items()}

@@ -143,6 +143,7 @@ def test_in_a_graph():
     repeats.a_graph_follows_its_lengths(ssmgen.chunk_scan, MODEL)
 
 
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("N", [16, 128])  # by each warp's products; by warpgroups, where there are such
 def test_offsets_beyond_32_bits(N):
     repeats.offsets_may_exceed_32_bits(ssmgen.chunk_scan, Sizes(heads=2, headdim=64, d_state=N, device="cuda"))

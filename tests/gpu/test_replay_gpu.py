@@ -165,6 +165,7 @@ def test_batch_size_and_position_change_nothing(base):
 # Offsets above 2^31 elements.
 
 
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("gap", [2**30 + 64, 2**30 + 3], ids=["aligned", "odd"])
 @pytest.mark.parametrize("name", ["state", "old_x", "old_B", "old_dt", "x", "B", "out"])
 def test_far_apart(name, gap):

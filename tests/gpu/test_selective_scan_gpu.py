@@ -169,5 +169,6 @@ def test_in_a_graph():
     repeats.a_graph_follows_its_lengths(ssmgen.selective_scan, MODEL)
 
 
+@pytest.mark.usefixtures("room")
 def test_offsets_beyond_32_bits():
     repeats.offsets_may_exceed_32_bits(ssmgen.selective_scan, Sizes(dim=64, device="cuda"))

@@ -132,6 +132,7 @@ def test_empty_batch_launches_nothing():
     assert out.shape == (0, 4, 64)
 
 
+@pytest.mark.usefixtures("room")
 def test_pool_above_2_31_elements():
     """The last slot of a pool of more than 2^31 elements, in both directions of a split pool."""
     H, P, N = 128, 64, 128

@@ -72,6 +72,7 @@ def test_a_pool_that_is_not_updated_keeps_its_bits(name):
     assert torch.equal(bits(call.kwargs["state"]), before)
 
 
+@pytest.mark.usefixtures("room")
 def test_states_and_intermediates_above_2_31_elements():
     """Uses the last slot of a pool, and the last row of a buffer, each with more than 2^31 elements."""
     H, P, N, T = 128, 64, 128, 3

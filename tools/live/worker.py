@@ -45,7 +45,9 @@ class LiveServer(Server):
     def __init__(self) -> None:
         self.calls = Calls()
         if "ssmgen" in os.environ.get("VLLM_PLUGINS", "").split(","):
-            self.calls.count()
+            from ssmgen.compat import vllm
+
+            self.calls.count(vllm)
         super().__init__()
 
     def build(self, folder: str, step: int, model: str) -> dict[str, Any]:

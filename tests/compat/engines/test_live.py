@@ -74,7 +74,7 @@ def test_the_plugins_functions_are_counted(monkeypatch):
     engine = types.SimpleNamespace(replacements=(Replacement("m", "f", function), Replacement("m", "g", function, around=True)))
     monkeypatch.setattr(vllm, "_ENGINE", engine)
     calls = Calls()
-    calls.count()
+    calls.count(vllm)
     for each in engine.replacements:
         with pytest.raises(UnsupportedError):
             each.function()
