@@ -7,6 +7,7 @@ A ratio is ssmgen's time over cuBLAS's. The exit code is 1 if a ratio is above 1
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,13 @@ def shapes(given: Iterable[Preset]) -> dict[Shape, list[str]]:
     return dict(sorted(found.items(), key=lambda item: item[0][0] * item[0][1]))
 
 
+def load(path: Path) -> dict[str, Any]:
+    """A report of --json, compressed or not."""
+    data = path.read_bytes()
+    report: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return report
+
+
 def ratio(row: Mapping[str, Any]) -> float | None:
     """ssmgen's time over cuBLAS's; None if that was not timed."""
     theirs = row["us"].get("cublas")
@@ -97,8 +105,14 @@ def _words(row: Mapping[str, Any]) -> str:
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--list", "only_listed", is_flag=True, help="Only list the shapes. Needs no GPU.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
-def products(names: tuple[str, ...], rows: tuple[int, ...], rounds: int, only_listed: bool, file: Path | None) -> None:
+@click.option(
+    "--saved", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Print this file's report instead: JSON, or its .gz."
+)
+def products(names: tuple[str, ...], rows: tuple[int, ...], rounds: int, only_listed: bool, file: Path | None, saved: Path | None) -> None:
     words = shapes(chosen(names))
+    if saved:
+        click.echo("\n".join(table(load(saved), words)))
+        return
     if only_listed:
         for (n, k), who in words.items():
             click.echo(f"{n} x {k}: {'; '.join(who)}")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from ssmgen.families.skinny_linear.problem import OPERATOR, SkinnyProblem
+from ssmgen.select import registry
+from ssmgen.spec.kernel import Arch
 from tools import products
 from tools.demo.presets import presets
 
@@ -56,3 +60,40 @@ def test_the_command_times_the_shapes_and_fails_on_a_loss(monkeypatch, tmp_path,
     assert {(18560, 4096), (4096, 8192)} < set(asked["shapes"]) and asked["rows"] == (1, 8)
     assert json.loads(file.read_text())["rows"] == rows
     assert ("1.036" in done.output) == bool(code)
+
+
+# Saved times: docs/data/h200-products.json.gz, of `python -m tools.products --json`.
+
+DATA = Path(__file__).parents[2] / "docs/data/h200-products.json.gz"
+# Products that took longer than cuBLAS's, by at most this ratio: docs/lab/skinny_linear.md says why.
+LOST = {
+    (20480, 128, 16): 1.40, (20480, 128, 8): 1.03, (20480, 128, 1): 1.03, (7424, 7424, 16): 1.04, (14848, 3712, 16): 1.04,
+    (2304, 9216, 16): 1.03, (2560, 10240, 16): 1.02, (21504, 4096, 16): 1.01,
+}  # fmt: skip
+
+
+def test_no_other_product_is_slower_than_cublas():
+    report = products.load(DATA)
+    lost = {(*row["shape"], row["rows"]): found for row in report["rows"] if (found := products.ratio(row)) is None or found > 1}
+    assert set(lost) == set(LOST) and all(lost[key] <= most for key, most in LOST.items())
+
+
+def test_saved_times_are_of_the_variants_that_serve_today():
+    """A changed rule changes times that users read: measure again."""
+    report = products.load(DATA)
+    for row in report["rows"]:
+        (n, k), rows = row["shape"], 8 if row["rows"] <= 8 else 16
+        chosen = registry.select(OPERATOR, SkinnyProblem(k=k, rows=rows), n, Arch(90, "a"), True, report["device"])
+        assert str(chosen) == row["spec"], row["shape"]
+
+
+def test_every_layer_of_the_models_was_timed():
+    """With 1, 8 and 16 rows; the largest head with 1 and 8."""
+    timed = {(*row["shape"], row["rows"]) for row in products.load(DATA)["rows"]}
+    wanted = {(*shape, rows) for shape in products.shapes(presets().values()) for rows in (1, 8, 16)}
+    assert wanted - timed == {(248320, 5120, 16)}
+
+
+def test_a_saved_report_is_printed_without_a_card():
+    done = CliRunner().invoke(products.products, ["--saved", str(DATA)])
+    assert done.exit_code == 0 and "| 18560 x 4096 | 35.51 (0.83) |" in done.output
