@@ -427,7 +427,7 @@ DEVICE void sine_and_cosine(float angle, float& sine, float& cosine) {
 // itself.
 
 // Philox-4x32 (Salmon et al. 2011): 4 random words for each counter, from a seed. Stream 0 gives the words of Triton's randint4x(seed,
-// counter). Counters share the round keys. The first round is apart, as two of its inputs are constant.
+// counter). Counters share the round keys. The first round is written out, because two of its inputs are constant.
 template <int Count>
 DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 stream, u32 (&r)[Count][4]) {
   u32 k0 = u32(seed), k1 = u32(seed >> 32);

@@ -21,7 +21,7 @@ using X = bf16;
 using Cache = bf16;
 constexpr int kDim = 256;   // channels of a head
 constexpr int kGroup = 4;   // query heads of a key head
-constexpr int kHeads = 1;   // of these in a block
+constexpr int kHeads = 1;   // query heads of a block
 constexpr int kBlocks = 8;  // that divide the keys
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kIlp = 4;     // keys of a lane in flight

@@ -183,8 +183,8 @@ def space(problem: DecodeAttentionProblem, arch: Arch) -> Iterator[DecodeAttenti
 def _heads(problem: DecodeAttentionProblem, heads: int) -> int:
     """Query heads of a block. Measured on an H200 (docs/lab/decode_attention.md).
 
-    One for up to 8 key heads of all sequences, whose blocks leave SMs idle otherwise. More of them share the loads of a key: as many as
-    leave registers for four blocks per SM.
+    Up to 8 key heads of all sequences leave SMs idle, so a block has one query head. Otherwise several share the loads of a key, up to the
+    number that leaves registers for four blocks per SM.
     """
     if heads <= 8:
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import skinny_cases as laws
@@ -74,6 +75,40 @@ def test_more_tiles_than_sums_in_registers():
     named = operands(torch.bfloat16, 1536, (200,), None, 0, rows=2)
     few, many = (SkinnySpec(**fields_of(problem_of(named)), tiles=t, stages=4, held=h, joined=1) for t, h in ((1, 1), (6, 3)))
     assert torch.equal(emulate(few, named)[0], emulate(many, named)[0])
+
+
+# A case of each rule: elements of a row, rows of x, rows of the weight, and fields of the variant.
+RULES = {
+    "short rows": (128, 8, 20480, {"tiles": 2, "stages": 6, "held": 1, "min_blocks": 2}),
+    "short rows, 16": (512, 16, 8192, {"tiles": 1, "stages": 6, "held": 1, "min_blocks": 2}),
+    "x of 112 registers": (7168, 8, 2048, {"tiles": 1, "stages": 4, "held": 7}),
+    "x of 96 registers, 16": (2304, 16, 9216, {"tiles": 1, "stages": 4, "held": 3}),
+    "several tiles": (8192, 8, 4096, {"tiles": 2, "stages": 4, "held": 2}),
+    "many tiles, 16": (4096, 16, 12288, {"tiles": 6, "stages": 4, "held": 1}),
+    "equal numbers of tiles, 16": (4096, 16, 18560, {"tiles": 5, "stages": 4, "held": 1}),
+    "few tiles, 16": (4096, 16, 4096, {"tiles": 2, "stages": 4, "held": 2}),
+    "a head": (2048, 8, 248320, {"tiles": 1, "stages": 2, "held": 2}),
+}
+
+
+@WITH_GXX
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_choose_as_measured_and_change_no_bit(rule):
+    k, rows, n, fields = RULES[rule]
+    named = operands(torch.bfloat16, k, (232,), None, 0, rows=rows)
+    problem = problem_of(named)
+    chosen = served(problem, n)
+    assert {name: getattr(chosen, name) for name in fields} == fields
+    plain = SkinnySpec(**fields_of(problem), tiles=1, stages=2, held=1, joined=1)
+    assert torch.equal(emulate(chosen, named)[0], emulate(plain, named)[0])
+
+
+def test_x_that_is_normed_or_loaded_by_elements_takes_fewer_registers():
+    """With 112 registers of x these variants spill."""
+    plain = SkinnyProblem(k=7168)
+    assert served(plain, 2048).held == 7
+    for other in ({"loads": Loads.ELEMENT}, {"norm": DType.BF16}):
+        assert served(replace(plain, **other), 2048).held < 7
 
 
 @WITH_GXX
