@@ -93,8 +93,8 @@ class DecodeAttentionSpec(KernelSpec, DecodeAttentionProblem):
 
     heads: int  # query heads of a block: changes no bit
     blocks: int = 1  # that divide the keys of a sequence
-    warps: int = 4
-    ilp: int = 4  # keys of a lane in flight
+    warps: int
+    ilp: int  # keys of a lane in flight
     min_blocks: int = 0
     pdl: Pdl = Pdl.OFF
 
@@ -200,5 +200,5 @@ def candidates(problem: DecodeAttentionProblem, heads: int, arch: Arch, pdl: boo
     if arch < SM90:
         yield "clusters", None, f"{arch} has no clusters; expected sm_90 or later"
     else:
-        yield "clusters", spec_of(DecodeAttentionSpec, problem, blocks=MOST_BLOCKS, **how), ""
-    yield "one-block", spec_of(DecodeAttentionSpec, problem, **how), ""
+        yield "clusters", spec_of(DecodeAttentionSpec, problem, blocks=MOST_BLOCKS, warps=4, ilp=4, **how), ""
+    yield "one-block", spec_of(DecodeAttentionSpec, problem, warps=8, ilp=4, **how), ""
