@@ -53,6 +53,7 @@ COMMANDS = {  # measurement -> the commands of `ssmgen` whose reports are in its
 
 
 MODELS = "bench models"  # whose file, CARD-models, has a separate form
+PRODUCTS = "tools.products"  # a module, whose file is CARD-products
 
 
 def commands_of(name: str) -> list[str]:
@@ -60,7 +61,7 @@ def commands_of(name: str) -> list[str]:
     card, _, what = name.partition("-")
     if not card:
         return []
-    return [MODELS] if what == "models" else COMMANDS.get(what, [])
+    return {"models": [MODELS], "products": [PRODUCTS]}.get(what) or COMMANDS.get(what, [])
 
 
 def output(module: str, *words: str) -> str:
@@ -77,7 +78,10 @@ def refresh(name: str, data: Path = DATA, run: Callable[..., str] = output) -> P
         paths = []
         for i, command in enumerate(commands_of(name)):
             paths.append(Path(folder) / f"{i}.json")
-            paths[-1].write_text(run("ssmgen", *command.split(), "--json"))
+            if command == PRODUCTS:  # its exit code says whether cuBLAS is faster somewhere
+                subprocess.run([sys.executable, "-m", PRODUCTS, "--json", str(paths[-1])], cwd=ROOT)
+            else:
+                paths[-1].write_text(run("ssmgen", *command.split(), "--json"))
         return keep(name, paths, data)
 
 
@@ -87,6 +91,9 @@ def keep(name: str, paths: Sequence[Path], data: Path = DATA) -> Path:
     if what == "models":
         reports = [models_page.load(path) for path in paths]
         text = json.dumps(stitched(reports), indent=1)
+    elif what == "products":
+        reports = [json.loads(path.read_text()) for path in paths]
+        text = json.dumps(reports[0], indent=0)
     else:
         suite = load(paths)
         text, reports = as_json(suite, alone=False), suite.reports
@@ -111,7 +118,7 @@ def refresh_table(name: str, page: Path = PAGE, run: Callable[..., str] = output
 
 
 def main() -> None:
-    known = [*(f"CARD-{what}" for what in (*COMMANDS, "models")), *TABLES]
+    known = [*(f"CARD-{what}" for what in (*COMMANDS, "models", "products")), *TABLES]
     parser = argparse.ArgumentParser(
         prog="python -m tools.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,6 +130,7 @@ def main() -> None:
         for name in COMMANDS:
             print(f"CARD-{name}:", *COMMANDS[name], sep="\n  ssmgen ")
         print(f"CARD-models:\n  ssmgen {MODELS}")
+        print(f"CARD-products:\n  python -m {PRODUCTS}")
         for name, options in TABLES.items():
             print(f"{name}:", f"python -m tools.demo {options}", sep="\n  ")
     elif not given.names or (unknown := [name for name in given.names if name not in TABLES and not commands_of(name)]):

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from ssmgen.families.skinny_linear.problem import OPERATOR, SkinnyProblem
 from ssmgen.select import registry
 from ssmgen.spec.kernel import Arch
-from tools import products
+from tools import measure, products
 from tools.demo.presets import presets
 
 TIMES = {(18560, 4096): {1: (36.8, 42.7), 8: (37.1, 43.7)}, (4096, 8192): {1: (16.8, 21.6), 8: (23.0, 22.2)}}
@@ -97,3 +97,11 @@ def test_every_layer_of_the_models_was_timed():
 def test_a_saved_report_is_printed_without_a_card():
     done = CliRunner().invoke(products.products, ["--saved", str(DATA)])
     assert done.exit_code == 0 and "| 18560 x 4096 | 35.51 (0.83) |" in done.output
+
+
+def test_a_report_becomes_a_data_file(tmp_path):
+    (tmp_path / "now.json").write_text(json.dumps(products.load(DATA)))
+    path = measure.keep("h200-products", [tmp_path / "now.json"], tmp_path)
+    assert products.load(path) == products.load(DATA)
+    with pytest.raises(ValueError, match="h100-products would be of NVIDIA H200"):
+        measure.keep("h100-products", [tmp_path / "now.json"], tmp_path)

@@ -358,19 +358,6 @@ def test_refused_calls_go_to_the_engine_and_are_said_once(engine, error, monkeyp
     assert ("In an engine, run a step of the same batch size before the capture" in warnings[0]) == isinstance(error, CaptureError)
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_call_imports_what_its_replacement_needs(engine, there, tmp_path, monkeypatch, caplog):
-    """Engines import some modules in their first call, which is ours too if the functions of these modules are."""
-    other = next(r for r in reversed(PLUGINS[engine]._ENGINE.replacements) if "." not in r.name and not r.asked)
-    function, engine_s = with_ours(monkeypatch, engine, lambda *args: "ours", needs=(other.place,))
-    assert PLUGINS[engine].register()[other.place] == replacing.WAITING and other.module not in sys.modules
-    if not there:
-        tmp_path.joinpath(*other.module.split(".")).with_suffix(".py").write_text("import a_module_that_is_missing")
-    assert function(*[None] * 8) == ("ours" if there else engine_s)
-    assert PLUGINS[engine].register()[other.place] == (replacing.REPLACED if there else replacing.WAITING)
-    assert (f"{other.place} is {engine}'s own" in caplog.text) == (not there)
-
-
 def test_other_reasons_are_said_too(engine, monkeypatch, caplog):
     """A warning in an engine's warm-up must not silence later warnings of requests. Different numbers do not make a new reason."""
     reasons = iter(["x is [2]; expected [3]", "x is [41]; expected [3]", "x is on cpu", "x is [2]; expected [3]"])
