@@ -105,7 +105,12 @@ def build() -> None:
 
 def engine() -> None:
     """A live vLLM on the CPU, installed for this, gives equal greedy tokens with the plugin, and equal bits in its batch-invariant mode."""
-    _python("tools.live")
+    _python("tools.live", "--model", "mamba2")
+
+
+def engine_kda() -> None:
+    """The same with layers of Kimi delta attention, whose interpreted kernels take minutes."""
+    _python("tools.live", "--model", "kimi_linear")
 
 
 def engines() -> None:
@@ -133,10 +138,26 @@ def oldest() -> None:
     _report("oldest")
 
 
-_STEPS = (tests, docs, matrix, lint, types, generated, engine, family, newest, build, engines, newest_torch, oldest, newest_engines)
+_STEPS = (
+    tests,
+    docs,
+    matrix,
+    lint,
+    types,
+    generated,
+    engine,
+    family,
+    newest,
+    build,
+    engines,
+    engine_kda,
+    newest_torch,
+    oldest,
+    newest_engines,
+)
 STEPS = {step.__name__: step for step in _STEPS}
-# Too much to download for each change, or a failure that no change here caused: run them when a release is made, or by a schedule.
-ON_REQUEST = ("newest_torch", "oldest", "newest_engines")
+# Too long, too much to download, or failures that no change here caused: run them when a release is made, or by a schedule.
+ON_REQUEST = ("engine_kda", "newest_torch", "oldest", "newest_engines")
 FIRST = (("tests",), ("docs", "types", "lint"))  # groups; the first step of a group installs packages into this environment
 
 

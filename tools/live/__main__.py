@@ -101,12 +101,13 @@ def problems(model: str, own: dict[str, Any], ours: dict[str, Any], state: dict[
 
 
 @click.command(cls=Command)
+@click.option("--model", "models", type=click.Choice([*SERVED]), multiple=True, default=tuple(SERVED), help="May repeat. Default: all.")
 @click.option("--packages", type=click.Path(file_okay=False, path_type=Path), help="To keep vLLM's packages in. Default: a temporary one.")
 @click.option("--patience", type=float, default=240, show_default=True, help="Seconds that an engine may take for an answer.")
-def live(packages: Path | None, patience: float) -> None:
+def live(models: tuple[str, ...], packages: Path | None, patience: float) -> None:
     """Small models of random weights in a live vLLM on the CPU: greedy tokens without and with ssmgen, and calls that ssmgen took.
 
-    They are a Mamba-2, and Kimi-Linear's layers of Kimi delta attention.
+    They are a Mamba-2, and Kimi-Linear's layers of Kimi delta attention, which take a minute or two more.
 
     Installs vLLM's wheel without its dependencies (0.6 GB of downloads, 1.6 GB on disk). No compiled code of it runs: Triton's kernels
     are interpreted. ssmgen's functions run their references, as they do for any CPU tensor, after all code that sorts and checks arguments;
@@ -123,7 +124,7 @@ def live(packages: Path | None, patience: float) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
         os.environ["VLLM_PLUGINS"] = "interpreted"
         try:
-            asked = {model: ask(model, Path(temporary), patience) for model in SERVED}
+            asked = {model: ask(model, Path(temporary), patience) for model in dict.fromkeys(models)}
             differ = ask_alone(Path(temporary), patience)
         except EngineError as e:
             raise SystemExit(str(e)) from None
