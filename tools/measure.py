@@ -80,6 +80,8 @@ def refresh(name: str, data: Path = DATA, run: Callable[..., str] = output) -> P
             paths.append(Path(folder) / f"{i}.json")
             if command == PRODUCTS:  # its exit code says whether cuBLAS is faster somewhere
                 subprocess.run([sys.executable, "-m", PRODUCTS, "--json", str(paths[-1])], cwd=ROOT)
+                if not paths[-1].exists():
+                    raise ValueError(f"{PRODUCTS} wrote no report; its output says why")
             else:
                 paths[-1].write_text(run("ssmgen", *command.split(), "--json"))
         return keep(name, paths, data)

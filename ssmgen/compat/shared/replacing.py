@@ -12,7 +12,6 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from functools import partial, wraps
@@ -31,6 +30,7 @@ from ...errors import ArgumentError, BatchInvarianceError, CaptureError, NotBuil
 from ...settings import NOISY, kept_functions, linear_layers_are_asked_for
 from . import noise
 from .invariance import Mode
+from .names import NAMES
 
 # Raised before anything is launched or written, so that the engine's own function can still do the call.
 REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
@@ -39,28 +39,6 @@ REFUSALS = (ArgumentError, UnsupportedError, CaptureError, NotBuiltError)
 class NotReplaced(Exception):  # noqa: N818
     """A replacement raises it before it writes anything: calls of this kind stay the engine's own, without a warning."""
 
-
-# The names that SSMGEN_ENGINE_KEEP accepts, for all engines.
-NAMES = (
-    "_flashkda_prefill", "bailing_linear_attention_decode_spec", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule",
-    "chunk_kda", "chunk_kda_with_fused_gate", "clear_linear_attention_cache_for_new_sequences", "commit_kda_replayssm_spec_all_layers",
-    "fi_chunk_gated_delta_rule", "flashinfer_gdn_prefill_default", "fused_gdn_decode_post_conv_mtp", "fused_kda_decode",
-    "fused_lfm_short_conv_decode", "fused_lfm_short_conv_prefill", "fused_qkv_split_gdn_prefill", "fused_qwen4_verify_conv",
-    "fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule_packed_decode", "fused_recurrent_gated_delta_rule_update",
-    "fused_recurrent_kda", "fused_recurrent_kda_fwd", "fused_recurrent_kda_packed_decode", "fused_recurrent_linear_replayssm_decode",
-    "fused_sigmoid_gating_delta_rule_update", "kda_fused_decode", "kda_prefill_checkpoint_alignment", "layer_norm_fwd",
-    "lightning_attention", "linear_attention_prefill_and_mix", "linear_decode_forward_triton", "mamba_chunk_scan_combined",
-    "mamba_chunk_scan_combined_varlen", "merge_attn_states", "merge_state", "merge_state_v2", "ple_conv", "rms_norm_gated",
-    "seg_la_fwd", "selective_scan_fn", "selective_state_update", "selective_state_update_replayssm_flashinfer",
-    "selective_state_update_replayssm_output_only", "BailingMoeV3KimiDeltaAttention._forward", "FusedRMSNormGated.forward_native",
-    "Glm5NextLinearAttention._flashkda_prefill", "Glm5NextLinearAttention._forward", "KimiGatedDeltaNetAttention._forward",
-    "KimiK3DeltaAttention._forward", "Lfm2MoeShortConv.forward", "Lfm2ShortConv.forward", "LogitsProcessor._compute_lm_head",
-    "MambaMixer1._forward_prefill", "MambaMixer1._selective_scan", "Mixer2RMSNormGated.forward_native",
-    "OlmoHybridGatedDeltaNetAttention._forward_core", "Qwen3GatedDeltaNet.forward", "Qwen3_5GatedDeltaNet.forward",
-    "Qwen4ExpPLELayer._short_conv", "QwenGatedDeltaNetAttention._forward_core",
-    "QwenGatedDeltaNetAttention._forward_core_decode_non_spec", "RMSNormGated.forward_native", "ShortConv.forward_cuda",
-    "TritonGDNKernel.extend", "UnquantizedEmbeddingMethod.apply", "UnquantizedLinearMethod.apply",
-)  # fmt: skip
 
 # The counterpart of warm() for users who do not make the calls themselves.
 IN_AN_ENGINE = "\nIn an engine, run a step of the same batch size before the capture."
@@ -139,7 +117,8 @@ class Engine:
         noise.rounds.cache_clear()
         for kind in NOISY:
             if count := noise.rounds(kind):
-                self.log.info("ssmgen rounds 16-bit states with noise of %d rounds in decode steps (%s): SSMGEN_ENGINE_NOISE", count, kind)
+                words = "ssmgen rounds 16-bit states with noise of %d rounds in decode steps (%s), as SSMGEN_ENGINE_NOISE asks"
+                self.log.info(words, count, kind)
         self.strict.watch(True)
         noise.watch(self.package, self.log)
         self._compare_versions()
@@ -213,10 +192,16 @@ class Engine:
         return changed(r, function=function)
 
     def _made(self, place: str) -> bool:
-        """Whether the function at a place is ours. Its module is imported if it was not: engines import some in their calls."""
+        """Whether the function at a place is ours. Its module is imported if it was not: engines import some in their calls.
+
+        A module that cannot be imported is tried once. Its function is then the engine's own, with a warning that says why.
+        """
         if self.outcome.get(place) == WAITING:
-            with suppress(ImportError):  # the outcome stays WAITING
-                import_module(next(r.module for r in self.replacements if r.place == place))
+            waiting = next(r for r in self.replacements if r.place == place)
+            try:
+                import_module(waiting.module)
+            except Exception as e:  # of any kind, as the engine's code runs
+                self._keep(waiting, f"its module cannot be imported: {e}")
         return self.outcome.get(place) == REPLACED
 
     def with_the_original_behind(self, r: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,8 +283,8 @@ class Engine:
         except metadata.PackageNotFoundError:
             found = "of unknown version"
         if found.partition("+")[0] != self.version:  # after the +: the CUDA version of the wheel
-            words = "ssmgen was written for %s %s, and this is %s: functions whose parameters differ are not replaced"
-            self.log.warning(words, self.package, self.version, found)
+            message = "ssmgen was written for %s %s, and this is %s: functions whose parameters differ are not replaced"
+            self.log.warning(message, self.package, self.version, found)
 
 
 def _locations(package: str) -> list[str]:

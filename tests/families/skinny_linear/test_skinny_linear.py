@@ -104,7 +104,7 @@ def test_rules_choose_as_measured_and_change_no_bit(rule):
 
 
 def test_x_that_is_normed_or_loaded_by_elements_takes_fewer_registers():
-    """With 112 registers of x these variants spill."""
+    """These variants spill with 112 registers of x."""
     plain = SkinnyProblem(k=7168)
     assert served(plain, 2048).held == 7
     for other in ({"loads": Loads.ELEMENT}, {"norm": DType.BF16}):
