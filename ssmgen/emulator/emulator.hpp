@@ -288,6 +288,11 @@ inline void copy_bulk(const emulator::Shared<T>& to, unsigned i, const void* fro
   static_assert(16 % sizeof(T) == 0, "a copy is one of whole elements");
   emulator::copy_bulk(to.array(), i, from, bytes, barriers.array(), b);
 }
+template <class T>
+inline void copy_bulk_once(const emulator::Shared<T>& to, unsigned i, const void* from, unsigned bytes,
+                           const emulator::Shared<unsigned long long>& barriers, unsigned b) {
+  copy_bulk(to, i, from, bytes, barriers, b);
+}
 
 using emulator::TensorMap;
 template <class T>

@@ -32,6 +32,7 @@ class Needs:
     placed_stores: bool = False  # stores of matrices at such offsets
     copies: bool = False  # asynchronous copies to shared memory
     barriers: bool = False  # barriers in shared memory, and bulk copies that signal them; from sm_90 on
+    once: bool = False  # bulk copies of data that need not stay in L2
     maps: bool = False  # copies of boxes by tensor maps; sm_90a
     box_prefetches: bool = False  # prefetches of boxes into L2
     uneven: bool = False  # copies of boxes from tensors whose rows are not a multiple of 64 columns

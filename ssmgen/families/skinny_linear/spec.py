@@ -82,7 +82,8 @@ class SkinnySpec(SkinnyKernel):
     def needs(self) -> Needs:
         narrow = self.narrow is not None
         return Needs(
-            barriers=True, meetings=True, places=True, placed_pairs=narrow, elements=self.loads is Loads.ELEMENT, mma=self.x.value,
+            barriers=True, once=True, meetings=True, places=True, placed_pairs=narrow, elements=self.loads is Loads.ELEMENT,
+            mma=self.x.value,
             differences=self.narrow is Narrow.I8, math=self.gated or self.norm is not None,
         )  # fmt: skip
 
