@@ -25,23 +25,23 @@ def philox(seed: Tensor | int, counter: Tensor, rounds: int, stream: int = 0) ->
 def rounded(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """values, rounded to f32 and then stochastically to float16 or bfloat16 with a random 32-bit word each.
 
-    Adds as many random bits as are cut off (at most 31) below the last place kept: unbiased for subnormal results too. Finite values stay
-    finite: they saturate at the largest number.
+    Adds as many random bits as are cut off below the last place kept. Numbers below 2^-14 are first rounded to multiples of 2^-37 in
+    float16, whose last place is then 2^-24. Finite values stay finite: they saturate at the largest number.
     """
-    bits = values.float().view(torch.int32).long() & _WORD
-    sign, size = bits >> 31, bits & 0x7FFFFFFF
+    values = values.float()
     if dtype == torch.bfloat16:
+        bits = values.view(torch.int32).long() & _WORD
+        sign, size = bits >> 31, bits & 0x7FFFFFFF
         finite = (size + (random & 0xFFFF)).clamp(max=0x7F7FFFFF) >> 16
-        special = size >> 16 | (size > 0x7F800000).long() << 6  # NaN stays NaN
+        special = size >> 16 | (size > 0x7F800000).long() << 6 | sign << 15  # NaN stays NaN
     else:
-        cut = 126 - (size >> 23).clamp(max=112)
-        used = cut.clamp(max=31)
-        digits = (size & 0x7FFFFF | 0x800000) >> cut - used
-        small = digits + (random & (1 << used) - 1) >> used
-        normal = (size + (random & 0x1FFF) - (112 << 23) >> 13).clamp(max=0x7BFF)
-        finite = torch.where(size < 113 << 23, small, normal)
-        special = torch.where(size > 0x7F800000, 0x7E00, 0x7C00)
-    result = torch.where(size < 0x7F800000, finite, special) | sign << 15
+        least = torch.tensor(2.0**-14, device=values.device)
+        small = values.abs() < least
+        bits = torch.where(small, values + least.copysign(values), values).view(torch.int32).long() & _WORD
+        sign, size = bits >> 31, bits & 0x7FFFFFFF
+        finite = (size + (random & 0x1FFF) - (112 << 23) >> 13).clamp(max=0x7BFF) - small.long() * 0x400
+        special = torch.where(size > 0x7F800000, 0x7FFF, 0x7C00 | sign << 15)
+    result = torch.where(size < 0x7F800000, finite | sign << 15, special)
     return result.to(torch.int32).to(torch.int16).view(dtype)
 
 

@@ -30,12 +30,11 @@ def words(n: int) -> Tensor:
     return torch.randint(0, 2**31, (n,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
 
 
-def test_bf16_and_normal_f16_are_the_reference_s_bits():
-    x, noise = numbers(), words(4096)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-14, 2.0**-24, 2.0**-36])
+def test_16_bits_with_noise_are_the_reference_s(scale):
+    x, noise = numbers() * scale, words(4096)
     assert torch.equal(bf16_with_noise(x.clone(), noise), rounded(x, torch.bfloat16, noise.long()).float())
-    normal = x[x.abs() >= 2.0**-14]
-    noise = noise[: len(normal)]
-    assert torch.equal(f16_with_noise(normal.clone(), noise), rounded(normal, torch.float16, noise.long()).float())
+    assert torch.equal(f16_with_noise(x.clone(), noise), rounded(x, torch.float16, noise.long()).float())
 
 
 @pytest.mark.parametrize("value", [3e-5, -7.3e-6, 5e-8, 2e-9])

@@ -31,11 +31,10 @@ def bf16_with_noise(values: Tensor, words: Tensor) -> Tensor:
 
 def f16_with_noise(values: Tensor, words: Tensor) -> Tensor:
     """As `bf16_with_noise`; numbers below 2^-14 become multiples of 2^-24. values: below 65504."""
-    small = values.abs() < 2.0**-14
-    fine = (values.abs() * 2.0**24 + (words >> 7) * 2.0**-24).floor_().mul_(2.0**-24).copysign_(values)
-    bits = values.view(torch.int32)
-    normal = bits.add_(words & 0x1FFF).bitwise_and_(-0x2000).view(torch.float32)
-    return torch.where(small, fine, normal)
+    least = torch.tensor(2.0**-14, device=values.device)
+    shift = torch.where(values.abs() < least, least.copysign(values), 0.0)  # small numbers then have as many bits as others
+    bits = (values + shift).view(torch.int32)
+    return bits.add_(words & 0x1FFF).bitwise_and_(-0x2000).view(torch.float32) - shift
 
 
 def to_nearest(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

@@ -295,8 +295,8 @@ def selective_state_update(
     - All arguments go together and mean the same, whatever the algorithm: the final state is written unless disable_state_update, with
       intermediate states too; a destination and disable_state_update contradict each other; num_accepted_tokens without destinations
       wants disable_state_update.
-    - Noise equals Triton's randint4x for four neighbours, in the order of memory, and rounding is exact for subnormal numbers;
-      FlashInfer's noise depends on its kernel.
+    - Noise equals Triton's randint4x for four neighbours, in the order of memory, and means are exact for subnormal numbers, to 2^-37
+      in f16; FlashInfer's noise depends on its kernel.
     - int8 and float8_e4m3fn states too, which FlashInfer has in its checkpointing_ssu alone, and noise with scales. To integers what lies
       in the middle goes to the even one; the scale of a row of zeros is tiny, not 1.
     - D may be missing, and A, dt and dt_bias need not be tied where there is one token. The output is of x's shape, also without heads.

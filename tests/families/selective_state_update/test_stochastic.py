@@ -123,7 +123,7 @@ class Rounding(KernelSpec):
 
     def parameters(self) -> list[Param]:
         pointers = [("values", "f32", True), ("words", "u32", True), ("seeds", "i64", True), ("counters", "i64", True)]
-        out = [("half", "u32", False), ("noise", "u32", False), ("fours", "u32", False)]
+        out = [("noise", "u32", False), ("fours", "u32", False)]
         return [*(Param.pointer(*p) for p in pointers + out), Param.u32("n"), Param.u32("stream")]
 
 
@@ -134,11 +134,9 @@ constexpr int kPhiloxRounds = {{ rounds }};
 {% include "lib/memory.cuh.j2" %}
 {% include "lib/stochastic.cuh.j2" %}
 extern "C" __global__ void rounding(
-    const f32* values, const u32* words, const i64* seeds, const i64* counters, u32* half, u32* noise, u32* fours, u32 n, u32 stream) {
+    const f32* values, const u32* words, const i64* seeds, const i64* counters, u32* noise, u32* fours, u32 n, u32 stream) {
   const u32 i = blockIdx.x * 256 + threadIdx.x;
   if (i >= n) return;
-  const float v = load(values + i);
-  store_u32(half + i, round_stochastic(f16{}, v, load_u32(words + i)));
   const u64 counter[1] = {u64(load(counters + i))};
   u32 drawn[1][4];
   philox(load(seeds + i), counter, stream, drawn);
@@ -159,12 +157,12 @@ extern "C" __global__ void rounding(
 
 
 def run_kernel(values: Tensor, random: Tensor, seeds: Tensor, counters: Tensor, rounds: int, stream: int) -> tuple[Tensor, ...]:
-    """(f16 bits, noise, bits of both types by four numbers at once) as int64"""
-    n, names, outputs = len(values), ("f16", "bf16"), ("half", "noise", "fours")
+    """(noise, bits of both types) as int64"""
+    n, names, outputs = len(values), ("f16", "bf16"), ("noise", "fours")
     nothing = {"needs": Needs()} | dict.fromkeys(("clusters", "waits", "triggers"), False)
     source = environment().from_string(TEXT).render(dtypes=names, rounded=names, rounds=rounds, **nothing)
     operands = {"values": values, "words": random.to(torch.int32), "seeds": seeds, "counters": counters}
-    operands |= {name: torch.zeros(n, *more, dtype=torch.int32) for name, more in (("half", ()), ("noise", (4,)), ("fours", (2,)))}
+    operands |= {name: torch.zeros(n, *more, dtype=torch.int32) for name, more in (("noise", (4,)), ("fours", (2,)))}
     packed = Arguments(Rounding(), {"n": n, "stream": stream}).at([t.data_ptr() for t in operands.values()])
     run_source(source, "rounding", -(-n // 256), 256, packed, operands, outputs)
     return tuple(operands[name].long() & 0xFFFFFFFF for name in outputs)
@@ -192,7 +190,7 @@ def test_kernels_agree_with_the_reference(rounds):
     random[::3], random[1::7] = 0xFFFFFFFF, 0
     seeds = torch.tensor(SEEDS)[torch.arange(n) % len(SEEDS)]
     counters = torch.tensor(COUNTERS)[torch.arange(n) // len(SEEDS) % len(COUNTERS)]
-    half, noise, fours = run_kernel(values, random, seeds, counters, rounds, 3)
-    for found, dtype in ((half, F16), (fours[:, 0], F16), (fours[:, 1], BF16)):
+    noise, fours = run_kernel(values, random, seeds, counters, rounds, 3)
+    for found, dtype in ((fours[:, 0], F16), (fours[:, 1], BF16)):
         assert torch.equal(found, rounded(values, dtype, random).view(torch.int16).long() & 0xFFFF)
     assert torch.equal(noise, torch.stack(philox(seeds, counters, rounds, 3), -1))
