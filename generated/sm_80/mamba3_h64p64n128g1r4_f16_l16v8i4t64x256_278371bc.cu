@@ -436,7 +436,7 @@ DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 stream, u32 (&r)[C
     const u64 a = u64(0xD2511F53u) * u32(counter[i]), b = u64(0xCD9E8D57u) * stream;
     r[i][0] = u32(b >> 32) ^ u32(counter[i] >> 32) ^ k0, r[i][1] = u32(b), r[i][2] = u32(a >> 32) ^ k1, r[i][3] = u32(a);
   }
-#pragma unroll 3  // unrolling all rounds would interleave several vectors and take twice the registers
+#pragma unroll kPhiloxRounds > 4 ? 3 : 1  // unrolling all rounds would interleave several vectors and take twice the registers
   for (int round = 1; round < kPhiloxRounds; ++round) {
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
 #pragma unroll
@@ -448,35 +448,22 @@ DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 stream, u32 (&r)[C
     }
   }
 }
-// The random bits cover the bits that rounding removes: 13, and up to 31 below 2^-14, where results are multiples of 2^-24. Bits below
-// 2^-55 are lost. Finite numbers stay finite.
-DEVICE u32 round_stochastic(f16, float v, u32 random) {
-  const u32 bits = __float_as_uint(v), size = bits & 0x7fffffffu;
-  const u32 sign = bits >> 16 & 0x8000u;
-  const u32 normal = min((size + (random & 0x1fffu) - (112u << 23)) >> 13, 0x7bffu);
-  const u32 cut = 126u - min(size >> 23, 112u), used = min(cut, 31u);  // below 2^-14: bits that rounding removes from a 24-bit significand, and bits with noise
-  const u32 digits = (size & 0x7fffffu | 0x800000u) >> min(cut - used, 31u);
-  const u32 small = (digits + (random & (1u << used) - 1u)) >> used;
-  const u32 finite = size < (113u << 23) ? small : normal;
-  return sign | (size < 0x7f800000u ? finite : size > 0x7f800000u ? 0x7e00u : 0x7c00u);
-}
-// Four numbers, each with its own noise. Noise and truncation are enough for numbers that are normal in f16 and below its largest one: a
-// quarter of the instructions.
+// Four numbers, each with its own noise: 13 random bits below the last bit that is kept. Below 2^-14, where the last bit is 2^-24, a number
+// is first rounded to a multiple of 2^-37: 2^-14 more than it has as many bits as normal numbers have. Finite numbers stay finite.
 DEVICE void round_4_stochastic(f16, const float (&f)[4], const u32 (&random)[4], u32 (&word)[2]) {
-  bool plain = true;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) plain = plain && fabsf(f[j]) >= 6.103515625e-5f && fabsf(f[j]) < 65504.f;
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
     float moved[2];
+    u32 added = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) moved[i] = __uint_as_float(__float_as_uint(f[j + i]) + (random[j + i] & 0x1fffu));
-    word[j / 2] = truncate_2xf16(moved[0], moved[1]);
-  }
-  if (!plain) {
-#pragma unroll
-    for (int j = 0; j < 4; j += 2)
-      word[j / 2] = round_stochastic(f16{}, f[j], random[j]) | round_stochastic(f16{}, f[j + 1], random[j + 1]) << 16;
+    for (int i = 0; i < 2; ++i) {
+      const float v = f[j + i], size = fabsf(v);
+      const bool small = size < 6.103515625e-5f;
+      const float kept = small ? v + copysignf(6.103515625e-5f, v) : v;
+      moved[i] = __uint_as_float(__float_as_uint(kept) + (size < 65504.f ? random[j + i] & 0x1fffu : 0u));
+      added |= small ? 0x400u << 16 * i : 0u;
+    }
+    word[j / 2] = truncate_2xf16(moved[0], moved[1]) - added;
   }
 }
 // Vectors of N results of arithmetic, each rounded with its own noise; vector i has elements index[i] … index[i] + N - 1 of a state.

@@ -317,7 +317,7 @@ DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 stream, u32 (&r)[C
     const u64 a = u64(0xD2511F53u) * u32(counter[i]), b = u64(0xCD9E8D57u) * stream;
     r[i][0] = u32(b >> 32) ^ u32(counter[i] >> 32) ^ k0, r[i][1] = u32(b), r[i][2] = u32(a >> 32) ^ k1, r[i][3] = u32(a);
   }
-#pragma unroll 3  // unrolling all rounds would interleave several vectors and take twice the registers
+#pragma unroll kPhiloxRounds > 4 ? 3 : 1  // unrolling all rounds would interleave several vectors and take twice the registers
   for (int round = 1; round < kPhiloxRounds; ++round) {
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
 #pragma unroll

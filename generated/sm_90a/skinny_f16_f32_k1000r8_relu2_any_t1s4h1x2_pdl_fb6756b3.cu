@@ -155,6 +155,16 @@ DEVICE void copy_bulk(T* to, u32 i, const void* from, u32 bytes, u64* barriers, 
                "l"(from), "r"(bytes), "r"(barrier_at(barriers, b))
                : "memory");
 }
+// The same for data that is not read again soon: L2 evicts these lines first, and keeps others.
+template <class T>
+DEVICE void copy_bulk_once(T* to, u32 i, const void* from, u32 bytes, u64* barriers, u32 b) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                   u32(__cvta_generic_to_shared(to + i))),
+               "l"(from), "r"(bytes), "r"(barrier_at(barriers, b)), "l"(policy)
+               : "memory");
+}
 
 // Programmatic dependent launch: this kernel may start before the previous kernel in the stream has ended. Memory that the previous kernel
 // may still read or write is accessed only after the wait.
@@ -331,7 +341,7 @@ skinny_f16_f32_k1000r8_relu2_any_t1s4h1x2_pdl_fb6756b3(
           __syncwarp();
           if (lane < 16) {  // rows that a weight lacks in its last tile: its last row, once more
             const u64 row = min(16 * tile + lane, n - 1);
-            copy_bulk(stages, stage * kStageWords + lane * kRowWords, weight + row * weight_n + piece * kPiece, bytes, full, stage);
+            copy_bulk_once(stages, stage * kStageWords + lane * kRowWords, weight + row * weight_n + piece * kPiece, bytes, full, stage);
           }
           if (++stage == kStages) {
             stage = 0;
