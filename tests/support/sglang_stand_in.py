@@ -17,16 +17,17 @@ class StandIn:
     """Steps take 1 ms, with ssmgen 0.5 ms, and prompts 1 us a token.
 
     SERVING_FAILS: `MODEL REQUEST`, where the engine with ssmgen raises; `MODEL REQUEST silently`, where it waits; `idle`: ssmgen serves no
-    call there; `both`: it serves calls in the other engine, too.
+    call there; `both`: it serves calls in the other engine, too; `depends`: log-probabilities depend on the batch in all engines;
+    `same`: in none. Otherwise they do in engines that are not deterministic.
     """
 
     def __init__(self) -> None:
         assert os.environ["SGLANG_PLUGINS"] == NAME
         self.ours, self.fails = os.environ[WITH] == "1", os.environ.get("SERVING_FAILS", "")
-        self.model = ""
+        self.model, self.deterministic = "", False
 
     def build(self, model: str, **more: Any) -> dict[str, Any]:
-        self.model = model
+        self.model, self.deterministic = model, more.get("enable_deterministic_inference", False)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(f"child {child.pid}")
         print(f"built {sorted(more)}" + "!" * 1000, *range(100), sep="\n", flush=True)
@@ -34,6 +35,13 @@ class StandIn:
 
     def answers(self, prompts: int, tokens: int) -> dict[str, Any]:
         return self._done("answers") | {"tokens": [[i] * tokens for i in range(prompts)], "best": [[[-0.5, -1.0]] * tokens] * prompts}
+
+    def needles(self, lengths: list[int], batch: int, seed: int, tokens: int) -> dict[str, Any]:
+        """Answers as tools.serving.needles has them."""
+        self._done("needles")
+        depends = self.fails == "depends" or (self.fails != "same" and not self.deterministic)
+        best = [[3, -1.0 - depends * batch * 2.0**-20], [5, -2.0]]
+        return {"said": {str(n): [[3, best]] * tokens for n in lengths}}
 
     def generate(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
         self._done("generate")

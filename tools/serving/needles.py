@@ -38,9 +38,10 @@ def said(answer: Any) -> Answer:
 
 
 def of_batch(
-    generate: Callable[..., Any], vocabulary: int, lengths: Sequence[int], batch: int, seed: int, tokens: int
+    generate: Callable[..., Any], vocabulary: int, lengths: Sequence[int], batch: int, seed: int, tokens: int,
+    said: Callable[[Any], Answer] = said,
 ) -> dict[str, Answer]:  # fmt: skip
-    """{length: answer} of needles in a batch; batch 0: each needle alone. generate: as Server._generate"""
+    """{length: answer} of needles in a batch; batch 0: each needle alone. generate: as Server._generate   said: reads one of its answers"""
     if batch == 0:
         return {str(n): said(generate([prompt_of(n, vocabulary)], tokens, logprobs=5)[0]) for n in lengths}
     prompts, places = batch_of(lengths, batch, seed, vocabulary)

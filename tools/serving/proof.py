@@ -1,4 +1,7 @@
-"""The proof of batch invariance with live engines: log-probabilities that are equal bit for bit, and a control that must differ."""
+"""The proof of batch invariance with live engines: log-probabilities that are equal bit for bit, and a control that must differ.
+
+Engines of vLLM, unless a caller passes its own settings, and functions that start an engine and ask it to build itself.
+"""
 
 from __future__ import annotations
 
@@ -74,17 +77,18 @@ HEAD = "| model | engine | request | equal | |\n|---|---|---|--:|---|"
 
 @dataclass(slots=True)
 class Proof:
-    """A model's proof. rows: in the order of the requests   finished: all requests were made"""
+    """A model's proof. rows: in the order of the requests   finished: all requests were made   settings: of its engines"""
 
     model: str
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     finished: bool = False
+    settings: Sequence[Setting] = SETTINGS
 
     @property
     def problems(self) -> list[str]:
         """Why the proof does not hold, in words."""
-        names = {setting.name: setting.proves for setting in SETTINGS}
+        names = {setting.name: setting.proves for setting in self.settings}
         proving, control = ([row for row in self.rows if names[row.setting] is which] for which in (True, False))
         prefixes = [row for row in proving if row.cached is not None]
         found = [
@@ -120,12 +124,14 @@ def compare(model: str, setting: str, what: str, want: dict[str, Any], got: dict
     return row
 
 
-def started(models: Iterable[str], folder: Path, engine: Callable[..., Engine]) -> dict[str, dict[Setting, Engine]]:
-    """The processes of all proofs, which import vLLM while others work."""
+def started(
+    models: Iterable[str], folder: Path, engine: Callable[..., Engine], settings: Sequence[Setting] = SETTINGS
+) -> dict[str, dict[Setting, Engine]]:  # fmt: skip
+    """The processes of all proofs, which import the engine's package while others work."""
     return {
         model: {
             each: engine(f"proof-{model}-{i}", each.proves, folder, {"VLLM_BATCH_INVARIANT": "1"} if each.proves else {})
-            for i, each in enumerate(SETTINGS)
+            for i, each in enumerate(settings)
         }
         for model in models
     }
@@ -150,12 +156,17 @@ def build(engine: Engine, setting: Setting, model: str) -> None:
     )  # fmt: skip
 
 
-def prove(model: str, engines: dict[Setting, Engine], until: float, tell: Callable[[Proof, Row | str], None]) -> Proof:
+def prove(
+    model: str, engines: dict[Setting, Engine], until: float, tell: Callable[[Proof, Row | str], None],
+    build: Callable[[Engine, Setting, str], None] = build,
+) -> Proof:  # fmt: skip
     """Builds a model's engines and asks them. until: no request begins after this time   tell: gets each row, and words, at once
 
-    Engines answer at the same time: nothing here is timed. An engine that fails ends alone, and the proof does not hold then.
+    build: asks an engine of a setting to build a model. Engines answer at the same time: nothing here is timed. An engine that fails ends
+    alone, and the proof does not hold then.
     """
-    proof, alone = Proof(model), dict[Setting, dict[str, Any]]()
+    settings = [*engines]
+    proof, alone = Proof(model, settings=settings), dict[Setting, dict[str, Any]]()
 
     def attempt(setting: Setting, work: Callable[[Engine], Any]) -> Any:
         if setting not in engines:
@@ -174,15 +185,15 @@ def prove(model: str, engines: dict[Setting, Engine], until: float, tell: Callab
         return engine.hear(patience())
 
     try:
-        for each in SETTINGS:
-            attempt(each, partial(build, setting=each, model=model))
-        for each in SETTINGS:
+        for each in settings:
+            attempt(each, lambda engine, each=each: build(engine, each, model))
+        for each in settings:
             if (built := attempt(each, hear)) is not None:
                 tell(proof, f"{model}, {each.name}: built in {built['seconds']:.1f} s")
         for words, method, arguments in requests():
             if not patience() or not engines:
                 return proof
-            asked = [each for each in SETTINGS if method == "needles" or each.prefixes]
+            asked = [each for each in settings if method == "needles" or each.prefixes]
             for each in asked:
                 attempt(each, partial(Engine.say, do=method, **arguments))
             for each in asked:
@@ -197,12 +208,13 @@ def prove(model: str, engines: dict[Setting, Engine], until: float, tell: Callab
 
 
 def prove_all(
-    models: Sequence[str], folder: Path, until: float, tell: Callable[[Proof, Row | str], None], start: Callable[..., Engine] = Engine
-) -> list[Proof]:
+    models: Sequence[str], folder: Path, until: float, tell: Callable[[Proof, Row | str], None], start: Callable[..., Engine] = Engine,
+    settings: Sequence[Setting] = SETTINGS, build: Callable[[Engine, Setting, str], None] = build,
+) -> list[Proof]:  # fmt: skip
     """Proves one model after the other; the processes of all of them start at once. start: makes engines, like Engine"""
-    engines = started(models, folder, start)
+    engines = started(models, folder, start, settings)
     try:
-        return [prove(model, engines[model], until, tell) for model in models]
+        return [prove(model, engines[model], until, tell, build) for model in models]
     finally:
         for each in engines.values():
             for engine in each.values():
@@ -213,7 +225,7 @@ def _compared(proof: Proof, setting: Setting, words: str, got: dict[str, Any], a
     """Adds a row. The control is compared with itself, all others with the first engine's answers to single requests."""
     if words == "alone":
         alone[setting] = got["said"]
-    first = SETTINGS[0] if setting.proves else setting
+    first = proof.settings[0] if setting.proves else setting
     if first not in alone or (words == "alone" and setting is first):
         return
     proof.rows.append(compare(proof.model, setting.name, words, alone[first], got["said"], got.get("cached")))

@@ -21,10 +21,13 @@ from ssmgen.cli import Command
 from ssmgen.compat.shared.replacing import REPLACED
 from tools.serving.engines import Engine, EngineError
 from tools.serving.models import FEW, MODELS, TIMED
+from tools.serving.proof import Proof, Row
+from tools.serving.proof import table as proof_table
 from tools.serving.report import answers, as_dict, table
 from tools.serving.run import COMPARED, SHORT, Case, Pair
 
 from .plugin import NAME, WITH
+from .proof import PROVED, prove_all
 
 PROMPTS = 8  # that are timed together
 GONE = 30.0  # seconds until killed processes must be gone
@@ -155,30 +158,37 @@ def _look(state: dict[str, Any], pair: Pair, side: bool) -> None:
 
 
 @click.command(cls=Command)
-@click.option("--model", "models", type=click.Choice(MODELS), multiple=True, help=f"May repeat. Default: {' '.join(TIMED)}.")
+@click.option(
+    "--model", "models", type=click.Choice(MODELS), multiple=True, help=f"May repeat. Default: {' '.join(TIMED)}, or none with --prove."
+)
+@click.option("--prove", "proved", type=click.Choice(PROVED), multiple=True, help="To prove deterministic inference of; may repeat.")
 @click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="Of decode; may repeat. Default: 1, 8, 64 and 256.")
 @click.option("--prompt", type=click.IntRange(32), default=2048, show_default=True, help=f"Tokens of each of {PROMPTS} prompts.")
 @click.option("--steps", type=click.IntRange(1), default=64, show_default=True, help=f"Of decode, behind prompts of {SHORT} tokens.")
 @click.option("--rounds", type=click.IntRange(0), default=3, show_default=True, help="Of timing; 0 compares answers only.")
 @click.option("--layers", type=click.IntRange(1), default=FEW, show_default=True, help="Of each model; more if it has more kinds of them.")
-@click.option("--seconds", type=click.FloatRange(1), default=300, show_default=True, help="For each engine; it is ended after them.")
+@click.option("--seconds", type=click.FloatRange(1), default=300, show_default=True, help="For each engine, and for all proofs.")
 @click.option("--first", type=click.Choice([WITH_US, OWN]), default=WITH_US, show_default=True, help="The engine that runs first.")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="New, for the engines' logs. Default: a temporary one.")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was measured here.")
-def serving(models, batches, file, folder, **given) -> None:
+def serving(models, proved, batches, file, folder, **given) -> None:
     """SGLang with and without ssmgen: tokens a second of prompts and of decode steps, and whether greedy tokens are equal.
 
     Needs a GPU and SGLang 0.5.23. Builds a live sglang.Engine with ssmgen's plugin, ends it, and builds one without, with the same random
     weights, for each model; nothing is downloaded. Both answer the same prompts, with log-probabilities. Rounds of timing follow.
     The JSON file is written again after each case. An engine that fails, or takes longer than --seconds, does not stop the others. Its
     last output is printed, and the exit code is 1. SGLang alone tunes Triton kernels of gated delta rules for more than 100 s.
+    With --prove, engines with --enable-deterministic-inference follow, all of a model at once. They must give the same bits for a request
+    alone, in batches, in pieces, and with and without CUDA graphs; SGLang alone, without the mode, must not.
     """
-    options = Options(models=tuple(dict.fromkeys(models or TIMED)), batches=tuple(sorted(set(batches) or {1, 8, 64, 256})), **given)
-    pairs = [Pair(model, "bfloat16", options.layers, True) for model in options.models]
+    options = Options(
+        models=tuple(dict.fromkeys(models or (() if proved else TIMED))), batches=tuple(sorted(set(batches) or {1, 8, 64, 256})), **given
+    )
+    pairs, proofs = [Pair(model, "bfloat16", options.layers, True) for model in options.models], dict[str, Proof]()
 
     def keep() -> None:
         if file:
-            about = {"sglang": metadata.version("sglang"), "options": str(options)}
+            about = {"sglang": metadata.version("sglang"), "options": str(options), "proofs": [each.as_dict() for each in proofs.values()]}
             whole = file.with_name(f"{file.name}.part")
             whole.write_text(json.dumps(as_dict(pairs, **about), indent=1), encoding="utf-8")
             whole.replace(file)  # a run that is cut leaves a whole file
@@ -188,14 +198,24 @@ def serving(models, batches, file, folder, **given) -> None:
     def note(text: str) -> None:
         click.echo(f"{time.monotonic() - begin:5.0f} s  {text}", err=True)
 
+    def tell(proof: Proof, found: Row | str) -> None:
+        proofs[proof.model] = proof
+        note(str(found))
+        keep()
+
     with tempfile.TemporaryDirectory() as temporary:
+        place = folder or Path(temporary)
         try:
-            measure(options, pairs, folder or Path(temporary), note, keep)
+            measure(options, pairs, place, note, keep)
+            prove_all(tuple(dict.fromkeys(proved)), place, time.monotonic() + options.seconds, tell, Arm)
         finally:  # partial results of an interrupted run
             keep()
-            click.echo(answers(pairs))
-            click.echo(table(pairs))
-    if any(pair.failures for pair in pairs):
+            if pairs:
+                click.echo(answers(pairs))
+                click.echo(table(pairs))
+            if proofs:
+                click.echo(proof_table([*proofs.values()]))
+    if any(pair.failures for pair in pairs) or any(each.problems for each in proofs.values()):
         raise SystemExit(1)
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.serving import needles
 from tools.serving.models import config_of
 from tools.serving.worker import prompts_of, serve
 
@@ -65,6 +66,12 @@ def write_entry_point(folder: Path) -> None:
     (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{NAME} = tools.serving_sglang.plugin:register\n", encoding="utf-8")
 
 
+def said(answer: dict[str, Any]) -> needles.Answer:
+    """The tokens of SGLang's answer, and the log-probabilities of the best tokens at each place, with all bits."""
+    best = [sorted([number, p] for p, number, _ in step) for step in answer["meta_info"]["output_top_logprobs"]]
+    return [list(pair) for pair in zip(answer["output_ids"], best, strict=True)]
+
+
 class Server:
     """An SGLang engine of this process and its children. Requests name its methods."""
 
@@ -97,6 +104,14 @@ class Server:
         said = self._generate(prompts_of(prompts, self.vocabulary), tokens, return_logprob=True, top_logprobs_num=2)
         best = [[sorted((round(p[0], 5) for p in step), reverse=True)[:2] for step in a["meta_info"]["output_top_logprobs"]] for a in said]
         return {"tokens": [a["output_ids"] for a in said], "best": best}
+
+    def needles(self, **asked: Any) -> dict[str, Any]:
+        """Answers to needles alone or in a batch, with all bits: the arguments of needles.of_batch."""
+
+        def generate(prompts: list[list[int]], tokens: int, logprobs: int) -> Any:
+            return self._generate(prompts, tokens, return_logprob=True, top_logprobs_num=logprobs)
+
+        return {"said": needles.of_batch(generate, self.vocabulary, **asked, said=said)}
 
     def generate(self, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
         """Seconds to generate `tokens` tokens for each of `batch` prompts of `prompt` tokens, all sent at once, with no cached prefix.

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from tools.serving.models import MODELS, config_of
 from tools.serving_sglang import __main__ as program
 from tools.serving_sglang import plugin
-from tools.serving_sglang.worker import LAYERS, Server, arguments, as_sglang_reads, write_config, write_entry_point
+from tools.serving_sglang.proof import SETTINGS, build
+from tools.serving_sglang.worker import LAYERS, Server, arguments, as_sglang_reads, said, write_config, write_entry_point
 
 
 @pytest.fixture
@@ -23,6 +24,7 @@ def compare(tmp_path, monkeypatch):
     """Runs the program with stand-ins; returns click's result and the content of its JSON file."""
     stand_in = functools.partial(program.Arm, module="tests.support.sglang_stand_in")
     monkeypatch.setattr(program, "measure", functools.partial(program.measure, start=stand_in))
+    monkeypatch.setattr(program, "Arm", stand_in)
     monkeypatch.setattr(program.metadata, "version", lambda name: "0.5.23")
 
     def run(*options: str, fails: str = ""):
@@ -79,6 +81,45 @@ def test_an_engine_that_takes_too_long_is_ended(compare):
 def test_an_engine_with_the_wrong_functions_fails(compare, fails, words):
     result, _ = compare("--model", "mamba2", fails=fails)
     assert result.exit_code == 1 and words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        ("", "mamba2: proved"),
+        ("depends", "mamba2: NOT proved; answers depend on the batch, pieces, the cache or graphs"),
+        ("same", "mamba2: NOT proved; the control's answers are equal, too, so that this proves nothing"),
+        ("mamba2 needles", "ValueError: no such kernel"),
+    ],
+)
+def test_deterministic_inference_is_proved(compare, tmp_path, fails, words):
+    result, told = compare("--prove", "mamba2", fails=fails)
+    assert result.exit_code == bool(fails), result.output
+    assert words in result.stdout and told["models"] == []
+    (proof,) = told["proofs"]
+    assert proof["proved"] is not bool(fails)
+    if not fails:
+        settings = [row["setting"] for row in proof["rows"]]
+        assert [settings.count(each.name) for each in SETTINGS] == [8, 9, 8]  # eight batches; the second engine's single requests, too
+    names = sorted(folder.name for folder in (tmp_path / "logs").iterdir())
+    assert names == ["proof-mamba2-0-ssmgen", "proof-mamba2-1-ssmgen", "proof-mamba2-2-own"]
+
+
+def test_engines_of_a_proof_differ_in_the_mode_pieces_and_graphs():
+    asked = []
+    engine = types.SimpleNamespace(say=lambda do, **more: asked.append(more), folder=Path("folder"))
+    for setting in SETTINGS:
+        build(engine, setting, "mamba2")
+    assert [more["enable_deterministic_inference"] for more in asked] == [True, True, False]
+    assert [more["chunked_prefill_size"] for more in asked] == [8192, 512, 8192]
+    assert [more["disable_decode_cuda_graph"] for more in asked] == [False, True, False]
+    assert all(more["disable_radix_cache"] and more["mamba_ssm_dtype"] == "float32" for more in asked)  # the mode requires both
+
+
+def test_answers_are_read_with_all_bits():
+    exact = -1.0 - 2.0**-30
+    answer = {"output_ids": [7, 9], "meta_info": {"output_top_logprobs": [[(exact, 7, None), (-2.5, 3, None)], [(-0.5, 9, None)]]}}
+    assert said(answer) == [[7, [[3, -2.5], [7, exact]]], [9, [[9, -0.5]]]]
 
 
 def test_the_plugin_is_an_entry_point_that_a_folder_in_the_path_has(tmp_path, monkeypatch):
