@@ -192,33 +192,38 @@ DEVICE float sum_over_lanes(float v) {
   for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
-// 1 / the root mean square of a row of x, by one warp, with rms_norm's order of sums: 8 neighbours, then the 32 lanes of a pass, then 32
-// passes, one kept by each lane, then these blocks.
-DEVICE float inverse_rms(const X* row, float eps, u32 lane) {
-  constexpr u32 kPass = 256, kBlock = 32 * kPass, kBlocks = (kK + kBlock - 1) / kBlock, kAtOnce = 16 / sizeof(X);
-  float of_blocks[kBlocks];
-#pragma unroll
-  for (u32 block = 0; block < kBlocks; ++block) {
-    constexpr u32 kEnd = (kK + kPass - 1) / kPass;
-    const u32 passes = min(32u, kEnd - 32 * block);
-    float own = 0.f;
+// The root mean square of rows, with rms_norm's order of sums: 8 neighbours, then the 32 lanes of a pass, then 32 passes, then these blocks.
+constexpr u32 kPassSize = 256, kNormPasses = (kK + kPassSize - 1) / kPassSize;
+// The sums of squares of all passes of all rows. A warp has every kWarps-th of them, and keeps number row * kNormPasses + pass.
+template <class Keep>
+DEVICE void square_passes(const X* x, u32 x_row, u32 rows, u32 warp, u32 lane, const Keep& keep) {
+  constexpr u32 kAtOnce = 16 / sizeof(X);
 #pragma unroll 1
-    for (u32 start = 0; start < passes; start += kAtOnce) {
-      Pack<X, 8> raw[kAtOnce] = {};
+  for (u32 start = warp; start < rows * kNormPasses; start += kAtOnce * kWarps) {
+    Pack<X, 8> raw[kAtOnce] = {};
 #pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i) {
-        const u32 k = block * kBlock + (start + i) * kPass + lane * 8;
-        if (k < kK) raw[i] = load_vector<X, 8>(row + k);
-      }
-#pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i) {
-        float v[8];
-        unpack(raw[i], v);
-        const float sum = sum_over_lanes<32>(squares(v));
-        if (lane == start + i) own = sum;
-      }
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u32 number = start + i * kWarps, k = number % kNormPasses * kPassSize + lane * 8;
+      const X* const from = x + u64(number / kNormPasses) * x_row + k;
+      if (number < rows * kNormPasses && k < kK) raw[i] = load_vector<X, 8>(from);
     }
-    of_blocks[block] = sum_over_lanes<32>(own);
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      float v[8];
+      unpack(raw[i], v);
+      const float sum = sum_over_lanes<32>(squares(v));
+      if (lane == 0 && start + i * kWarps < rows * kNormPasses) keep(start + i * kWarps, sum);
+    }
+  }
+}
+// 1 / the root mean square of a row, by one warp. kept: the sum of squares of a pass.
+template <class Kept>
+DEVICE float inverse_rms(float eps, u32 lane, const Kept& kept) {
+  float of_blocks[(kNormPasses + 31) / 32];
+#pragma unroll
+  for (u32 block = 0; block < (kNormPasses + 31) / 32; ++block) {
+    const u32 pass = 32 * block + lane;
+    of_blocks[block] = sum_over_lanes<32>(pass < kNormPasses ? kept(pass) : 0.f);
   }
   return rsqrt_approx(fmaf(sum_pairs(of_blocks), 1.f / kK, eps));
 }
@@ -269,9 +274,12 @@ skinny_fma_f32_k2048r8_2w_silu_norm_residual_t2d4w4_0b6b4c37(
   for (u32 i = 0; i < kDepth; ++i)
     if (i < kSteps) load_weight(w[i], i);
 
+  SHARED(float, passes, kRows * kNormPasses);
   SHARED(float, inverse, kRows);  // of the root mean square of each row of x
+  square_passes(x, x_row, rows, threadIdx.x / 32, lane, [&](u32 i, float sum) { passes[i] = sum; });
+  __syncthreads();
   for (u32 row = threadIdx.x / 32; row < rows; row += kWarps) {
-    const float found = inverse_rms(x + u64(row) * x_row, eps, lane);
+    const float found = inverse_rms(eps, lane, [&](u32 pass) -> float { return passes[row * kNormPasses + pass]; });
     if (lane == 0) inverse[row] = found;
   }
   __syncthreads();

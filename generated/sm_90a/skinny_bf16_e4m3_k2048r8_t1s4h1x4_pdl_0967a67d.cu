@@ -34,6 +34,8 @@ constexpr int kChains = 8 / kWarps;  // of a warp
 constexpr u32 kPiece = 512 * kSlots, kPieces = (kK + kPiece - 1) / kPiece;
 // Words of shared memory. The distance of rows in a stage is 32 bytes more than their length: four neighbours use all banks.
 constexpr u32 kRowWords = kPiece / 4 + 8, kStageWords = 16 * kRowWords;
+constexpr u32 kTileOutputs = 16;  // outputs of a tile
+constexpr u32 kItems = (kTileOutputs * kJoined * kRows + 32 * kWarps - 1) / (32 * kWarps);  // outputs of a thread at a join
 constexpr u32 kSumPitch = kRows + 1, kSumWords = 16 * kSumPitch, kAtSums = kStages * kStageWords;
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
@@ -348,7 +350,7 @@ skinny_bf16_e4m3_k2048r8_t1s4h1x4_pdl_0967a67d(
     return;
   }
 
-  wait_for_upstream();  // above: the weights, which are constant; below: everything else
+  wait_for_upstream();  // above: constants; below: everything else
 
   const u32 group = lane / 4, part = lane % 4;
   const u32 nothing = rows >> 31;  // 0, which the compiler does not know
@@ -391,6 +393,14 @@ skinny_bf16_e4m3_k2048r8_t1s4h1x4_pdl_0967a67d(
   u32 stage = 0, turn = 0;
   for (u32 first = blockIdx.x; first < tiles; first += kTiles * gridDim.x) {
     float sums[kTiles][kChains][kColumns][4] = {};
+    float of_scale[kItems] = {};
+#pragma unroll
+    for (u32 item = 0; item < kItems; ++item) {
+      const u32 i = threadIdx.x + item * (32 * kWarps), column = i / (kTileOutputs * kJoined), tile = first + i / kTileOutputs % kJoined * gridDim.x;
+      const u32 row = kTileOutputs * tile + i % kTileOutputs;
+      if (column >= rows || tile >= tiles || row >= n) continue;
+      of_scale[item] = to_float(load(scale + row));
+    }
 #pragma unroll 1
     for (u32 pieces = 0; pieces < kPieces; pieces += kHeld) {
 #pragma unroll
@@ -470,8 +480,11 @@ skinny_bf16_e4m3_k2048r8_t1s4h1x4_pdl_0967a67d(
         }
       }
       meet(1, 32 * kWarps);
-      for (u32 i = threadIdx.x; i < 16 * kJoined * rows; i += 32 * kWarps) {
-        const u32 t = i / 16 % kJoined, column = i / (16 * kJoined), tile = first + (start + t) * gridDim.x;
+#pragma unroll
+      for (u32 item = 0; item < kItems; ++item) {
+        const u32 i = threadIdx.x + item * (32 * kWarps);
+        if (i >= kTileOutputs * kJoined * rows) break;
+        const u32 t = i / kTileOutputs % kJoined, column = i / (kTileOutputs * kJoined), tile = first + (start + t) * gridDim.x;
         if (start + t >= kTiles || tile >= tiles) continue;
         float chain[kWarps];
 #pragma unroll
@@ -482,7 +495,7 @@ skinny_bf16_e4m3_k2048r8_t1s4h1x4_pdl_0967a67d(
           for (u32 c = 0; c < kWarps; c += 2 * distance) chain[c] = chain[c] + chain[c + distance];
         }
         const u32 row = 16 * tile + i % 16;
-        if (row < n) store(out + u64(column) * out_row + row, chain[0] * to_float(load(scale + row)));
+        if (row < n) store(out + u64(column) * out_row + row, chain[0] * of_scale[item]);
       }
     }
   }

@@ -35,6 +35,8 @@ constexpr int kChains = 8 / kWarps;  // of a warp
 constexpr u32 kPiece = 512 * kSlots, kPieces = (kK + kPiece - 1) / kPiece;
 // Words of shared memory. The distance of rows in a stage is 32 bytes more than their length: four neighbours use all banks.
 constexpr u32 kRowWords = kPiece / 4 + 8, kStageWords = 16 * kRowWords;
+constexpr u32 kTileOutputs = 16;  // outputs of a tile
+constexpr u32 kItems = (kTileOutputs * kJoined * kRows + 32 * kWarps - 1) / (32 * kWarps);  // outputs of a thread at a join
 constexpr u32 kSumPitch = kRows + 1, kSumWords = 16 * kSumPitch, kAtSums = kStages * kStageWords;
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
@@ -366,33 +368,38 @@ DEVICE float sum_over_lanes(float v) {
   for (int mask = 1; mask < Lanes; mask *= 2) v = v + __shfl_xor_sync(0xffffffffu, v, mask);
   return v;
 }
-// 1 / the root mean square of a row of x, by one warp, with rms_norm's order of sums: 8 neighbours, then the 32 lanes of a pass, then 32
-// passes, one kept by each lane, then these blocks.
-DEVICE float inverse_rms(const X* row, float eps, u32 lane) {
-  constexpr u32 kPass = 256, kBlock = 32 * kPass, kBlocks = (kK + kBlock - 1) / kBlock, kAtOnce = 16 / sizeof(X);
-  float of_blocks[kBlocks];
-#pragma unroll
-  for (u32 block = 0; block < kBlocks; ++block) {
-    constexpr u32 kEnd = (kK + kPass - 1) / kPass;
-    const u32 passes = min(32u, kEnd - 32 * block);
-    float own = 0.f;
+// The root mean square of rows, with rms_norm's order of sums: 8 neighbours, then the 32 lanes of a pass, then 32 passes, then these blocks.
+constexpr u32 kPassSize = 256, kNormPasses = (kK + kPassSize - 1) / kPassSize;
+// The sums of squares of all passes of all rows. A warp has every kWarps-th of them, and keeps number row * kNormPasses + pass.
+template <class Keep>
+DEVICE void square_passes(const X* x, u32 x_row, u32 rows, u32 warp, u32 lane, const Keep& keep) {
+  constexpr u32 kAtOnce = 16 / sizeof(X);
 #pragma unroll 1
-    for (u32 start = 0; start < passes; start += kAtOnce) {
-      Pack<X, 8> raw[kAtOnce] = {};
+  for (u32 start = warp; start < rows * kNormPasses; start += kAtOnce * kWarps) {
+    Pack<X, 8> raw[kAtOnce] = {};
 #pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i) {
-        const u32 k = block * kBlock + (start + i) * kPass + lane * 8;
-        if (k < kK) raw[i] = load_elements<X, 8>(row + k, 1);
-      }
-#pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i) {
-        float v[8];
-        unpack(raw[i], v);
-        const float sum = sum_over_lanes<32>(squares(v));
-        if (lane == start + i) own = sum;
-      }
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u32 number = start + i * kWarps, k = number % kNormPasses * kPassSize + lane * 8;
+      const X* const from = x + u64(number / kNormPasses) * x_row + k;
+      if (number < rows * kNormPasses && k < kK) raw[i] = load_elements<X, 8>(from, 1);
     }
-    of_blocks[block] = sum_over_lanes<32>(own);
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      float v[8];
+      unpack(raw[i], v);
+      const float sum = sum_over_lanes<32>(squares(v));
+      if (lane == 0 && start + i * kWarps < rows * kNormPasses) keep(start + i * kWarps, sum);
+    }
+  }
+}
+// 1 / the root mean square of a row, by one warp. kept: the sum of squares of a pass.
+template <class Kept>
+DEVICE float inverse_rms(float eps, u32 lane, const Kept& kept) {
+  float of_blocks[(kNormPasses + 31) / 32];
+#pragma unroll
+  for (u32 block = 0; block < (kNormPasses + 31) / 32; ++block) {
+    const u32 pass = 32 * block + lane;
+    of_blocks[block] = sum_over_lanes<32>(pass < kNormPasses ? kept(pass) : 0.f);
   }
   return rsqrt_approx(fmaf(sum_pairs(of_blocks), 1.f / kK, eps));
 }
@@ -467,19 +474,25 @@ skinny_bf16_i8_k2048r16_3w_bias_norm_any_t1s4h1x4_pdl_bb2d70f0(
     return;
   }
 
-  wait_for_upstream();  // above: the weights, which are constant; below: everything else
+  // The norm's weight is constant, too. After the wait it would queue behind the products' weights, so it comes to L1 now.
+  for (u32 k = 8 * threadIdx.x; k < kK; k += 8 * 32 * kWarps) load_vector<f32, 8>(norm_weight + k);
+
+  wait_for_upstream();  // above: constants; below: everything else
 
   const u32 group = lane / 4, part = lane % 4;
   const u32 nothing = rows >> 31;  // 0, which the compiler does not know
-  // A warp has every kWarps-th row of x. The memory of sums is free until the first join.
+  // The memory of sums is free until the first join.
+  constexpr u32 kAtInverse = kAtSums + kRows * kNormPasses;
+  square_passes(x, x_row, rows, warp, lane, [&](u32 i, float sum) { stages[kAtSums + i] = __float_as_uint(sum); });
+  meet(1, 32 * kWarps);
   for (u32 row = warp; row < rows; row += kWarps) {
-    const float found = inverse_rms(x + u64(row) * x_row, eps, lane);
-    if (lane == 0) stages[kAtSums + row] = __float_as_uint(found);
+    const float found = inverse_rms(eps, lane, [&](u32 pass) { return __uint_as_float(stages[kAtSums + row * kNormPasses + pass]); });
+    if (lane == 0) stages[kAtInverse + row] = __float_as_uint(found);
   }
   meet(1, 32 * kWarps);
   float inverse[kColumns];
 #pragma unroll
-  for (u32 columns = 0; columns < kColumns; ++columns) inverse[columns] = 8 * columns + group < rows ? __uint_as_float(stages[kAtSums + 8 * columns + group]) : 0.f;
+  for (u32 columns = 0; columns < kColumns; ++columns) inverse[columns] = 8 * columns + group < rows ? __uint_as_float(stages[kAtInverse + 8 * columns + group]) : 0.f;
   // x as mma's second operand: column `group` of each eight rows. A lane's 16 bytes serve two products, as in the weights' rows.
   u32 held[kHeld][kChains][kColumns][kSlots][2][4];
   const u32 own = warp * kChains * 64 + part * 8;  // the lane's first element in a piece of a row
@@ -598,8 +611,11 @@ skinny_bf16_i8_k2048r16_3w_bias_norm_any_t1s4h1x4_pdl_bb2d70f0(
         }
       }
       meet(1, 32 * kWarps);
-      for (u32 i = threadIdx.x; i < 16 * kJoined * rows; i += 32 * kWarps) {
-        const u32 t = i / 16 % kJoined, column = i / (16 * kJoined), tile = first + (start + t) * gridDim.x;
+#pragma unroll
+      for (u32 item = 0; item < kItems; ++item) {
+        const u32 i = threadIdx.x + item * (32 * kWarps);
+        if (i >= kTileOutputs * kJoined * rows) break;
+        const u32 t = i / kTileOutputs % kJoined, column = i / (kTileOutputs * kJoined), tile = first + (start + t) * gridDim.x;
         if (start + t >= kTiles || tile >= tiles) continue;
         float chain[kWarps];
 #pragma unroll

@@ -32,6 +32,8 @@ constexpr int kChains = 8 / kWarps;  // of a warp
 constexpr u32 kPiece = 512 * kSlots, kPieces = (kK + kPiece - 1) / kPiece;
 // Words of shared memory. The distance of rows in a stage is 64 bytes more than their length: two neighbours use all banks.
 constexpr u32 kRowWords = kPiece / 2 + 16, kStageWords = 16 * kRowWords;
+constexpr u32 kTileOutputs = 8;  // outputs of a tile
+constexpr u32 kItems = (kTileOutputs * kJoined * kRows + 32 * kWarps - 1) / (32 * kWarps);  // outputs of a thread at a join
 constexpr u32 kSumPitch = kRows + 1, kSumWords = 16 * kSumPitch, kAtSums = kStages * kStageWords;
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
@@ -341,7 +343,7 @@ skinny_bf16_scaled_k3072r8_2w_silu_t1s4h3x2_pdl_1d145402(
     return;
   }
 
-  wait_for_upstream();  // above: the weights, which are constant; below: everything else
+  wait_for_upstream();  // above: constants; below: everything else
 
   const u32 group = lane / 4, part = lane % 4;
   const u32 nothing = rows >> 31;  // 0, which the compiler does not know
@@ -384,6 +386,16 @@ skinny_bf16_scaled_k3072r8_2w_silu_t1s4h3x2_pdl_1d145402(
   u32 stage = 0, turn = 0;
   for (u32 first = blockIdx.x; first < tiles; first += kTiles * gridDim.x) {
     float sums[kTiles][kChains][kColumns][4] = {};
+    float of_scale[kItems] = {};
+    float of_scale_1[kItems] = {};
+#pragma unroll
+    for (u32 item = 0; item < kItems; ++item) {
+      const u32 i = threadIdx.x + item * (32 * kWarps), column = i / (kTileOutputs * kJoined), tile = first + i / kTileOutputs % kJoined * gridDim.x;
+      const u32 row = kTileOutputs * tile + i % kTileOutputs;
+      if (column >= rows || tile >= tiles) continue;
+      of_scale[item] = to_float(load(scale + row));
+      of_scale_1[item] = to_float(load(scale_1 + row));
+    }
 #pragma unroll 1
     for (u32 pieces = 0; pieces < kPieces; pieces += kHeld) {
 #pragma unroll
@@ -460,8 +472,11 @@ skinny_bf16_scaled_k3072r8_2w_silu_t1s4h3x2_pdl_1d145402(
         }
       }
       meet(1, 32 * kWarps);
-      for (u32 i = threadIdx.x; i < 8 * kJoined * rows; i += 32 * kWarps) {
-        const u32 t = i / 8 % kJoined, column = i / (8 * kJoined), tile = first + (start + t) * gridDim.x;
+#pragma unroll
+      for (u32 item = 0; item < kItems; ++item) {
+        const u32 i = threadIdx.x + item * (32 * kWarps);
+        if (i >= kTileOutputs * kJoined * rows) break;
+        const u32 t = i / kTileOutputs % kJoined, column = i / (kTileOutputs * kJoined), tile = first + (start + t) * gridDim.x;
         if (start + t >= kTiles || tile >= tiles) continue;
         float gates[kWarps];
 #pragma unroll
@@ -481,7 +496,7 @@ skinny_bf16_scaled_k3072r8_2w_silu_t1s4h3x2_pdl_1d145402(
         }
 
         const u32 row = 8 * tile + i % 8;
-        const float gate = gates[0] * to_float(load(scale + row)), up = ups[0] * to_float(load(scale_1 + row));
+        const float gate = gates[0] * of_scale[item], up = ups[0] * of_scale_1[item];
         store(out + u64(column) * out_row + row, silu(gate) * up);
       }
     }

@@ -32,6 +32,8 @@ constexpr int kChains = 8 / kWarps;  // of a warp
 constexpr u32 kPiece = 512 * kSlots, kPieces = (kK + kPiece - 1) / kPiece;
 // Words of shared memory. The distance of rows in a stage is 64 bytes more than their length: two neighbours use all banks.
 constexpr u32 kRowWords = kPiece / 2 + 16, kStageWords = 16 * kRowWords;
+constexpr u32 kTileOutputs = 16;  // outputs of a tile
+constexpr u32 kItems = (kTileOutputs * kJoined * kRows + 32 * kWarps - 1) / (32 * kWarps);  // outputs of a thread at a join
 constexpr u32 kSumPitch = kRows + 1, kSumWords = 16 * kSumPitch, kAtSums = kStages * kStageWords;
 
 // All PTX is in this part. Memory accesses are volatile: the compiler keeps their order, cannot move a load above the wait for the upstream
@@ -353,7 +355,7 @@ skinny_f16_f32_k1000r8_relu2_any_t1s4h1x2_pdl_fb6756b3(
     return;
   }
 
-  wait_for_upstream();  // above: the weights, which are constant; below: everything else
+  wait_for_upstream();  // above: constants; below: everything else
 
   const u32 group = lane / 4, part = lane % 4;
   const u32 nothing = rows >> 31;  // 0, which the compiler does not know
@@ -477,8 +479,11 @@ skinny_f16_f32_k1000r8_relu2_any_t1s4h1x2_pdl_fb6756b3(
         }
       }
       meet(1, 32 * kWarps);
-      for (u32 i = threadIdx.x; i < 16 * kJoined * rows; i += 32 * kWarps) {
-        const u32 t = i / 16 % kJoined, column = i / (16 * kJoined), tile = first + (start + t) * gridDim.x;
+#pragma unroll
+      for (u32 item = 0; item < kItems; ++item) {
+        const u32 i = threadIdx.x + item * (32 * kWarps);
+        if (i >= kTileOutputs * kJoined * rows) break;
+        const u32 t = i / kTileOutputs % kJoined, column = i / (kTileOutputs * kJoined), tile = first + (start + t) * gridDim.x;
         if (start + t >= kTiles || tile >= tiles) continue;
         float chain[kWarps];
 #pragma unroll

@@ -87,6 +87,10 @@ class SkinnySpec(SkinnyKernel):
             differences=self.narrow is Narrow.I8, math=self.gated or self.norm is not None,
         )  # fmt: skip
 
+    def early_operands(self) -> list[str]:
+        """The norm's weight is constant, too."""
+        return super().early_operands() + (["norm_weight"] if self.norm else [])
+
     @property
     def order(self) -> tuple[str | int, ...]:
         return (self.family,)
@@ -120,8 +124,13 @@ class SkinnySpec(SkinnyKernel):
         return TILE * (self.rows + 1)
 
     @property
+    def norm_words(self) -> int:
+        """Words of a norm: for each row of x, the sums of passes of 256 elements, and their result."""
+        return self.rows * (-(-self.k // 256) + 1) if self.norm else 0
+
+    @property
     def dynamic_bytes(self) -> int:
-        return 4 * (self.stages * TILE * self.row_words + self.joined * self.warps * self.sum_words)
+        return 4 * (self.stages * TILE * self.row_words + max(self.joined * self.warps * self.sum_words, self.norm_words))
 
     @property
     def registers(self) -> int:
