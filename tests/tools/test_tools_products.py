@@ -66,10 +66,7 @@ def test_the_command_times_the_shapes_and_fails_on_a_loss(monkeypatch, tmp_path,
 
 DATA = Path(__file__).parents[2] / "docs/data/h200-products.json.gz"
 # Products that took longer than cuBLAS's, by at most this ratio: docs/lab/skinny_linear.md says why.
-LOST = {
-    (20480, 128, 16): 1.40, (20480, 128, 8): 1.03, (20480, 128, 1): 1.03, (7424, 7424, 16): 1.04, (14848, 3712, 16): 1.04,
-    (2304, 9216, 16): 1.03, (2560, 10240, 16): 1.02, (21504, 4096, 16): 1.01,
-}  # fmt: skip
+LOST = {(20480, 128, 16): 1.39, (20480, 128, 8): 1.04, (20480, 128, 1): 1.03, (7424, 7424, 16): 1.01}
 
 
 def test_no_other_product_is_slower_than_cublas():
@@ -88,15 +85,15 @@ def test_saved_times_are_of_the_variants_that_serve_today():
 
 
 def test_every_layer_of_the_models_was_timed():
-    """Numbers of rows are 1, 8 and 16; the largest head was not timed with 16."""
+    """Numbers of rows are 1, 8 and 16."""
     timed = {(*row["shape"], row["rows"]) for row in products.load(DATA)["rows"]}
     wanted = {(*shape, rows) for shape in products.shapes(presets().values()) for rows in (1, 8, 16)}
-    assert wanted - timed == {(248320, 5120, 16)}
+    assert wanted == timed
 
 
 def test_a_saved_report_is_printed_without_a_card():
     done = CliRunner().invoke(products.products, ["--saved", str(DATA)])
-    assert done.exit_code == 0 and "| 18560 x 4096 | 35.51 (0.83) |" in done.output
+    assert done.exit_code == 0 and "| 18560 x 4096 | 35.54 (0.86) |" in done.output
 
 
 def test_a_report_becomes_a_data_file(tmp_path):
