@@ -356,8 +356,8 @@ DEVICE void philox(u64 seed, const u64 (&counter)[Count], u32 stream, u32 (&r)[C
     }
   }
 }
-// Four numbers, each with its own noise: 13 random bits below the last bit that is kept. Below 2^-14, where the last bit is 2^-24, a number
-// is first rounded to a multiple of 2^-37: 2^-14 more than it has as many bits as normal numbers have. Finite numbers stay finite.
+// Four numbers, each with its own noise: 13 random bits below the last bit that is kept. Numbers below 2^-14 have multiples of 2^-24. Adding
+// 2^-14 rounds them to multiples of 2^-37, 13 bits below; it is taken away after the rounding. Finite numbers stay finite.
 DEVICE void round_4_stochastic(f16, const float (&f)[4], const u32 (&random)[4], u32 (&word)[2]) {
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {

@@ -474,7 +474,7 @@ skinny_bf16_i8_k2048r16_3w_bias_norm_any_t1s4h1x4_pdl_bb2d70f0(
     return;
   }
 
-  // The norm's weight is constant, too. After the wait it would queue behind the products' weights, so it comes to L1 now.
+  // The norm's weight is constant, too. It comes to L1 now: after the wait, its loads would be late, because memory is busy with weights.
   for (u32 k = 8 * threadIdx.x; k < kK; k += 8 * 32 * kWarps) load_vector<f32, 8>(norm_weight + k);
 
   wait_for_upstream();  // above: constants; below: everything else

@@ -25,7 +25,7 @@ def philox(seed: Tensor | int, counter: Tensor, rounds: int, stream: int = 0) ->
 def rounded(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """values, rounded to f32 and then stochastically to float16 or bfloat16 with a random 32-bit word each.
 
-    Adds as many random bits as are cut off below the last place kept. Numbers below 2^-14 are first rounded to multiples of 2^-37 in
+    Adds a random bit for each bit that is cut off. Numbers below 2^-14 are first rounded to multiples of 2^-37 in
     float16, whose last place is then 2^-24. Finite values stay finite: they saturate at the largest number.
     """
     values = values.float()

@@ -32,7 +32,7 @@ def bf16_with_noise(values: Tensor, words: Tensor) -> Tensor:
 def f16_with_noise(values: Tensor, words: Tensor) -> Tensor:
     """As `bf16_with_noise`; numbers below 2^-14 become multiples of 2^-24. values: below 65504."""
     least = torch.tensor(2.0**-14, device=values.device)
-    shift = torch.where(values.abs() < least, least.copysign(values), 0.0)  # small numbers then have as many bits as others
+    shift = torch.where(values.abs() < least, least.copysign(values), 0.0)  # f32 then has 13 bits below 2^-24
     bits = (values + shift).view(torch.int32)
     return bits.add_(words & 0x1FFF).bitwise_and_(-0x2000).view(torch.float32) - shift
 
