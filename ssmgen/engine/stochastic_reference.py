@@ -25,8 +25,8 @@ def philox(seed: Tensor | int, counter: Tensor, rounds: int, stream: int = 0) ->
 def rounded(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """values, rounded to f32 and then stochastically to float16 or bfloat16 with a random 32-bit word each.
 
-    Adds a random bit for each bit that is cut off. Numbers below 2^-14 are first rounded to multiples of 2^-37 in
-    float16, whose last place is then 2^-24. Finite values stay finite: they saturate at the largest number.
+    values, random: of one shape, random as int64. Adds a random bit for each bit that is cut off. In float16, numbers below 2^-14, whose
+    last place is 2^-24, are first rounded to multiples of 2^-37. Finite values stay finite: they saturate at the largest number.
     """
     values = values.float()
     if dtype == torch.bfloat16:

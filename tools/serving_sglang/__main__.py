@@ -21,13 +21,13 @@ from ssmgen.cli import Command
 from ssmgen.compat.shared.replacing import REPLACED
 from tools.serving.engines import Engine, EngineError
 from tools.serving.models import FEW, MODELS, TIMED
-from tools.serving.proof import Proof, Row
+from tools.serving.proof import PROVED, Proof, Row
 from tools.serving.proof import table as proof_table
 from tools.serving.report import answers, as_dict, table
 from tools.serving.run import COMPARED, SHORT, Case, Pair
 
 from .plugin import NAME, WITH
-from .proof import PROVED, prove_all
+from .proof import prove_all
 
 PROMPTS = 8  # that are timed together
 GONE = 30.0  # seconds until killed processes must be gone

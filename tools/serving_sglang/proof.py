@@ -17,7 +17,6 @@ SETTINGS = (
     Setting("pieces of 512, eager", 512, eager=True),
     Setting("control: without ssmgen and mode", 8192, proves=False),
 )
-PROVED = ("mamba2", "qwen3_5")
 
 
 def build(engine: Engine, setting: Setting, model: str) -> None:
